@@ -1,0 +1,129 @@
+"""Checks values against declarations: types, allowed values, bounds, unknown keys."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+from megatron.neox_arguments.declare import Key, keys_of, literal_values, union_members
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.frozen import FrozenDict, freeze
+from megatron.neox_arguments.read import show
+
+
+class _Mismatch(Exception):
+    """Carries what was expected."""
+
+
+def check_keys(declaration: type, given: Mapping[str, Any], problems: Problems, prefix: str = "") -> dict[str, Any]:
+    """Checked values of all keys that `declaration` declares, defaults filled in; problems are noted, not raised.
+
+    A key with a problem holds its default (None when required) in the result.
+    """
+    keys = keys_of(declaration)
+    for name in given:
+        if name not in keys:
+            problems.add(prefix + name, _unknown(name, keys))
+    values = {}
+    for name, key in keys.items():
+        values[name] = None if key.required else key.default
+        if given.get(name) is not None:
+            values[name] = _checked(key, prefix + name, given[name], problems, values[name])
+        elif key.required and problems.complete:
+            problems.add(prefix + name, f"is required: {key.meaning[0].lower() + key.meaning[1:]}")
+    return values
+
+
+def resolve_section(declaration: type, given: Mapping[str, Any], problems: Problems, prefix: str = "") -> FrozenDict:
+    """As `check_keys`, frozen, without the keys that are refused or have no effect: those need not travel further."""
+    keys = keys_of(declaration)
+    values = check_keys(declaration, given, problems, prefix)
+    return freeze({n: v for n, v in values.items() if keys[n].refuse is None and keys[n].no_effect is None})
+
+
+def _checked(key: Key, path: str, value: Any, problems: Problems, fallback: Any) -> Any:
+    if key.refuse is not None and value != key.default:
+        problems.add(path, f"{show(value)} is refused: {key.refuse}")
+        return fallback
+    if key.section is not None:
+        if not isinstance(value, Mapping):
+            problems.add(path, f"expected a mapping, got {show(value)}")
+            return fallback
+        return resolve_section(key.section, value, problems, path + ".")
+    if isinstance(value, str) and value.lower() in [str(v).lower() for v in key.later]:
+        problems.add(path, f"{show(value)} of GPT-NeoX is not built yet; use {_choices(key)}")
+        return fallback
+    try:
+        value = _coerce(key.type, freeze(value))
+        _check_bounds(key, value)
+    except _Mismatch as mismatch:
+        problems.add(path, f"expected {mismatch}, got {show(value)}")
+        return fallback
+    return value
+
+
+def _coerce(annotation: Any, value: Any) -> Any:
+    """`value` as the annotated type; an int is a float too, text of a Literal is compared without case."""
+    members = [member for member in union_members(annotation) if member is not type(None)]
+    expected = []
+    for member in members:
+        try:
+            return _coerce_one(member, value)
+        except _Mismatch as mismatch:
+            expected.append(str(mismatch))
+    raise _Mismatch(" or ".join(expected))
+
+
+def _coerce_one(member: Any, value: Any) -> Any:
+    allowed = literal_values(member)
+    if allowed:
+        for choice in allowed:
+            if value is choice or (
+                isinstance(value, str) and isinstance(choice, str) and value.lower() == choice.lower()
+            ):
+                return choice
+        raise _Mismatch(_one_of(allowed))
+    if get_origin(member) is tuple:
+        if not isinstance(value, tuple):
+            raise _Mismatch("a list")
+        element = get_args(member)[0]
+        if element is Any:
+            return value
+        try:
+            return tuple(_coerce(element, v) for v in value)
+        except _Mismatch as mismatch:
+            raise _Mismatch(f"a list of {mismatch}") from None
+    if member is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, member) or (isinstance(value, bool) and member is not bool):
+        raise _Mismatch(member.__name__)
+    if member is float and not math.isfinite(value):
+        raise _Mismatch("a finite number")
+    return value
+
+
+def _check_bounds(key: Key, value: Any) -> None:
+    bounds = [(key.ge, "at least"), (key.gt, "more than"), (key.le, "at most"), (key.lt, "less than")]
+    texts = [f"{text} {bound}" for bound, text in bounds if bound is not None]
+    inside = (
+        (key.ge is None or value >= key.ge)
+        and (key.gt is None or value > key.gt)
+        and (key.le is None or value <= key.le)
+        and (key.lt is None or value < key.lt)
+    )
+    if not inside:
+        raise _Mismatch("a number " + " and ".join(texts))
+
+
+def _unknown(name: str, keys: Mapping[str, Key]) -> str:
+    near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
+    return "unknown key" + (f"; did you mean {' or '.join(near)}?" if near else "; remove it")
+
+
+def _choices(key: Key) -> str:
+    return _one_of(key.choices)
+
+
+def _one_of(values: tuple[Any, ...]) -> str:
+    texts = [v if isinstance(v, str) else show(v) for v in values]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]

@@ -1,0 +1,129 @@
+"""The command line of deepy.py and of the scripts it starts; one parser, so that both mean the same."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.neox_args import NeoXArgs, load_assignments
+from megatron.neox_arguments.read import parse_overrides
+from megatron.neox_arguments.report import print_config
+
+_DEEPY = """\
+examples:
+  python deepy.py train.py configs/quickstart.yml configs/local_setup.yml
+  python deepy.py train.py -d configs quickstart local_setup          (.yml may be left out)
+  python deepy.py --num_gpus 2 train.py a.yml --set model_parallel_size=2 optimizer.params.lr=1e-3
+  python deepy.py generate.py -d configs quickstart text_generation -i prompts.txt -o samples.jsonl
+  python deepy.py train.py a.yml --print-config
+"""
+_SCRIPT = """\
+examples:
+  python {prog} configs/quickstart.yml configs/local_setup.yml
+  torchrun --nproc-per-node 2 {prog} a.yml b.yml --set model_parallel_size=2 fp16=null
+  python {prog} a.yml --print-config
+"""
+# Flags of GPT-NeoX that set the key of the same name; they win over files.
+_FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
+    (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hosts and their slots"}),
+    (("--include",), "include", {"metavar": "DEVICES", "help": "devices to use, as in localhost:2,3"}),
+    (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks to start here"}),
+    (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
+    (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
+    (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),
+    (("--wandb_group",), "wandb_group", {"metavar": "NAME", "help": "Weights & Biases group"}),
+    (("--wandb_run_name",), "wandb_run_name", {"metavar": "NAME", "help": "Weights & Biases run name"}),
+    (("--wandb_team",), "wandb_team", {"metavar": "NAME", "help": "Weights & Biases entity"}),
+    (("--eval_tasks",), "eval_tasks", {"metavar": "TASK", "nargs": "+", "help": "evaluation tasks"}),
+    (("--eval_results_prefix",), "eval_results_prefix", {"metavar": "NAME", "help": "prefix of result files"}),
+)
+
+
+class DeepyCommand(NamedTuple):
+    """What deepy.py was asked to do."""
+
+    user_script: str
+    args: NeoXArgs
+    print_config: bool
+
+
+def parse_deepy(argv: Sequence[str] | None = None) -> DeepyCommand:
+    """Command line of deepy.py (without its name). Raises ConfigError."""
+    parser = _parser("deepy.py", _DEEPY, "Start a script on the ranks of this machine.", with_script=True)
+    parsed = parser.parse_intermixed_args(argv)
+    if not Path(parsed.user_script).is_file():
+        raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
+    assignments = _assignments(parsed)
+    if not parsed.conf_file:
+        raise ConfigError(["no configuration files; usage: deepy.py SCRIPT CONF [CONF ...]"])
+    return DeepyCommand(parsed.user_script, _load(parsed, assignments), parsed.print_config)
+
+
+def parse_script(argv: Sequence[str] | None, prog: str) -> NeoXArgs:
+    """Command line of a script such as train.py (without its name). Raises ConfigError.
+
+    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config prints
+    and exits.
+    """
+    parser = _parser(prog, _SCRIPT.format(prog=prog), "Run on this rank; usually started by deepy.py or torchrun.")
+    parser.add_argument("--neox-args", metavar="FILE", help="resolved configuration, instead of files (from deepy.py)")
+    parsed = parser.parse_intermixed_args(argv)
+    assignments = _assignments(parsed)
+    if (parsed.neox_args is None) == (not parsed.conf_file):
+        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if parsed.conf_file else "")])
+    args = _load(parsed, assignments) if parsed.conf_file else _from_launcher(parsed, assignments)
+    if parsed.print_config:
+        sys.stdout.write(print_config(args) + "\n")
+        raise SystemExit(0)
+    return args
+
+
+def _parser(prog: str, examples: str, description: str, with_script: bool = False) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    if with_script:
+        parser.add_argument("user_script", help="script to start, as train.py or generate.py")
+    parser.add_argument("conf_file", nargs="*", help="configuration files, merged; a key may stand in one of them")
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the configuration files")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
+        help="override keys, last of all; dotted paths reach into sections, values are YAML, null removes",
+    )  # fmt: skip
+    parser.add_argument("--print-config", action="store_true", help="print all values with their origins and exit")
+    for names, key, options in _FLAGS:
+        parser.add_argument(*names, dest=key, **options)
+    return parser
+
+
+def _assignments(parsed: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    found = []
+    for names, key, _ in _FLAGS:
+        value = getattr(parsed, key)
+        if value is not None:
+            found.append((key, value, next(name for name in names if name.startswith("--"))))
+    return found + parse_overrides(parsed.set, "--set")
+
+
+def _load(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
+    files = [name if name.endswith((".yml", ".yaml", ".json")) else name + ".yml" for name in parsed.conf_file]
+    if parsed.conf_dir is not None:
+        files = [os.path.join(parsed.conf_dir, name) for name in files]
+    return load_assignments(files, assignments)
+
+
+def _from_launcher(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
+    if assignments or parsed.conf_dir:
+        raise ConfigError(["--neox-args is complete in itself; give --set and other flags to deepy.py"])
+    try:
+        return NeoXArgs.from_json(Path(parsed.neox_args).read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ConfigError([f"--neox-args {parsed.neox_args}: {cause.strerror}"]) from cause
+    except (KeyError, ValueError) as cause:
+        if isinstance(cause, ConfigError):
+            raise
+        raise ConfigError([f"--neox-args {parsed.neox_args}: not a file written by deepy.py"]) from cause

@@ -1,0 +1,111 @@
+"""Values that follow from others, made before the configuration is frozen."""
+
+from typing import Any
+
+from megatron.neox_arguments.check import resolve_section
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.frozen import freeze
+from megatron.neox_arguments.read import show
+from megatron.neox_arguments.sections import Bf16, Fp16, Optimizer, ZeroOptimization
+
+_MISSING_LAYER_KINDS = (
+    "local",
+    "sparse_fixed",
+    "sparse_variable",
+    "bigbird",
+    "bslongformer",
+    "gmlp",
+    "amlp",
+    "rwkv",
+    "mamba",
+)
+
+
+def derive(values: dict[str, Any], problems: Problems) -> dict[str, Any]:
+    """`values` with everything filled in that does not need the world size."""
+    values = dict(values)
+    _precision(values, problems)
+    _optimizer(values, problems)
+    if values["zero_optimization"] is None:
+        values["zero_optimization"] = resolve_section(ZeroOptimization, {}, problems)
+    if values["lr_decay_iters"] is None and values["train_iters"] is not None:
+        values["lr_decay_iters"] = max(1, int(values["train_iters"] * (values["lr_decay_fraction"] or 1)))
+    if values["text_gen_type"] is None:
+        values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
+    if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
+        values["gradient_clipping"] = 0.0
+    if values["num_layers"] is not None:
+        values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
+    return values
+
+
+def _precision(values: dict[str, Any], problems: Problems) -> None:
+    """`precision` from the fp16 and bf16 sections, and the other way round; contradictions are problems."""
+    for name, precision, section in (("fp16", "fp16", values["fp16"]), ("bf16", "bfloat16", values["bf16"])):
+        if section is None:
+            continue
+        if section["enabled"] is None:
+            if values["precision"] is None:
+                problems.add(f"{name}.enabled", f"is required; write {name}: {{enabled: true}}")
+            section = freeze({**section, "enabled": values["precision"] == precision})
+            values[name] = section
+        if section["enabled"] and values["precision"] not in (None, precision):
+            other = problems.origin("precision")
+            by = f"precision is {values['precision']} ({other})" if other else "bf16 and fp16 are both enabled"
+            problems.add(f"{name}.enabled", f"{by}; remove one, as in --set {name}=null")
+        elif section["enabled"]:
+            values["precision"] = precision
+        elif values["precision"] == precision:
+            problems.add(f"{name}.enabled", f"false, but precision is {precision}; remove one of them")
+    values["precision"] = values["precision"] or "fp32"
+    for name, precision, declaration in (("fp16", "fp16", Fp16), ("bf16", "bfloat16", Bf16)):
+        if values["precision"] == precision and values[name] is None:
+            values[name] = resolve_section(declaration, {"enabled": True}, problems)
+
+
+def _optimizer(values: dict[str, Any], problems: Problems) -> None:
+    """Fill in the parameters of the chosen optimizer; a parameter of another one is a problem."""
+    if values["optimizer"] is None:
+        values["optimizer"] = resolve_section(Optimizer, {"params": {"lr": 1e-3}}, problems)
+    kind, params = values["optimizer"]["type"], values["optimizer"]["params"]
+    if params is None:
+        return
+    defaults: dict[str, Any] = {"momentum": 0.0} if kind == "SGD" else {"betas": (0.9, 0.999), "eps": 1e-8}
+    for name, value in params.items():
+        if value is not None and name != "lr" and name not in defaults:
+            path = f"optimizer.params.{name}"
+            problems.add(path, f"{kind} has no {name}, only lr, {', '.join(defaults)}; remove it (--set {path}=null)")
+    filled = {name: default if params[name] is None else params[name] for name, default in defaults.items()}
+    if "betas" in filled and not (len(filled["betas"]) == 2 and all(0 <= beta < 1 for beta in filled["betas"])):
+        problems.add("optimizer.params.betas", f"expected two numbers in [0, 1), got {show(filled['betas'])}")
+    values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
+
+
+def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, ...]:
+    """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of kinds."""
+    if given is None:
+        return ("global",) * num_layers
+    if all(isinstance(item, str) for item in given):
+        kinds = list(given)
+    else:
+        kinds = []
+        for item in given:
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple) and item[0]):
+                problems.add("attention_config", f"expected items like [[flash], 12], got {show(item)}")
+                return ("global",) * num_layers
+            pattern, count = item
+            if count == "all":
+                kinds = [pattern[i % len(pattern)] for i in range(num_layers)]
+            elif isinstance(count, int) and not isinstance(count, bool) and count > 0:
+                kinds += list(pattern) * count
+            else:
+                problems.add("attention_config", f'expected a count or "all", got {show(count)}')
+                return ("global",) * num_layers
+    for kind in dict.fromkeys(kinds):
+        if kind in _MISSING_LAYER_KINDS:
+            problems.add("attention_config", f"{show(kind)} of GPT-NeoX is not built; use global or flash")
+        elif kind not in ("global", "flash"):
+            problems.add("attention_config", f"expected global or flash, got {show(kind)}")
+    if len(kinds) != num_layers:
+        problems.add("attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}")
+    return tuple(kinds)

@@ -1,0 +1,62 @@
+"""Keys of the optimizer, the learning-rate schedule, the training loop and its checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.sections import Optimizer
+
+
+@dataclass(frozen=True)
+class OptimizerKeys:
+    optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
+    weight_decay: float = key(0.1, "Decoupled weight decay; norms and biases have none", ge=0)
+    gradient_clipping: float = key(1.0, "Largest norm of the whole gradient; 0 for none", ge=0)
+    compat_clip_one_is_off: bool = key(False, "Read gradient_clipping 1.0 as none, as GPT-NeoX did by mistake")
+    lr_decay_style: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "linear", "Shape of the learning rate after warm-up", later=("exponential",)
+    )
+    lr_decay_iters: int = key(None, "Iterations until min_lr; unset: lr_decay_fraction of train_iters, or all", ge=1)
+    lr_decay_fraction: float | None = key(None, "lr_decay_iters in units of train_iters", gt=0, le=1)
+    lr_wsd_decay_iters: int | None = key(None, "wsd: iterations of the final decay", ge=1)
+    min_lr: float = key(0.0, "Smallest learning rate after warm-up", ge=0)
+    warmup: float = key(0.01, "Share of lr_decay_iters in which the learning rate rises", ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class TrainingKeys:
+    train_iters: int = key(None, "Optimizer steps of the run", ge=1)
+    train_impl: Literal["normal"] = key("normal", "What is trained", later=("dpo", "rm", "kto", "reinforce"))
+    seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0)
+    eval_interval: int = key(1000, "Iterations between validations", ge=1)
+    eval_iters: int = key(100, "Batches of one validation; 0 for none", ge=0)
+    checkpoint_activations: bool = key(False, "Recompute activations in the backward pass instead of keeping them")
+    checkpoint_num_layers: int = key(1, "Blocks recomputed together", ge=1)
+    partition_activations: bool = key(
+        False,
+        "Split kept activations over tensor-parallel ranks; refused where there are several",
+        no_effect="one tensor-parallel rank has nothing to split",
+    )
+    synchronize_each_layer: bool = key(
+        False, "Wait for the device at each layer", no_effect="slows down, changes nothing"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointKeys:
+    save: str | None = key(None, "Folder that checkpoints are written to")
+    load: str | None = key(None, "Folder that a checkpoint is read from")
+    checkpoint_scale: Literal["linear", "log"] = key(
+        "linear", "Save every checkpoint_factor iterations, or at its powers"
+    )
+    checkpoint_factor: int | float | None = key(None, "See checkpoint_scale", gt=0)
+    extra_save_iters: tuple[int, ...] | None = key(None, "Further iterations to save at; 0 is the start")
+    keep_last_n_checkpoints: int | None = key(None, "Delete older checkpoints", ge=1)
+    finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")
+    iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
+    no_load_optim: bool = key(False, "Do not load the optimizer's state")
+    no_load_rng: bool = key(False, "Do not load the states of the random number generators")
+    restart: bool = key(False, "Start from `load` although `save` already holds a checkpoint of this run")
+    load_fallback: bool = key(False, "If the newest checkpoint is damaged, load the one before")
+    allow_changed_data: bool = key(False, "Resume although the data is not what the checkpoint was trained on")

@@ -1,0 +1,208 @@
+"""The resolved configuration: one frozen object, made from files, overrides or a dictionary."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.neox_arguments.batch import BATCH_KEYS, batch_sizes
+from megatron.neox_arguments.check import check_keys
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.derive import derive
+from megatron.neox_arguments.errors import ConfigError, Problems
+from megatron.neox_arguments.ffn import GATED, ffn_width
+from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
+from megatron.neox_arguments.keys_data import DataKeys, TokenizerKeys
+from megatron.neox_arguments.keys_logging import LoggingKeys, TextgenKeys
+from megatron.neox_arguments.keys_model import ModelKeys, PrecisionKeys
+from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, RunnerKeys
+from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
+from megatron.neox_arguments.notes import notes
+from megatron.neox_arguments.read import Given, parse_overrides, read_files
+from megatron.neox_arguments.validate import validate, validate_generation, validate_training
+
+
+@dataclass(frozen=True)
+class NeoXArgs(
+    TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, BatchKeys,
+    PrecisionKeys, ModelKeys, ParallelKeys, RunnerKeys,
+):  # fmt: skip
+    """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`, `for_world`."""
+
+    config_files: Mapping[str, str] = field(default_factory=FrozenDict)
+    """Text of the files read, by file name."""
+    given: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """What the user wrote, unresolved; everything else is made from it."""
+    origins: Mapping[str, str] = field(default_factory=FrozenDict)
+    """Where it was written: `a.yml:12` by dotted path."""
+    world_size: int | None = None
+    """Number of ranks, once `for_world` was called."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], origin: str = "program") -> "NeoXArgs":
+        """Resolve a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
+        return load([], values, origin)
+
+    def replace(self, **changes: Any) -> "NeoXArgs":
+        """A new object with keys changed (None: back to the default), derived and validated anew.
+
+        Dotted paths reach into sections: `args.replace(**{"optimizer.params.lr": 1e-3})`. Raises ConfigError.
+        """
+        given = Given(thaw(self.given), dict(self.origins), dict(self.config_files))
+        for path, value in changes.items():
+            given.assign(path, value, "program")
+        args = _resolve(given)
+        return args if self.world_size is None else args.for_world(self.world_size)
+
+    def for_world(self, world_size: int) -> "NeoXArgs":
+        """The configuration on `world_size` ranks: batch sizes and data_parallel_size known. Raises ConfigError."""
+        model_parallel = self.pp * self.tp
+        problems = Problems(self.origins)
+        if world_size < 1 or world_size % model_parallel:
+            problems.add(
+                "pipe_parallel_size" if self.pp > 1 else "model_parallel_size",
+                f"{world_size} ranks cannot be divided into pipe_parallel_size {self.pp} x model_parallel_size "
+                f"{self.tp} = {model_parallel}; start a multiple of {model_parallel} ranks or change these keys",
+            )
+            problems.raise_if_any()
+        batch = (self.given.get(name) for name in BATCH_KEYS)
+        try:
+            sizes = batch_sizes(world_size // model_parallel, *batch)
+        except ValueError as cause:
+            first, *others = [name for name in BATCH_KEYS if self.given.get(name) is not None]
+            places = "".join(f" ({name}: {self.origin(name)})" for name in others)
+            problems.add(first, f"{cause}{places}")
+            problems.raise_if_any()
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return NeoXArgs(**{**values, **sizes, "world_size": world_size})
+
+    def origin(self, key: str) -> str:
+        """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
+        place = Problems(self.origins).origin(key)
+        name, *inner = key.split(".")
+        if inner:
+            given: Any = self.given
+            for part in (name, *inner):
+                given = given.get(part) if isinstance(given, Mapping) else None
+            return place if place is not None and given is not None else "default"
+        value = getattr(self, name)
+        if place is None:
+            return "default" if value == keys_of(NeoXArgs)[name].default else "derived"
+        changed = value == 0.0 and name == "gradient_clipping" and self.given[name] != 0
+        return f"derived from {place}" if changed else place
+
+    def notes(self) -> list[str]:
+        """Lines to be said once at start: keys without effect here, and readings that differ from GPT-NeoX."""
+        return notes(self)
+
+    def check_training(self) -> "NeoXArgs":
+        """This object, if it has all that training needs. Raises ConfigError."""
+        _raise(validate_training(self))
+        return self
+
+    def check_generation(self) -> "NeoXArgs":
+        """This object, if it has all that text generation needs. Raises ConfigError."""
+        _raise(validate_generation(self))
+        return self
+
+    def to_json(self) -> str:
+        """Everything needed to make the same object in another process (`from_json`)."""
+        state = {"given": self.given, "origins": self.origins, "config_files": self.config_files}
+        return json.dumps({**state, "world_size": self.world_size}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "NeoXArgs":
+        state = json.loads(text)
+        args = _resolve(Given(state["given"], state["origins"], state["config_files"]))
+        return args if state["world_size"] is None else args.for_world(state["world_size"])
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages, at least 1."""
+        return max(1, self.pipe_parallel_size)
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.model_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Data-parallel ranks; only known after `for_world`."""
+        if self.world_size is None:
+            raise ConfigError(["data_parallel_size is only known after for_world(world_size)"])
+        return self.world_size // (self.pp * self.tp)
+
+    @property
+    def zero_stage(self) -> int:
+        return self.zero_optimization["stage"]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.activation in GATED
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP; a gated MLP has this many gate rows and this many up rows."""
+        return ffn_width(self)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def params_dtype(self) -> str:
+        """fp32, fp16 or bf16."""
+        return {"bfloat16": "bf16"}.get(self.precision, self.precision)
+
+    @property
+    def optimizer_name(self) -> str:
+        """adam, adamw or sgd."""
+        return self.optimizer["type"].lower()
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        return self.optimizer["params"]["lr"]
+
+
+def load(
+    files: Sequence[str | Path], overrides: Mapping[str, Any] | Sequence[str] = (), origin: str = "--set"
+) -> NeoXArgs:
+    """Merge YAML and JSON files, apply overrides (`{"a.b": 1}` or `["a.b=1"]`), resolve and freeze.
+
+    Raises ConfigError with one line for every problem of all files together.
+    """
+    return load_assignments(files, parse_overrides(overrides, origin))
+
+
+def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[str, Any, str]]) -> NeoXArgs:
+    """As `load`, with overrides as (dotted path, value, origin)."""
+    given = read_files(files)
+    for path, value, place in assignments:
+        given.assign(path, value, place)
+    return _resolve(given)
+
+
+def _resolve(given: Given) -> NeoXArgs:
+    problems = Problems(given.origins)
+    problems.lines += given.problems
+    problems.complete = not given.unread
+    values = check_keys(NeoXArgs, given.values, problems)
+    problems.raise_if_any()
+    values = derive(values, problems)
+    problems.raise_if_any()
+    extra = {"config_files": given.config_files, "given": given.values, "origins": given.origins}
+    args = NeoXArgs(**values, **freeze(extra))
+    _raise(validate(args))
+    return args
+
+
+def _raise(problems: Problems) -> None:
+    problems.raise_if_any()

@@ -1,0 +1,163 @@
+"""Reads YAML and JSON files and `key=value` overrides, remembering where every value was written."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.frozen import thaw
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML as people write it: `1e-5` is a number, a date or `12:30` is text."""
+
+
+ConfigLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass
+class Given:
+    """What a user wrote: values by key, the place of each (dotted) path, and the text of the files."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    config_files: dict[str, str] = field(default_factory=dict)
+    spellings: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def assign(self, path: str, value: Any, origin: str) -> None:
+        """Set the value at a dotted path; None removes it, so that the default holds again."""
+        *parents, last = (part.replace("-", "_") for part in path.split("."))
+        target = self.values
+        for parent in parents:
+            inner = target.get(parent)
+            if inner is None and value is None:
+                return
+            if inner is not None and not isinstance(inner, Mapping):
+                self.problems.append(f"{origin}: {path}: {parent} is not a mapping but {show(inner)}")
+                return
+            target[parent] = target = dict(inner or {})
+        path = ".".join([*parents, last])
+        for known in [known for known in self.origins if known == path or known.startswith(path + ".")]:
+            del self.origins[known]
+        if value is None:
+            target.pop(last, None)
+        else:
+            target[last] = _underscores(thaw(value))
+            self.origins[path] = origin
+
+
+def read_files(files: Sequence[str | Path]) -> Given:
+    """Merge files into one `Given`; a key set twice, an unreadable file and bad YAML are noted as problems."""
+    given = Given()
+    for file in files:
+        try:
+            text = Path(file).expanduser().read_text(encoding="utf-8")
+            name = Path(file).name
+            given.config_files[name if name not in given.config_files else str(file).replace("/", "_")] = text
+            _merge_file(given, str(file), text)
+            continue
+        except FileNotFoundError:
+            given.problems.append(f"{file}: no such file")
+        except (OSError, UnicodeDecodeError) as cause:
+            given.problems.append(f"{file}: cannot be read: {cause}")
+        except yaml.MarkedYAMLError as cause:
+            mark = cause.problem_mark or cause.context_mark
+            given.problems.append(f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {cause.problem}")
+        except (yaml.YAMLError, ValueError, RecursionError) as cause:
+            given.problems.append(f"{file}: not valid YAML: {' '.join(str(cause).split())}")
+        given.unread.append(str(file))
+    return given
+
+
+def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -> list[tuple[str, Any, str]]:
+    """`{"a.b": 1}` or `["a.b=1"]` (values are YAML) -> [(path, value, origin)]."""
+    if isinstance(overrides, Mapping):
+        return [(path, value, origin) for path, value in overrides.items()]
+    found, problems = [], []
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals or not path.strip():
+            problems.append(f'{origin}: expected KEY=VALUE, got "{text}"; config files stand before {origin}')
+            continue
+        try:
+            found.append((path.strip(), yaml.load(value, Loader=ConfigLoader), origin))
+        except (yaml.YAMLError, ValueError):
+            problems.append(f'{origin}: {path.strip()}: "{value}" is not valid YAML')
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def show(value: Any) -> str:
+    """A value as it stands in messages: text in quotes, the rest as YAML would have it."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(thaw(value)) if isinstance(value, Mapping | list | tuple) else str(value)
+
+
+def _merge_file(given: Given, file: str, text: str) -> None:
+    loader = ConfigLoader(text.replace("\t", " ") if file.endswith(".json") else text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            given.problems.append(f"{file}:{root.start_mark.line + 1}: expected `key: value` lines")
+            return
+        for key_node, value_node in root.value:
+            spelling = str(loader.construct_object(key_node, deep=True))
+            key, place = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
+            if key in given.spellings:
+                before = given.spellings[key]
+                also = f" (as {before})" if before != spelling else ""
+                given.problems.append(
+                    f"{place}: {spelling}: already set at {given.origins[key]}{also}; keep one of them"
+                )
+                continue
+            given.spellings[key], given.origins[key] = spelling, place
+            _note_lines(given, file, key, value_node)
+            value = loader.construct_object(value_node, deep=True)
+            given.values[key] = _underscores(value)
+            if value is None:  # `key:` alone is the default, as in GPT-NeoX
+                del given.values[key]
+    finally:
+        loader.dispose()
+
+
+def _note_lines(given: Given, file: str, path: str, node: yaml.Node) -> None:
+    """Note the line of every key inside a section, and sub-keys that stand there twice."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        inner = f"{path}.{str(key_node.value).replace('-', '_')}"
+        place = f"{file}:{key_node.start_mark.line + 1}"
+        if inner in given.origins:
+            given.problems.append(f"{place}: {inner}: already set at {given.origins[inner]}; keep one of them")
+            continue
+        given.origins[inner] = place
+        _note_lines(given, file, inner, value_node)
+
+
+def _underscores(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k).replace("-", "_"): _underscores(v) for k, v in value.items()}
+    return value

@@ -1,0 +1,154 @@
+"""The frozen object: read-only, complete through JSON, changed only by making a new one."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.neox_arguments import ConfigError, NeoXArgs, load
+
+
+@pytest.fixture
+def args(model):
+    return NeoXArgs.from_dict(model | {"optimizer": {"params": {"lr": 0.1}}, "extra_save_iters": [1, 2], "save": "x"})
+
+
+def test_nothing_can_be_written(args):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.seed = 1
+    with pytest.raises(TypeError, match="read-only"):
+        params: dict = args.optimizer["params"]
+        params["lr"] = 1
+    with pytest.raises(TypeError, match="read-only"):
+        args.zero_optimization.update(stage=1)
+    with pytest.raises(TypeError, match="read-only"):
+        args.given["optimizer"]["params"].pop("lr")
+    with pytest.raises(AttributeError):
+        args.extra_save_iters.append(3)
+
+
+def test_what_was_passed_in_can_change_afterwards(model):
+    section: dict = {"type": "Adam", "params": {"lr": 0.1}}
+    args = NeoXArgs.from_dict(model | {"optimizer": section})
+    section["params"]["lr"] = 9
+    assert args.lr == 0.1 and args.replace(seed=1).lr == 0.1
+
+
+def test_replace_makes_a_new_resolved_object(args):
+    other = args.replace(
+        train_iters=50, lr_decay_fraction=0.5, **{"optimizer.params.lr": 0.2, "zero-optimization.stage": 1}
+    )
+    assert (other.lr_decay_iters, other.lr, other.zero_stage) == (25, 0.2, 1)
+    assert (args.lr_decay_iters, args.lr, args.zero_stage) == (None, 0.1, 0)
+    assert other.replace(train_iters=None).lr_decay_iters is None
+    with pytest.raises(ConfigError, match="seed: expected int"):
+        args.replace(seed="x")
+    with pytest.raises(ConfigError, match="unknown key; did you mean seed"):
+        args.replace(seeds=1)
+
+
+def test_json_round_trip_is_lossless(write, model):
+    text = "".join(f"{key}: {value}\n" for key, value in model.items())
+    text += "optimizer: {type: AdamW, params: {lr: 1.0e-1, betas: [0.9, 0.95]}}\ntrain_batch_size: 8\n# a note\n"
+    args = load(write(a=text), ["zero_optimization.stage=1", "attention_config=[[[flash], 2]]"])
+    for original in (args, args.for_world(4), args.for_world(4).replace(seed=7)):
+        again = NeoXArgs.from_json(original.to_json())
+        assert again == original
+        assert again.config_files == {"a.yml": text}
+        assert again.origin("optimizer.params.lr") == "a.yml:6" and again.origin("zero_optimization.stage") == "--set"
+        assert again.world_size == original.world_size
+
+
+def test_copies(args):
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert copy.deepcopy(args) == args
+    with pytest.raises(TypeError, match="read-only"):
+        pickle.loads(pickle.dumps(args)).optimizer["type"] = "SGD"
+
+
+def test_origins(args):
+    assert args.origin("num_layers") == "program"
+    assert args.origin("seed") == "default"
+    assert args.origin("attention_config") == "derived"
+    assert args.origin("optimizer.params.lr") == "program"
+    assert args.origin("optimizer.params.eps") == "default"
+
+
+def test_derived_properties(model):
+    args = NeoXArgs.from_dict(model | {"activation": "swiglu", "num_kv_heads": 2, "precision": "bfloat16"})
+    assert (args.head_dim, args.kv_heads, args.is_gated, args.params_dtype) == (16, 2, True, "bf16")
+    assert (args.pp, args.tp, args.optimizer_name, args.lr, args.zero_stage) == (1, 1, "adam", 1e-3, 0)
+    assert args.replace(num_kv_heads=None, activation="gelu").kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "given, precision, section",
+    [
+        ({}, "fp32", None),
+        ({"precision": "fp16"}, "fp16", "fp16"),
+        ({"fp16": {"enabled": True}}, "fp16", "fp16"),
+        ({"precision": "fp16", "fp16": {"loss_scale": 4}}, "fp16", "fp16"),
+        ({"precision": "BFloat16"}, "bfloat16", "bf16"),
+        ({"bf16": {"enabled": True}}, "bfloat16", "bf16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16", "bf16"),
+        ({"fp16": {"enabled": False}}, "fp32", None),
+    ],
+)
+def test_precision_and_its_sections_agree(model, given, precision, section):
+    args = NeoXArgs.from_dict(model | given)
+    assert args.precision == precision
+    assert [name for name in ("fp16", "bf16") if (getattr(args, name) or {}).get("enabled")] == [section] * bool(
+        section
+    )
+
+
+def test_clipping_as_written_and_as_neox_read_it(model):
+    assert NeoXArgs.from_dict(model).gradient_clipping == 1.0
+    args = NeoXArgs.from_dict(model | {"gradient_clipping": 1, "compat_clip_one_is_off": True})
+    assert args.gradient_clipping == 0.0 and args.origin("gradient_clipping") == "derived from program"
+    assert any("compat_clip_one_is_off" in note for note in args.notes())
+    args = NeoXArgs.from_dict(model | {"gradient_clipping": 0.5, "compat_clip_one_is_off": True})
+    assert args.gradient_clipping == 0.5 and args.notes() == []
+
+
+def test_settings_without_effect_are_named_once(model):
+    args = NeoXArgs.from_dict(
+        model
+        | {"rope_fusion": True, "layernorm_fusion": False, "fp16": {"enabled": True, "type": "fp16", "fp16": False}}
+    )
+    (note,) = args.notes()
+    assert "rope_fusion (" in note and "fp16.fp16 (" in note and "layernorm_fusion" not in note
+
+
+def test_sections_carry_only_what_has_an_effect(model):
+    args = NeoXArgs.from_dict(model | {"fp16": {"enabled": True, "type": "fp16"}, "zero_optimization": {"stage": 1}})
+    assert args.fp16 is not None and "type" not in args.fp16 and "cpu_offload" not in args.zero_optimization
+
+
+@pytest.mark.parametrize(
+    "config, kinds",
+    [
+        ([[["flash"], 4]], ("flash",) * 4),
+        ([[["global", "flash"], 2]], ("global", "flash") * 2),
+        ([[["global"], 1], [["flash"], 3]], ("global", "flash", "flash", "flash")),
+        ([[["global", "flash"], "all"]], ("global", "flash") * 2),
+        (["flash", "global", "flash", "flash"], ("flash", "global", "flash", "flash")),
+        (None, ("global",) * 4),
+    ],
+)
+def test_attention_config(model, config, kinds):
+    args = NeoXArgs.from_dict(model | {"num_layers": 4, "attention_config": config})
+    assert args.attention_config == kinds
+
+
+def test_no_heavy_import():
+    code = (
+        "import sys, megatron.neox_arguments; print([m for m in ('torch', 'deepspeed', 'numpy') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,139 @@
+"""Files: merging, spellings, duplicates, lines, and all problems told together."""
+
+import pytest
+
+from megatron.neox_arguments import ConfigError, load
+
+MODEL = """\
+num-layers: 2
+hidden_size: 64
+num-attention-heads: 4
+seq_length: 32
+max_position_embeddings: 32
+"""
+
+
+def refused(files, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load(files, overrides)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return caught.value.problems
+
+
+def test_files_are_merged_and_both_spellings_mean_the_same(write):
+    args = load(write(a=MODEL, b="train-iters: 7\nlr_decay_style: cosine\n"))
+    assert (args.num_layers, args.hidden_size, args.train_iters, args.lr_decay_style) == (2, 64, 7, "cosine")
+    assert args.origin("num_layers") == "a.yml:1"
+    assert args.origin("lr_decay_style") == "b.yml:2"
+    assert args.origin("warmup") == "default"
+    assert args.config_files == {"a.yml": MODEL, "b.yml": "train-iters: 7\nlr_decay_style: cosine\n"}
+
+
+def test_files_of_one_name_in_two_folders_are_both_kept(write, tmp_path):
+    write(a=MODEL)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.yml").write_text("seed: 3\n")
+    args = load(["a.yml", "sub/a.yml"])
+    assert args.config_files == {"a.yml": MODEL, "sub_a.yml": "seed: 3\n"}
+    assert args.origin("seed") == "sub/a.yml:1"
+
+
+@pytest.mark.parametrize("second", ["train_iters: 8", "train-iters: 8"])
+def test_a_key_in_two_files_names_both_places(write, second):
+    problems = refused(write(a=MODEL + "train-iters: 7\n", b=f"seed: 1\n{second}\n"))
+    assert len(problems) == 1
+    assert problems[0].startswith("b.yml:2: ") and "a.yml:6" in problems[0]
+
+
+def test_a_key_twice_in_one_file_also_inside_a_section(write):
+    problems = refused(write(a=MODEL + "seed: 1\nseed: 2\nzero_optimization:\n  stage: 0\n  stage: 1\n"))
+    assert [p.split(";")[0] for p in problems] == [
+        "a.yml:7: seed: already set at a.yml:6",
+        "a.yml:10: zero_optimization.stage: already set at a.yml:9",
+    ]
+
+
+def test_all_problems_of_all_files_are_told_together(write):
+    a = MODEL.replace("num-layers: 2", "num-layers: twelve") + "hiden_size: 3\nactivation: gello\n"
+    b = "norm: scalenorm\nzero_optimization:\n  stage: 4\n  stag: 1\noptimizer: {type: Adam, params: {lr: fast}}\n"
+    problems = refused([*write(a=a, b=b), "c.yml"])
+    assert sorted(problems) == sorted([
+        "c.yml: no such file",
+        'a.yml:1: num_layers: expected int, got "twelve"',
+        "a.yml:6: hiden_size: unknown key; did you mean hidden_size?",
+        'a.yml:7: activation: expected gelu, geglu, relu, softsign, swish, mish, silu, reglu, swiglu, bilinear or glu,'
+        ' got "gello"',
+        'b.yml:1: norm: "scalenorm" of GPT-NeoX is not built yet; use layernorm or rmsnorm',
+        "b.yml:3: zero_optimization.stage: expected a number at least 0 and at most 3, got 4",
+        "b.yml:4: zero_optimization.stag: unknown key; did you mean stage?",
+        'b.yml:5: optimizer.params.lr: expected float, got "fast"',
+    ])  # fmt: skip
+
+
+def test_a_file_that_cannot_be_read_is_the_only_problem(write, tmp_path):
+    write(latin="")
+    (tmp_path / "latin.yml").write_bytes(b"seed: \xff")
+    assert refused(["c.yml"]) == ("c.yml: no such file",)
+    for file in ("latin.yml", "."):
+        (problem,) = refused([file])
+        assert problem.startswith(f"{file}: cannot be read: ")
+
+
+def test_required_keys_are_named(write):
+    problems = refused(write(a="num_layers: 2\n"))
+    assert [p.split(" ")[0] for p in problems] == [
+        "hidden_size:", "num_attention_heads:", "seq_length:", "max_position_embeddings:"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, place",
+    [
+        ("num_layers: [1\n", "a.yml:2"),
+        ("- 1\n- 2\n", "a.yml:1"),
+        ("a: b: c\n", "a.yml:1"),
+        ("x: !!python/name:os.system\n", "a.yml:1"),
+    ],
+)
+def test_what_is_not_a_yaml_mapping_is_refused_with_its_line(write, text, place):
+    problems = refused(write(a=text))
+    assert problems[0].startswith(place + ": ")
+
+
+def test_numbers_as_people_write_them(write):
+    args = load(
+        write(a=MODEL + "layernorm_epsilon: 1e-5\nmin_lr: 1E-6\nweight_decay: 1\ninit_method_std: .5\nwarmup: 5e-1\n")
+    )
+    assert (args.layernorm_epsilon, args.min_lr, args.init_method_std, args.warmup) == (1e-5, 1e-6, 0.5, 0.5)
+    assert args.weight_decay == 1.0 and isinstance(args.weight_decay, float)
+
+
+def test_text_stays_text(write):
+    args = load(write(a=MODEL + "split: 969,30,1\nwandb_group: 2024-01-01\nwandb_run_name: 12:30\n"))
+    assert (args.split, args.wandb_group, args.wandb_run_name) == ("969,30,1", "2024-01-01", "12:30")
+
+
+@pytest.mark.parametrize(
+    "line", ["seed: true", "num_layers: 2.0", "data_path: 7", "split: [1]", "min_lr: .inf", "eval_iters: -1"]
+)
+def test_types_are_strict(write, line):
+    text = "\n".join(row for row in MODEL.splitlines() if not row.startswith("num-layers")) + "\n" + line + "\n"
+    problems = [p for p in refused(write(a=text)) if "is required" not in p]
+    assert len(problems) == 1 and problems[0].startswith("a.yml:5: ") and "expected" in problems[0]
+
+
+def test_allowed_values_are_compared_without_case(write):
+    args = load(write(a=MODEL + "norm: RMSNorm\noptimizer: {type: sgd, params: {lr: 1}}\n"))
+    assert (args.norm, args.optimizer["type"], args.optimizer_name) == ("rmsnorm", "SGD", "sgd")
+
+
+def test_json_with_tabs(write):
+    text = '{\n\t"num-layers": 2, "hidden_size": 64, "num_attention_heads": 4,\n'
+    text += '\t"seq_length": 32,\n\t"max_position_embeddings": 16}'
+    problems = refused(write(a__json=text))
+    assert problems == ("a.json:3: seq_length: 32 is more than max_position_embeddings 16 (a.json:4)",)
+
+
+def test_an_empty_value_is_the_default(write):
+    args = load(write(a=MODEL + "seed:\nzero_optimization: {stage: }\n"))
+    assert (args.seed, args.zero_stage) == (1234, 0)

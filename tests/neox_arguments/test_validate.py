@@ -1,0 +1,188 @@
+"""Checks across keys: each contradiction is refused with its key, and its neighbour is accepted."""
+
+import pytest
+
+from megatron.neox_arguments import NeoXArgs, load
+
+ADAM = {"type": "Adam", "params": {"lr": 0.1}}
+PATHS = {"train_data_paths": ["t"], "valid_data_paths": ["v"], "test_data_paths": ["s"]}
+CASES = [
+    # refused, accepted, start of the message
+    ({"hidden_size": 66}, {"hidden_size": 68}, "hidden_size: 66 is not a multiple of num_attention_heads 4 (program)"),
+    ({"num_kv_heads": 3}, {"num_kv_heads": 2}, "num_kv_heads: 3 does not divide num_attention_heads 4"),
+    ({"seq_length": 33}, {"seq_length": 31}, "seq_length: 33 is more than max_position_embeddings 32 (program)"),
+    ({"pos_emb": "rotary", "rotary_pct": 0.2}, {"pos_emb": "rotary", "rotary_pct": 0.25}, "rotary_pct: 3 of 16"),
+    (
+        {"model_parallel_size": 3, "intermediate_size": 96},
+        {"model_parallel_size": 2},
+        "model_parallel_size: 3 does not divide num_attention_heads",
+    ),
+    (
+        {"model_parallel_size": 4, "num_kv_heads": 2},
+        {"model_parallel_size": 2, "num_kv_heads": 2},
+        "model_parallel_size: 4 is more than num_kv_heads 2 (program); use at most 2",
+    ),
+    (
+        {"model_parallel_size": 2, "padded_vocab_size": 101},
+        {"model_parallel_size": 2, "padded_vocab_size": 102},
+        "padded_vocab_size: 101 is not a multiple of model_parallel_size 2",
+    ),
+    ({"pipe_parallel_size": 3}, {"pipe_parallel_size": 2}, "pipe_parallel_size: 3 stages for num_layers 2 (program)"),
+    (
+        {"pipe_parallel_size": 2, "zero_optimization": {"stage": 2}},
+        {"pipe_parallel_size": 1, "zero_optimization": {"stage": 2}},
+        "pipe_parallel_size: 2 stages work with ZeRO 0 and 1 only, not with zero_optimization.stage 2 (program)",
+    ),
+    (
+        {"sequence_parallel": True, "model_parallel_size": 2, "seq_length": 31},
+        {"sequence_parallel": True, "seq_length": 31},
+        "sequence_parallel: model_parallel_size 2 does not divide seq_length 31 (program)",
+    ),
+    (
+        {"partition_activations": True, "model_parallel_size": 2},
+        {"partition_activations": True},
+        "partition_activations: is not built for model_parallel_size 2",
+    ),
+    (
+        {"pipe_partition_method": "best"},
+        {"pipe_partition_method": "uniform"},
+        "pipe_partition_method: expected uniform",
+    ),
+    (
+        {"optimizer": ADAM, "min_lr": 0.2},
+        {"optimizer": ADAM, "min_lr": 0.1},
+        "min_lr: 0.2 is more than optimizer.params",
+    ),
+    (
+        {"lr_decay_iters": 5, "lr_decay_fraction": 0.5},
+        {"lr_decay_fraction": 0.5},
+        "lr_decay_fraction: lr_decay_iters is",
+    ),
+    ({"lr_decay_style": "wsd"}, {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 2}, "lr_decay_style: wsd needs"),
+    ({"lr_wsd_decay_iters": 2}, {}, "lr_wsd_decay_iters: only lr_decay_style wsd reads it, not linear (default)"),
+    (
+        {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 10, "train_iters": 10, "warmup": 0.1},
+        {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 9, "train_iters": 10, "warmup": 0.1},
+        "lr_wsd_decay_iters: 10 and the warm-up (0.1) do not fit into lr_decay_iters 10 (derived)",
+    ),
+    ({"save": "x"}, {"save": "x", "extra_save_iters": []}, "save: needs checkpoint_factor or extra_save_iters"),
+    ({"checkpoint_factor": 2.5}, {"checkpoint_factor": 2.0}, "checkpoint_factor: expected a whole number"),
+    (
+        {"checkpoint_factor": 1, "checkpoint_scale": "log"},
+        {"checkpoint_factor": 1.5, "checkpoint_scale": "log"},
+        "checkpoint_factor: expected more than 1",
+    ),
+    ({"extra_save_iters": [-1]}, {"extra_save_iters": [0]}, "extra_save_iters: expected iterations from 0 on"),
+    (PATHS | {"data_path": "d"}, PATHS, "data_path: train_data_paths is set too (program)"),
+    ({"train_data_paths": ["t"]}, PATHS, "train_data_paths: needs valid_data_paths, test_data_paths too"),
+    (PATHS | {"train_data_paths": ["t", "u"]}, PATHS, "train_data_paths: expected one path, got 2: blending"),
+    ({"split": "a,b"}, {"split": "949/50/1"}, "split: expected up to three shares"),
+    ({"split": "1,1,1,1"}, {"split": "100,0,0"}, "split: expected up to three shares"),
+    (
+        {"precision": "fp32", "fp16": {"enabled": True}},
+        {"precision": "fp32"},
+        "fp16.enabled: precision is fp32 (program)",
+    ),
+    (
+        {"precision": "fp16", "fp16": {"enabled": False}},
+        {"precision": "fp16"},
+        "fp16.enabled: false, but precision is fp16",
+    ),
+    (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"fp16": {"enabled": True}},
+        "bf16.enabled: bf16 and fp16",
+    ),
+    ({"fp16": {"loss_scale": 0}}, {"fp16": {"enabled": True}}, "fp16.enabled: is required"),
+    (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        "data_types.grad_accum",
+    ),
+    (
+        {"attention_config": [[["flash"], 3]]},
+        {"attention_config": [[["flash"], 2]]},
+        "attention_config: describes 3 layers",
+    ),
+    ({"attention_config": [[["local"], 2]]}, {}, 'attention_config: "local" of GPT-NeoX is not built'),
+    ({"attention_config": [["flash", 2]]}, {}, "attention_config: expected items like [[flash], 12]"),
+    (
+        {"optimizer": {"type": "SGD", "params": {"lr": 1, "betas": [0.9, 0.9]}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}},
+        "optimizer.params.betas: SGD has no betas, only lr, momentum",
+    ),
+    (
+        {"optimizer": {"params": {"lr": 1, "betas": [0.9]}}},
+        {"optimizer": {"params": {"lr": 1}}},
+        "optimizer.params.betas:",
+    ),
+    (
+        {"optimizer": {"type": "Lion", "params": {"lr": 1}}},
+        {"optimizer": ADAM},
+        'optimizer.type: "Lion" of GPT-NeoX is not',
+    ),
+    (
+        {"optimizer": {"params": {"lr": 1, "weight_decay": 1}}},
+        {"weight_decay": 1},
+        "optimizer.params.weight_decay: unknown",
+    ),
+    (
+        {"zero_optimization": {"offload_optimizer": {}}},
+        {},
+        "zero_optimization.offload_optimizer: {} is refused: offload",
+    ),
+    ({"data_impl": "cached"}, {"data_impl": "infer"}, 'data_impl: "cached" of GPT-NeoX is not built yet; use mmap'),
+    ({"pack_impl": "unpacked"}, {"pack_impl": "packed"}, 'pack_impl: "unpacked" of GPT-NeoX is not built yet'),
+    ({"dataset_impl": "pairwise"}, {"dataset_impl": "gpt2"}, 'dataset_impl: "pairwise" of GPT-NeoX is not built yet'),
+    ({"train_impl": "dpo"}, {"train_impl": "normal"}, 'train_impl: "dpo" of GPT-NeoX is not built yet; use normal'),
+    ({"eval_tasks": ["piqa"]}, {"eval_tasks": None}, "eval_tasks: ['piqa'] is refused: evaluation tasks are not built"),
+    ({"compile": True}, {"compile": "block"}, "compile: expected false or block, got true"),
+    (
+        {"intermediate_size": 100, "expansion_factor": 2},
+        {"expansion_factor": 2},
+        "expansion_factor: intermediate_size 100",
+    ),
+]
+
+
+@pytest.mark.parametrize("refused, accepted, message", CASES)
+def test_contradictions(problems_of, refused, accepted, message):
+    (problem,) = problems_of(refused)
+    assert problem.removeprefix("program: ").startswith(message)
+    assert problems_of(accepted) == ()
+
+
+def test_places_of_both_keys_are_named(write):
+    a = "num_layers: 2\nhidden_size: 66\n"
+    b = "num_attention_heads: 4\nseq_length: 8\nmax_position_embeddings: 8\n"
+    with pytest.raises(ValueError) as caught:
+        load(write(a=a, b=b))
+    assert str(caught.value) == "a.yml:2: hidden_size: 66 is not a multiple of num_attention_heads 4 (b.yml:1)"
+
+
+TRAINABLE = {
+    "train_iters": 1,
+    "data_path": "d",
+    "train_micro_batch_size_per_gpu": 1,
+    "tokenizer_type": "CharLevelTokenizer",
+}
+
+
+def test_what_training_needs(problems_of):
+    assert problems_of(TRAINABLE, NeoXArgs.check_training) == ()
+    for key in TRAINABLE:
+        (problem,) = problems_of(TRAINABLE | {key: None}, NeoXArgs.check_training)
+        assert problem.startswith(f"{key}: is required for training")
+    (problem,) = problems_of(TRAINABLE | {"tokenizer_type": "HFTokenizer"}, NeoXArgs.check_training)
+    assert problem.startswith("vocab_file: is required by tokenizer_type HFTokenizer")
+
+
+def test_what_generation_needs(problems_of):
+    enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer"}
+    assert problems_of(enough, NeoXArgs.check_generation) == ()
+    assert (
+        problems_of(enough | {"text_gen_type": "input-file", "sample_input_file": "p"}, NeoXArgs.check_generation) == ()
+    )
+    assert len(problems_of({}, NeoXArgs.check_generation)) == 2
+    (problem,) = problems_of(enough | {"text_gen_type": "input-file"}, NeoXArgs.check_generation)
+    assert "sample_input_file: is required" in problem
