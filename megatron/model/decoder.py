@@ -1,0 +1,269 @@
+"""The decoder as a flat list of layers, and the stage that runs a contiguous part of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.data import Batch
+from megatron.model.attention import AttentionInputs, Backend, choose_backend, document_mask
+from megatron.model.block import Block
+from megatron.model.norms import build_norm
+from megatron.model.positions import alibi_bias, rope_tables
+from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, dropout, mix_seed, scatter_to_sequence
+from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
+from megatron.model.weight_map import layer_params
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+
+class Hidden(NamedTuple):
+    """What travels between pipeline stages; later losses and masks can ride here.
+
+    hidden_states: `[seq, batch, hidden]`, or this tensor rank's `[seq/T, batch, hidden]` under sequence parallelism.
+    """
+
+    hidden_states: Tensor
+
+
+class Embedding(nn.Module):
+    """Tokens (and learned positions) to hidden states."""
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        super().__init__()
+        assert args.padded_vocab_size is not None
+        self.word_embeddings = VocabParallelEmbedding(
+            args.padded_vocab_size, args.hidden_size, groups=groups, sequence_parallel=args.sequence_parallel
+        )
+        self.sequence_group = groups.group("tensor") if args.sequence_parallel else None
+        self.position_embeddings: nn.Embedding | None = None
+        if args.pos_emb == "learned":
+            self.position_embeddings = nn.Embedding(
+                args.max_position_embeddings, args.hidden_size, device=groups.device, dtype=torch.float32
+            )
+        self.dropout = args.hidden_dropout
+        self.seed_offset = groups.rank("tensor") if args.sequence_parallel else 0
+
+    def forward(self, tokens: Tensor, positions: Tensor, seed: int) -> Tensor:
+        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
+        x = self.word_embeddings(tokens.t())
+        if self.position_embeddings is not None:
+            x = x + scatter_to_sequence(self.position_embeddings(positions.t()), self.sequence_group)
+        return dropout(x, self.dropout, seed + self.seed_offset, self.training)
+
+
+class Head(nn.Module):
+    """Final projection to this rank's vocabulary; parameter `final_linear.weight`."""
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        super().__init__()
+        assert args.padded_vocab_size is not None
+        self.final_linear = Linear(
+            args.hidden_size, args.padded_vocab_size, parallel="column", bias=False, groups=groups,
+            sequence_parallel=args.sequence_parallel,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.final_linear(x)
+
+
+class TiedHead(nn.Module):
+    """Final projection with the embedding's weight: the embedding's own parameter where both are on one stage, else
+    a copy whose gradient is summed with the first stage's."""
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        assert args.padded_vocab_size is not None
+        self.group = groups.group("tensor")
+        self.gather = gather_from_sequence if args.sequence_parallel else copy_to_tensor
+        self.word_embeddings = nn.Module()
+        if weight is None:
+            rows = args.padded_vocab_size // groups.size("tensor")
+            weight = nn.Parameter(torch.empty(rows, args.hidden_size, device=groups.device, dtype=torch.float32))
+            weight.tensor_model_parallel = groups.size("tensor") > 1  # type: ignore[attr-defined]
+        self.word_embeddings.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.gather(x, self.group), self.word_embeddings.weight)  # type: ignore[arg-type]
+
+
+# What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
+_NEOX_CLASSES = {
+    "embedding": "embeddingpipe",
+    "block": "paralleltransformerlayerpipe",
+    "norm": "normpipe",
+    "head": "parallellinearpipe",
+}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One entry of the model's list: NeoX layer index and what is built there."""
+
+    index: int
+    kind: str  # embedding, block, norm or head
+
+
+def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
+    """The whole model as a list, in execution order."""
+    last = args.num_layers + 1
+    blocks = [LayerSpec(i, "block") for i in range(2, last + 1)]
+    return (LayerSpec(0, "embedding"), *blocks, LayerSpec(last + 2, "norm"), LayerSpec(last + 3, "head"))
+
+
+def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
+    """What `pipe_partition_method` balances, by layer."""
+    method = args.pipe_partition_method.lower()
+    if method == "uniform":
+        return [1] * len(specs)
+    if method == "parameters":
+        sizes = {i: sum(math.prod(p.shape) for p in found) for i, found in layer_params(args).items()}
+        return [sizes.get(spec.index, 0) for spec in specs]
+    if method.startswith("type:"):
+        pattern = re.compile(method.removeprefix("type:"))
+        weights = [int(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
+        if any(weights):
+            return weights
+    raise ConfigError(
+        [
+            f"{args.origin('pipe_partition_method')}: pipe_partition_method: {args.pipe_partition_method}: expected "
+            "uniform, parameters, or type:REGEX that finds a layer, as type:transformer|mlp"
+        ]
+    )
+
+
+def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
+    """Cut the list into contiguous stages whose largest weight is smallest; earlier stages are filled first.
+
+    Every stage has a block, whatever the weights: all stages must own the same parameter groups.
+    """
+    specs = layer_specs(args)
+    weights = _layer_weights(args, specs)
+
+    def cut(limit: int) -> list[tuple[LayerSpec, ...]] | None:
+        bounds, start = [], 0
+        for left in reversed(range(stages)):
+            stop, load = start, 0
+            while stop < len(specs) and load + weights[stop] <= limit:
+                if sum(spec.kind == "block" for spec in specs[stop + 1 :]) < left:
+                    break
+                load, stop = load + weights[stop], stop + 1
+            if not any(spec.kind == "block" for spec in specs[start:stop]):
+                return None
+            bounds.append(specs[start:stop])
+            start = stop
+        return bounds if start == len(specs) else None
+
+    runs = {sum(weights[i:j]) for i in range(len(specs)) for j in range(i + 1, len(specs) + 1)}
+    return next(found for limit in sorted(runs) if (found := cut(limit)) is not None)
+
+
+class Stage(nn.Module):
+    """A contiguous part of the decoder: the whole of it without pipeline parallelism.
+
+    Parameters are named `layers.<NeoX index>.<NeoX name>`.
+    """
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, specs: tuple[LayerSpec, ...], backend: Backend) -> None:
+        super().__init__()
+        self.specs = specs
+        self.args = args
+        self.device_of_groups = groups.device
+        size = groups.size("tensor")
+        self.local_heads = args.num_attention_heads // size
+        self.first_head = self.local_heads * groups.rank("tensor")
+        # 0 off, otherwise the number of blocks recomputed together.
+        self.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
+        layers: dict[str, nn.Module] = {}
+        for spec in specs:
+            layers[str(spec.index)] = self._build(spec, groups, backend, layers)
+        self.layers = nn.ModuleDict(layers)
+
+    def _build(
+        self, spec: LayerSpec, groups: ParallelGroups, backend: Backend, built: dict[str, nn.Module]
+    ) -> nn.Module:
+        if spec.kind == "embedding":
+            return Embedding(self.args, groups)
+        if spec.kind == "block":
+            block = Block(self.args, groups, backend)
+            if self.args.compile == "block":
+                block.compile()
+            return block
+        if spec.kind == "norm":
+            norm = nn.Module()
+            norm.norm = build_norm(self.args, groups)
+            return norm
+        if self.args.no_weight_tying:
+            return Head(self.args, groups)
+        embedding = built.get("0")
+        return TiedHead(self.args, groups, embedding.word_embeddings.weight if embedding else None)  # type: ignore[union-attr,arg-type]
+
+    def _attention_inputs(self, batch: Batch, positions: Tensor) -> AttentionInputs:
+        args, seq = self.args, batch.tokens.shape[1]
+        rope = mask = cu_seqlens = None
+        if args.pos_emb == "rotary":
+            # NeoX rounds the rotated width down to an even number of dimensions.
+            rope = rope_tables(positions, int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base)
+        if batch.cu_seqlens is not None:
+            if self.device_of_groups.type == "cuda" and args.pos_emb != "alibi" and args.attention_dropout == 0.0:
+                rows = torch.arange(batch.tokens.shape[0], device=batch.tokens.device, dtype=torch.int32)
+                cu_seqlens = (batch.cu_seqlens + seq * rows.unsqueeze(1)).flatten()
+            else:
+                mask = document_mask(batch.cu_seqlens, seq)
+        if args.pos_emb == "alibi":
+            bias = alibi_bias(seq, args.num_attention_heads, self.first_head, self.local_heads, batch.tokens.device)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        return AttentionInputs(rope, mask, cu_seqlens)
+
+    def _run_blocks(self, specs: list[LayerSpec], x: Tensor, inputs: AttentionInputs, seed: int) -> Tensor:
+        dropping = self.training and (self.args.hidden_dropout > 0.0 or self.args.attention_dropout > 0.0)
+
+        def run(x: Tensor, first: int, last: int) -> Tensor:
+            for spec in specs[first:last]:
+                seeds = tuple(mix_seed(seed, spec.index, i) if dropping else 0 for i in range(3))
+                x = self.layers[str(spec.index)](x, inputs, seeds)
+            return x
+
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(x, 0, len(specs))
+        for first in range(0, len(specs), self.recompute):
+            # Masks of dropout are functions of their seeds, so no generator state need be kept.
+            x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+    def forward(self, hidden: Hidden | None, batch: Batch) -> Hidden | Tensor:
+        """One micro-batch through this stage.
+
+        hidden: from the stage before, None on the first. Returns `Hidden`, or on the last stage the logits
+        `[seq, batch, vocab/T]`.
+        """
+        positions = batch.positions
+        if positions is None:
+            seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+            positions = seq.unsqueeze(0).expand_as(batch.tokens)
+        blocks = [spec for spec in self.specs if spec.kind == "block"]
+        if self.specs[0].kind == "embedding":
+            x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"))
+        else:
+            assert hidden is not None, "a later stage needs the hidden states of the stage before"
+            x = hidden.hidden_states
+        x = self._run_blocks(blocks, x, self._attention_inputs(batch, positions), batch.seed)
+        if self.specs[-1].kind != "head":
+            return Hidden(x)
+        norm, head = self.specs[-2:]
+        return self.layers[str(head.index)](self.layers[str(norm.index)].norm(x))  # type: ignore[operator]
+
+
+def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
+    """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
+    backend = choose_backend(args.attention_backend, groups.device)
+    if log is not None and args.attention_backend == "auto":
+        log(f"attention_backend: auto chose {backend.name}")
+    specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
+    return Stage(args, groups, specs, backend)

@@ -1,0 +1,74 @@
+"""Forward-only execution over pipeline stages, in any layout, with or without a training engine around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model.decoder import Hidden
+from megatron.mpu import ParallelGroups, gather_from_tensor
+from megatron.neox_arguments import NeoXArgs
+
+StageForward = Callable[[Hidden | None, Batch], Hidden | Tensor]
+
+
+def _hidden_buffer(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
+    rows, seq = batch.tokens.shape
+    seq = seq // groups.size("tensor") if args.sequence_parallel else seq
+    return torch.empty(seq, rows, args.hidden_size, dtype=dtype, device=groups.device)
+
+
+@torch.no_grad()
+def forward_only(
+    stage: StageForward,
+    batches: Iterable[Batch],
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    read: Callable[[Tensor, Batch], Tensor],
+    *,
+    dtype: torch.dtype,
+    shape: Callable[[Batch], tuple[int, ...]],
+) -> list[Tensor]:
+    """Run micro-batches through all stages and read something off the logits.
+
+    read: from the last stage's logits `[seq, batch, vocab/T]` to an fp32 tensor of `shape(batch)`.
+    dtype: of the hidden states. Returns one tensor a micro-batch, the same on every pipeline rank.
+    """
+    pipe, members = groups.group("pipe"), groups.members["pipe"]
+    position = groups.rank("pipe")
+    results, waiting = [], []
+    for batch in batches:
+        batch = batch.to(groups.device)
+        hidden = None
+        if not groups.is_first_stage:
+            buffer = _hidden_buffer(args, groups, batch, dtype)
+            dist.recv(buffer, src=members[position - 1], group=pipe)
+            hidden = Hidden(buffer)
+        out = stage(hidden, batch)
+        if isinstance(out, Hidden):
+            sent = out.hidden_states.contiguous()
+            waiting.append((dist.isend(sent, dst=members[position + 1], group=pipe), sent))
+            results.append(torch.empty(shape(batch), dtype=torch.float32, device=groups.device))
+        else:
+            results.append(read(out, batch).float().contiguous())
+    for work, _ in waiting:
+        if work is not None:
+            work.wait()
+    if pipe is not None:
+        for result in results:
+            dist.broadcast(result, src=members[-1], group=pipe)
+    return results
+
+
+def next_token_logits(groups: ParallelGroups, position: Callable[[Batch], Tensor]) -> Callable[[Tensor, Batch], Tensor]:
+    """A reader for `forward_only`: whole-vocabulary logits `[batch, vocab]` at one position `[batch]` of each row."""
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        rows = torch.arange(logits.shape[1], device=logits.device)
+        return gather_from_tensor(logits[position(batch), rows].float(), groups.group("tensor"))
+
+    return read

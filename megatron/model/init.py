@@ -1,0 +1,67 @@
+"""Weight initialisation: a function of (seed, parameter, shape) alone, so any layout starts from the same model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.decoder import Stage
+from megatron.model.weight_map import ParamSpec, layer_params, shard
+from megatron.mpu import ParallelGroups, mix_seed
+from megatron.neox_arguments import NeoXArgs
+
+
+def _fill(full: Tensor, method: str, args: NeoXArgs, generator: torch.Generator) -> None:
+    # NeoX's methods; hidden_size stands for the fan-in in small_init and wang_init, whatever the layer.
+    depth, hidden, std = args.num_layers, args.hidden_size, args.init_method_std
+    stds = {
+        "normal": std,
+        "scaled_normal": std / math.sqrt(2.0 * depth),
+        "single_residual_scaled_normal": std / math.sqrt(depth),
+        "small_init": math.sqrt(2.0 / (5.0 * hidden)),
+        "wang_init": 2.0 / depth / math.sqrt(hidden),
+    }
+    if method in stds:
+        full.normal_(0.0, stds[method], generator=generator)
+    elif method == "xavier_uniform":
+        nn.init.xavier_uniform_(full, generator=generator)
+    elif method == "xavier_normal":
+        nn.init.xavier_normal_(full, generator=generator)
+    else:
+        gain = math.sqrt(2.0 / depth) if method == "scaled_orthogonal" else math.sqrt(2.0)
+        nn.init.orthogonal_(full, gain, generator=generator)
+
+
+def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Tensor:
+    """The whole parameter, fp32."""
+    full = torch.empty(spec.shape, dtype=torch.float32, device=device)
+    if spec.init == "ones":
+        return full.fill_(1.0)
+    if spec.init == "zeros":
+        return full.zero_()
+    generator = torch.Generator(device).manual_seed(mix_seed(args.seed, layer, spec.name))
+    method = args.output_layer_init_method if spec.init == "output" else args.init_method
+    _fill(full, method, args, generator)
+    return full
+
+
+@torch.no_grad()
+def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
+    """Fill every parameter of this rank's stage."""
+    specs = layer_params(args)
+    rank, size = groups.rank("tensor"), groups.size("tensor")
+    for layer, name, param in stage_parameters(stage):
+        spec = next(s for s in specs[layer] if s.name == name)
+        param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
+
+
+def stage_parameters(stage: Stage) -> list[tuple[int, str, nn.Parameter]]:
+    """(layer, name in the weight map, parameter) of a stage; the copy of a tied embedding counts as layer 0's."""
+    found = []
+    for full_name, param in stage.named_parameters():
+        _, index, name = full_name.split(".", 2)
+        tied = name == "word_embeddings.weight" and index != "0"
+        found.append((0 if tied else int(index), name, param))
+    return found

@@ -1,0 +1,34 @@
+"""Model parallelism: the frozen object of process groups, the autograd-aware collectives of tensor and sequence
+parallelism, the one linear layer, vocab-parallel cross-entropy, and the random seeds of dropout.
+Everything takes its groups as an argument; nothing here is global."""
+
+from megatron.mpu.cross_entropy import token_logprobs
+from megatron.mpu.groups import AXES, ParallelGroups, build_groups
+from megatron.mpu.layers import Linear, VocabParallelEmbedding
+from megatron.mpu.mappings import (
+    copy_to_tensor,
+    gather_from_sequence,
+    gather_from_tensor,
+    reduce_from_tensor,
+    reduce_scatter_to_sequence,
+    scatter_to_sequence,
+)
+from megatron.mpu.random import dropout, fork_seed, mix_seed
+
+__all__ = [
+    "AXES",
+    "Linear",
+    "ParallelGroups",
+    "VocabParallelEmbedding",
+    "build_groups",
+    "copy_to_tensor",
+    "dropout",
+    "fork_seed",
+    "gather_from_sequence",
+    "gather_from_tensor",
+    "mix_seed",
+    "reduce_from_tensor",
+    "reduce_scatter_to_sequence",
+    "scatter_to_sequence",
+    "token_logprobs",
+]

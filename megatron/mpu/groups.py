@@ -1,0 +1,120 @@
+"""Process groups as one frozen object of named axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+AXES = ("pipe", "data", "context", "expert", "tensor")
+"""Outermost first: neighbouring ranks share a tensor group (NeoX's and DeepSpeed's rank order)."""
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Where this rank stands on every axis and whom it talks to there.
+
+    sizes, ranks: extent of each axis and this process's coordinate on it.
+    handles: process group of each axis, None where the axis has one member.
+    members: global ranks of each axis's group, in axis order.
+    embedding: group of the first and last pipeline stage (tied embeddings), None for one stage or middle stages.
+    """
+
+    sizes: Mapping[str, int]
+    ranks: Mapping[str, int]
+    handles: Mapping[str, dist.ProcessGroup | None]
+    members: Mapping[str, tuple[int, ...]]
+    device: torch.device
+    embedding: dist.ProcessGroup | None = None
+    world_rank: int = 0
+    world_size: int = field(default=1)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return self.sizes[axis]
+
+    def rank(self, axis: str) -> int:
+        """This process's coordinate along `axis`."""
+        return self.ranks[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Process group along `axis`; None when its size is 1."""
+        return self.handles[axis]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.rank("pipe") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head."""
+        return self.rank("pipe") == self.size("pipe") - 1
+
+    def barrier(self) -> None:
+        """Wait for all ranks; nothing in a single process."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    @staticmethod
+    def single(device: str | torch.device = "cpu") -> ParallelGroups:
+        """One process, no torch.distributed."""
+        return ParallelGroups(
+            sizes=MappingProxyType(dict.fromkeys(AXES, 1)),
+            ranks=MappingProxyType(dict.fromkeys(AXES, 0)),
+            handles=MappingProxyType(dict.fromkeys(AXES)),
+            members=MappingProxyType(dict.fromkeys(AXES, (0,))),
+            device=torch.device(device),
+        )
+
+
+def build_groups(
+    *, pipe: int, data: int, tensor: int, device: torch.device, context: int = 1, expert: int = 1
+) -> ParallelGroups:
+    """Make the groups of every axis; all ranks call it together, after init_process_group.
+
+    Raises ValueError when the product of the axes is not the world size.
+    """
+    sizes = dict(zip(AXES, (pipe, data, context, expert, tensor), strict=True))
+    world_size, world_rank = dist.get_world_size(), dist.get_rank()
+    if math.prod(sizes.values()) != world_size:
+        raise ValueError(f"axes {sizes} need {math.prod(sizes.values())} ranks, the world has {world_size}")
+    if world_size == 1:
+        return ParallelGroups.single(device)
+    grid = torch.arange(world_size).view(*sizes.values())
+    coordinate = [int(i) for i in (grid == world_rank).nonzero()[0]]
+    handles: dict[str, dist.ProcessGroup | None] = {}
+    members: dict[str, tuple[int, ...]] = {}
+    for position, axis in enumerate(AXES):
+        others = [range(n) for i, n in enumerate(sizes.values()) if i != position]
+        handles[axis], members[axis] = None, (world_rank,)
+        if sizes[axis] == 1:
+            continue
+        for fixed in product(*others):
+            index = [*fixed[:position], slice(None), *fixed[position:]]
+            ranks = tuple(int(r) for r in grid[tuple(index)])
+            handle = dist.new_group(ranks)  # every rank takes part in making every group
+            if world_rank in ranks:
+                handles[axis], members[axis] = handle, ranks
+    embedding = None
+    if pipe > 1:
+        for fixed in product(*(range(n) for n in list(sizes.values())[1:])):
+            ranks = (int(grid[(0, *fixed)]), int(grid[(pipe - 1, *fixed)]))
+            handle = dist.new_group(ranks)
+            if world_rank in ranks:
+                embedding = handle
+    return ParallelGroups(
+        sizes=MappingProxyType(sizes),
+        ranks=MappingProxyType(dict(zip(AXES, coordinate, strict=True))),
+        handles=MappingProxyType(handles),
+        members=MappingProxyType(members),
+        device=device,
+        embedding=embedding,
+        world_rank=world_rank,
+        world_size=world_size,
+    )

@@ -1,0 +1,103 @@
+"""The one linear layer (column, row or replicated) and the vocab-parallel embedding."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.mpu.groups import ParallelGroups
+from megatron.mpu.mappings import (
+    copy_to_tensor,
+    gather_from_sequence,
+    reduce_from_tensor,
+    reduce_scatter_to_sequence,
+)
+
+Parallel = Literal["column", "row", "none"]
+
+
+def _parameter(shape: tuple[int, ...], groups: ParallelGroups, sharded: bool) -> nn.Parameter:
+    # Memory only: values come from the weight map (model.init), the same for any layout.
+    param = nn.Parameter(torch.empty(shape, device=groups.device, dtype=torch.float32))
+    param.tensor_model_parallel = sharded and groups.size("tensor") > 1  # type: ignore[attr-defined] # DeepSpeed's norm reads it
+    return param
+
+
+class Linear(nn.Module):
+    """y = x W^T + b over `[seq, batch, features]`, with its weight cut over tensor ranks.
+
+    column: W is cut along the output; the input is whole (or `[seq/T]` under sequence parallelism), the output is
+    this rank's features. row: W is cut along the input; the output is summed over ranks (or reduce-scattered to
+    `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds and computes everything.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        parallel: Parallel,
+        bias: bool,
+        groups: ParallelGroups,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        size = groups.size("tensor")
+        out_local = out_features // size if parallel == "column" else out_features
+        in_local = in_features // size if parallel == "row" else in_features
+        self.parallel = parallel
+        self.group = groups.group("tensor") if parallel != "none" else None
+        self.sequence_parallel = sequence_parallel
+        self.weight = _parameter((out_local, in_local), groups, sharded=parallel != "none")
+        self.bias = _parameter((out_local,), groups, sharded=parallel == "column") if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says)."""
+        if self.parallel == "column":
+            gather = gather_from_sequence if self.sequence_parallel else copy_to_tensor
+            return F.linear(gather(x, self.group), self.weight, self.bias)
+        if self.parallel == "row":
+            return self.reduce(self.partial(x))
+        return F.linear(x, self.weight, self.bias)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """A row-parallel layer's own summand, without bias and without communication."""
+        return F.linear(x, self.weight)
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Finish a row-parallel layer: sum over ranks, add the bias."""
+        return self.add_bias(self.sum_over_ranks(partial))
+
+    def sum_over_ranks(self, partial: Tensor) -> Tensor:
+        """Sum over tensor ranks, to `[seq/T]` under sequence parallelism."""
+        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(partial, self.group)
+
+    def add_bias(self, x: Tensor) -> Tensor:
+        """Add a row-parallel layer's bias to its summed output."""
+        if self.bias is None:
+            return x
+        return x + (copy_to_tensor(self.bias, self.group) if self.sequence_parallel else self.bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding with the vocabulary cut over tensor ranks."""
+
+    def __init__(self, vocab: int, hidden: int, *, groups: ParallelGroups, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.group = groups.group("tensor")
+        self.sequence_parallel = sequence_parallel
+        self.rows = vocab // groups.size("tensor")
+        self.first_row = self.rows * groups.rank("tensor")
+        self.weight = _parameter((self.rows, hidden), groups, sharded=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[seq, batch]` int64 to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
+        if self.group is None:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first_row
+        foreign = (local < 0) | (local >= self.rows)
+        out = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(out, self.group)

@@ -1,0 +1,126 @@
+"""Collectives of tensor and sequence parallelism with their gradients.
+
+Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence parallelism,
+arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity for a group of None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
+    out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    size = dist.get_world_size(group)
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _own_chunk(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
+class _CopyToTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_reduce(grad, ctx.group), None
+
+
+class _ReduceFromTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherFromSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatterToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group), None
+
+
+class _ScatterToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_chunk(x, group, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_gather(grad, ctx.group), None
+
+
+def copy_to_tensor(x: Tensor, group: Group) -> Tensor:
+    """Identity; the gradient is summed over tensor ranks. Input of a column-parallel layer, or a replicated
+    parameter that only sees this rank's part of the sequence."""
+    return x if group is None else _CopyToTensor.apply(x, group)
+
+
+def reduce_from_tensor(x: Tensor, group: Group) -> Tensor:
+    """Sum over tensor ranks; the gradient passes through. Output of a row-parallel layer."""
+    return x if group is None else _ReduceFromTensor.apply(x, group)
+
+
+def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[seq/T, ...]` to `[seq, ...]`; the gradient is reduce-scattered."""
+    return x if group is None else _GatherFromSequence.apply(x, group)
+
+
+def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    """Sum `[seq, ...]` over tensor ranks, keep this rank's `[seq/T, ...]`; the gradient is gathered."""
+    return x if group is None else _ReduceScatterToSequence.apply(x, group)
+
+
+def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    """Keep this rank's part of a replicated `[seq, ...]`; the gradient is gathered (whole on every rank)."""
+    return x if group is None else _ScatterToSequence.apply(x, group)
+
+
+def gather_from_tensor(x: Tensor, group: Group) -> Tensor:
+    """Concatenate the last dimension over tensor ranks (logits for sampling); no gradient."""
+    if group is None:
+        return x
+    return torch.cat(_all_gather(x.detach().unsqueeze(0), group).unbind(0), dim=-1)
