@@ -1,0 +1,324 @@
+"""Checkpoints of a run: how it starts, goes on and is saved, in every layout.
+
+Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes in and out.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import (
+    CheckpointError,
+    FileRecord,
+    Layout,
+    Manifest,
+    begin,
+    check_model,
+    find_checkpoint,
+    layer_file,
+    list_checkpoints,
+    load_weights,
+    local_layer_state,
+    model_file,
+    model_keys,
+    publish,
+    read_latest,
+    read_manifest,
+    restore_rng,
+    rng_state,
+    step_of,
+    sum_bias_masters,
+    torch_adam_state,
+    verify,
+    write_bytes,
+    zero_adam_state,
+    zero_file,
+)
+from megatron.data import data_fingerprint
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+from megatron.training.distributed import on_rank_zero, together
+from megatron.training.engine import Engine
+from megatron.training.schedules import Schedule
+
+
+@dataclass
+class Progress:
+    """How far a run is. skipped: steps whose update the optimizer refused."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+
+
+class Checkpointer:
+    """Saves and restores one run. All ranks call every method together; what one rank raises, all raise."""
+
+    def __init__(
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        engine: Engine,
+        schedule: Schedule,
+        tokenizer: Tokenizer,
+        logger: logging.Logger,
+    ) -> None:
+        self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
+        self.tokenizer, self.logger = tokenizer, logger
+        self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
+        self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
+        self.saved_at: int | None = None
+        # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
+        self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
+        self.layout = Layout(
+            pipe=groups.size("pipe"),
+            data=groups.size("data"),
+            tensor=groups.size("tensor"),
+            zero_stage=engine.zero_stage,
+            precision=args.params_dtype,
+            world_size=groups.world_size,
+        )
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, progress: Progress) -> None:
+        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole."""
+        save = self.args.save
+        assert save is not None
+        if self.saved_at == progress.iteration:
+            return
+        temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
+        weights = self.engine.weights()
+        records = together(self.groups, lambda: self._write(temporary, weights, progress))
+        manifest = Manifest(
+            run_id=self.run_id,
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            layout=self.layout,
+            model=model_keys(self.args),
+            seed=self.args.seed,
+            tokenizer=self.tokenizer.fingerprint(),
+            data=self.data,
+            versions={name: version(name) for name in ("torch", "deepspeed")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            files={record.name: record for per_rank in records for record in per_rank},
+        )
+        keep, configs = self.args.keep_last_n_checkpoints, self.args.config_files
+        path = on_rank_zero(
+            self.groups, lambda: publish(temporary, save, progress.iteration, manifest, configs, keep)
+        )
+        self.saved_at = progress.iteration
+        self.logger.info(f"saved checkpoint {path}")
+
+    def _write(self, path: Path, weights: Mapping[int, Mapping[str, Any]], progress: Progress) -> list[FileRecord]:
+        files, groups = self.engine.files, self.groups
+        files.records = []
+        tensor_rank, tensor_size = groups.rank("tensor"), groups.size("tensor")
+        if groups.rank("data") == 0:
+            for layer in self._own_layers():
+                state = local_layer_state(
+                    layer, weights[layer], self.args, tensor_rank=tensor_rank, tensor_size=tensor_size
+                )
+                files.save(state, str(path / layer_file(layer, tensor_rank)))
+            files.save(self._model_state(progress), str(path / model_file(self.model_rank)))
+        if self.engine.zero_stage > 0:
+            name = zero_file(groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
+            files.save(self.engine.zero_state(), str(path / name))
+        if groups.world_rank == 0:
+            (path / "tokenizer").mkdir()
+            for name, content in self.tokenizer.files().items():
+                files.records.append(write_bytes(content, path / "tokenizer" / name, f"tokenizer/{name}"))
+        return files.records
+
+    def _own_layers(self) -> list[int]:
+        """Layers with parameters that this stage writes; a tied copy of the embedding is the first stage's."""
+        kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
+        return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
+
+    def _model_state(self, progress: Progress) -> dict[str, Any]:
+        args = self.args
+        return {
+            **self.engine.model_state(),
+            "lr_scheduler": self.schedule.state_dict(progress.iteration),
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "skipped_steps": progress.skipped,
+            "args": {
+                "num_layers": args.num_layers,
+                "hidden_size": args.hidden_size,
+                "num_attention_heads": args.num_attention_heads,
+                "max_position_embeddings": args.max_position_embeddings,
+                "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+                "padded_vocab_size": args.padded_vocab_size,
+                "tokenizer_type": args.tokenizer_type,
+                "model_parallel_size": args.model_parallel_size,
+            },
+            **rng_state(self.groups.device),
+        }
+
+    # -- starting and going on -----------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else afresh."""
+        args = self.args
+        source, goes_on = on_rank_zero(self.groups, self._choose_source)
+        if source is None:
+            self.logger.info("starting from freshly initialised weights")
+            return Progress()
+        if args.finetune and not goes_on:
+            manifest = self._verified(source)
+            self._load_weights(source, manifest)
+            self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
+            return Progress()
+        while True:
+            try:
+                progress = self._restore(source, goes_on)
+                break
+            except CheckpointError as problem:
+                earlier = self._earlier(source) if args.load_fallback else None
+                if earlier is None:
+                    raise
+                self.logger.warning(f"{problem}; load_fallback: trying {earlier}")
+                source = earlier
+        self.logger.info(f"going on from {source}, iteration {progress.iteration}")
+        return progress
+
+    def _choose_source(self) -> tuple[Path | None, bool]:
+        """(checkpoint directory or None, whether it is this run's own `save`)."""
+        args = self.args
+        same = args.load is not None and args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
+        if args.save is not None and not args.restart and (read_latest(args.save) or list_checkpoints(args.save)):
+            return find_checkpoint(args.save, args.iteration if same or args.load is None else None), True
+        if args.load is None or (same and (args.restart or not list_checkpoints(args.load))):
+            if args.iteration is not None:
+                raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
+            return None, False
+        return find_checkpoint(args.load, args.iteration), False
+
+    def _earlier(self, path: Path) -> Path | None:
+        before = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
+        return before[-1] if before else None
+
+    def _verified(self, path: Path) -> Manifest | None:
+        """The manifest after checking every file against it, the work shared out over ranks."""
+        manifest = read_manifest(path)
+        names = sorted(manifest.files) if manifest is not None else []
+        own = names[self.groups.world_rank :: self.groups.world_size]
+        together(self.groups, lambda: verify(path, own) if own else None)
+        return manifest
+
+    def _load_weights(self, path: Path, manifest: Manifest | None) -> None:
+        if manifest is not None:
+            check_model(manifest.model, self.args, str(path))
+        layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
+        if not self.args.no_weight_tying and self.groups.is_last_stage:
+            layers.add(0)
+        loaded = together_local(
+            self.groups,
+            lambda: load_weights(
+                path,
+                self.args,
+                layers=sorted(layers),
+                tensor_rank=self.groups.rank("tensor"),
+                tensor_size=self.groups.size("tensor"),
+            ),
+        )
+        self.engine.set_weights(loaded)
+
+    def _restore(self, path: Path, goes_on: bool) -> Progress:
+        args = self.args
+        manifest = self._verified(path)
+        self._check_run(path, manifest, goes_on)
+        self._load_weights(path, manifest)
+        if not args.no_load_optim:
+            self._check_layout(path, manifest)
+        rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
+        state = together_local(self.groups, lambda: self.engine.files.load(str(path / model_file(rank))))
+        iteration = int(state.get("iteration", state.get("global_steps", 0)))
+        if not args.no_load_optim:
+            together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
+        if not args.no_load_rng:
+            restore_rng(state, self.groups.device, str(path / model_file(rank)))
+        consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
+        skipped = int(state.get("skipped_steps", 0))
+        self.engine.set_progress(iteration, consumed, skipped)
+        if goes_on:
+            self.saved_at = iteration
+            if manifest is not None:
+                self.run_id = manifest.run_id
+        return Progress(iteration, consumed, skipped)
+
+    def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
+        """Refuse to go on from another run, or on other data."""
+        if manifest is None:
+            return
+        check_model(manifest.model, self.args, str(path))
+        what = "`save` holds another run" if goes_on else "cannot resume"
+        if manifest.seed != self.args.seed:
+            raise CheckpointError(
+                f"{path}: {what}: seed {manifest.seed} there, {self.args.seed} here; "
+                "change seed or save, or set restart: true"
+            )
+        if manifest.data != self.data and not self.args.allow_changed_data:
+            raise CheckpointError(
+                f"{path}: {what}: the training data is not what it was trained on; "
+                "set allow_changed_data: true to go on with the new data"
+            )
+        if manifest.tokenizer is not None and manifest.tokenizer != self.tokenizer.fingerprint():
+            raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
+
+    def _check_layout(self, path: Path, manifest: Manifest | None) -> None:
+        """Optimizer state is read where the layout is the one it was written in."""
+        if manifest is None:
+            return  # GPT-NeoX: the files themselves say, see _load_optimizer
+        saved, now = manifest.layout, self.layout
+        keys = ["pipe", "tensor", "zero_stage", "precision"] + (["data"] if now.zero_stage > 0 else [])
+        other = [f"{key} {getattr(saved, key)} there, {getattr(now, key)} here" for key in keys]
+        other = [text for key, text in zip(keys, other, strict=True) if getattr(saved, key) != getattr(now, key)]
+        if other:
+            raise CheckpointError(
+                f"{path}: optimizer state of another layout ({'; '.join(other)}); "
+                "use that layout, or set no_load_optim: true to go on with the weights alone"
+            )
+
+    def _load_optimizer(self, path: Path, state: dict[str, Any], manifest: Manifest | None) -> None:
+        """This rank's optimizer state, ours or GPT-NeoX's."""
+        engine, where = self.engine, str(path)
+        name = zero_file(self.groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
+        if manifest is not None:
+            if engine.zero_stage == 0:
+                engine.load_optimizer_state(state["optimizer"])
+            else:
+                engine.load_optimizer_state(engine.files.load(str(path / name))["optimizer_state_dict"])
+            return
+        if (path / name).exists() and engine.zero_stage in (1, 2):
+            saved = engine.files.load(str(path / name))["optimizer_state_dict"]
+            if self.args.gpt_j_residual and self.groups.size("tensor") > 1:
+                first = self.groups.rank("pipe") * self.groups.size("tensor")
+                ranks = [
+                    engine.files.load(
+                        str(path / zero_file(self.groups.rank("data"), first + i, self.args.params_dtype == "bf16"))
+                    )["optimizer_state_dict"]
+                    for i in range(self.groups.size("tensor"))
+                ]
+                saved = sum_bias_masters(ranks, self.groups.rank("tensor"), where)
+            base_groups, sizes = engine.zero_partitions()
+            engine.load_optimizer_state(zero_adam_state(saved, base_groups, sizes, where))
+            return
+        # ZeRO 0: state by parameter, which any of our optimizers can take.
+        engine.set_adam_state(torch_adam_state(state.get("optimizer"), engine.parameter_shapes(), where))
+
+
+def together_local(groups: ParallelGroups, work: Any) -> Any:
+    """Do something on every rank; every rank keeps its own result, all raise what one raises."""
+    kept: list[Any] = []
+    together(groups, lambda: kept.append(work()))
+    return kept[0]

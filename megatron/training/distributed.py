@@ -1,0 +1,103 @@
+"""Joining the process group, and work that one rank does for all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu import ParallelGroups, build_groups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+T = TypeVar("T")
+
+
+class Process(Protocol):
+    """This process's place in the run, as a launcher left it in the environment."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+
+
+def configure_logging(rank: int) -> logging.Logger:
+    """The run's logger: plain lines on stdout from rank 0, warnings of the other ranks on theirs."""
+    logger = logging.getLogger("megatron")
+    logger.handlers = [logging.StreamHandler(sys.stdout)]
+    logger.handlers[0].setFormatter(logging.Formatter("%(message)s"))
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    return logger
+
+
+def join(args: NeoXArgs, process: Process, logger: logging.Logger) -> ParallelGroups:
+    """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this world.
+
+    Raises ConfigError when `distributed_backend: nccl` finds no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    backend = args.distributed_backend
+    if backend == "auto":
+        backend = "nccl" if has_gpu else "gloo"
+        logger.info(f"distributed_backend: auto chose {backend}")
+    if backend == "nccl" and not has_gpu:
+        place = args.origin("distributed_backend")
+        raise ConfigError([f"{place}: distributed_backend: nccl needs a GPU; set distributed_backend: auto"])
+    device = torch.device("cuda", process.local_rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.setdefault("LOCAL_RANK", str(process.local_rank))  # DeepSpeed reads it even when told the device
+    if not dist.is_initialized():
+        store = dist.HashStore() if process.world_size == 1 else None
+        dist.init_process_group(
+            backend,
+            store=store,
+            init_method=None if store else "env://",
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=timedelta(minutes=30),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)
+
+
+def on_rank_zero(groups: ParallelGroups, work: Callable[[], T]) -> T:
+    """Do something on rank 0 and give every rank its result; what it raises is raised on every rank."""
+    if groups.world_size == 1:
+        return work()
+    outcome: list[object] = [None, None]
+    if groups.world_rank == 0:
+        try:
+            outcome[0] = work()
+        except Exception as problem:  # handed to all ranks, which would otherwise wait for ever
+            outcome[1] = problem
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[1], Exception):
+        raise outcome[1]
+    return outcome[0]  # type: ignore[return-value]
+
+
+def together(groups: ParallelGroups, work: Callable[[], T]) -> list[T]:
+    """Do something on every rank and give every rank all results, by rank; the first problem is raised on all."""
+    if groups.world_size == 1:
+        return [work()]
+    own: tuple[object, object] = (None, None)
+    try:
+        own = (work(), None)
+    except Exception as problem:  # as above
+        own = (None, problem)
+    everyone: list[tuple[object, object]] = [own] * groups.world_size
+    dist.all_gather_object(everyone, own)
+    for _, problem in everyone:
+        if isinstance(problem, Exception):
+            raise problem
+    return [result for result, _ in everyone]  # type: ignore[misc]

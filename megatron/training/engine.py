@@ -1,0 +1,401 @@
+"""The training engine: DeepSpeed behind one small class. No other file imports deepspeed.
+
+Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. What DeepSpeed
+does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer
+(the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between stages are never cut over
+tensor ranks (silently wrong under sequence parallelism), and every value that matters is passed explicitly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor, nn
+
+from megatron.checkpointing import FileRecord, load_tensors, save_tensors
+from megatron.data import Batch
+from megatron.model import Hidden, Stage, forward_only, layer_params, shard
+from megatron.model.init import initial_value, stage_parameters
+from megatron.mpu import ParallelGroups, token_logprobs
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import LossOutput
+from megatron.training.optimizers import (
+    assert_same_groups,
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    set_learning_rate,
+)
+
+Objective = Callable[[Tensor, Batch, dist.ProcessGroup | None], LossOutput]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens (not yet read from the
+    device); grad_norm: before clipping; skipped: the optimizer refused non-finite gradients, weights are unchanged."""
+
+    loss: Tensor
+    grad_norm: Tensor | float | None
+    skipped: bool
+
+
+class CheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's reads and writes: no pickle beyond an allow-list, every file synced and hashed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[FileRecord] = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.records.append(save_tensors(state_dict, path))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        safe = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)
+        return load_tensors(path, extra_safe=safe)
+
+
+class _PlainMpu:
+    """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size 1."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        self._tensor = groups.group("tensor") or alone
+        self._data = groups.group("data") or alone
+        self._groups = groups
+
+    def get_model_parallel_group(self) -> Any:
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return self._groups.rank("tensor")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.size("tensor")
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.rank("data")
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.size("data")
+
+
+class _PipeStage(nn.Module):
+    """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in the order
+    of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
+
+    def __init__(self, stage: Stage, objective: Objective, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.stage = stage
+        self.objective = objective
+        self.groups = groups
+        self.batches: Iterator[Batch] = iter(())
+        self.batch: Batch | None = None
+        self.loss_scale: Tensor | None = None
+
+    def forward(self, received: Any) -> Any:
+        batch = next(self.batches)
+        hidden = None if self.groups.is_first_stage else Hidden(*received)
+        out = self.stage(hidden, batch)
+        self.batch = batch
+        return tuple(out) if isinstance(out, Hidden) else out
+
+    def loss(self, logits: Tensor, _: Any) -> Tensor:
+        assert self.batch is not None and self.loss_scale is not None
+        return self.objective(logits, self.batch, self.groups.group("tensor")).loss_sum * self.loss_scale
+
+
+class _TiedPipelineModule(PipelineModule):
+    """PipelineModule whose tied weight is our own embedding copy (first and last stage)."""
+
+    tied: list[tuple[nn.Parameter, Any]] = []
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        return self.tied
+
+
+def zero_stage_used(args: NeoXArgs) -> int:
+    """The stage DeepSpeed runs: 1 where its stage 0 is wrong or refused (pipelines, 16-bit weights)."""
+    if args.zero_stage == 0 and (args.pp > 1 or args.params_dtype != "fp32"):
+        return 1
+    return args.zero_stage
+
+
+def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
+    """The whole DeepSpeed configuration; nothing that matters is left to its defaults."""
+    stage = zero_stage_used(args)
+    zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key}
+    zero["stage"] = stage
+    config: dict[str, Any] = {
+        "train_batch_size": args.train_batch_size,
+        "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        # Plain fp32 without ZeRO is clipped by us: DeepSpeed neither reports that norm nor stops at a NaN in it.
+        "gradient_clipping": args.gradient_clipping if stage > 0 else 0.0,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "pipeline": {
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+            "activation_checkpoint_interval": 0,
+            "use_reentrant": False,
+        },
+    }
+    if args.params_dtype == "bf16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": False}
+    if args.params_dtype == "fp16":
+        config["fp16"] = {key: value for key, value in args.fp16.items() if key not in ("type", "fp16")}
+    return config
+
+
+def attach_deepspeed() -> None:
+    """Put DeepSpeed on the existing process group, quietly.
+
+    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it).
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+class Engine:
+    """A model under training in any layout. Owns the DeepSpeed engine; weights go in and out by layer and name."""
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
+        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        self.dtype = DTYPES[args.params_dtype]
+        self.zero_stage = zero_stage_used(args)
+        self.files = CheckpointEngine()
+        optimizer = build_optimizer(stage, args)
+        self._ordered = [param for group in optimizer.param_groups for param in group["params"]]
+        assert_same_groups(optimizer.param_groups, groups)
+        attach_deepspeed()
+        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed reads it even when told the device
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._pipe = self._wrap_pipeline() if groups.size("pipe") > 1 else None
+            self._ds = deepspeed.initialize(
+                model=stage if self._pipe is None else self._module,
+                optimizer=optimizer,
+                config=deepspeed_config(args),
+                mpu=_PlainMpu(groups) if self._pipe is None else None,
+                dist_init_required=False,
+            )[0]
+        self._ds.checkpoint_engine = self.files
+        self._params = stage_parameters(stage)
+        if self.dtype != torch.float32:
+            self._master_from_init()
+
+    def _wrap_pipeline(self) -> _PipeStage:
+        groups = self.groups
+        pipe = _PipeStage(self.stage, self.objective, groups)
+        topology = PipeModelDataParallelTopology(
+            num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
+        )
+        layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
+        layers[groups.rank("pipe")] = pipe
+        self._module = _TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
+        if not self.args.no_weight_tying and groups.embedding is not None:
+            embedding = next(p for i, n, p in stage_parameters(self.stage) if (i, n) == (0, "word_embeddings.weight"))
+            self._module.tied = [(embedding, groups.embedding)]
+            # Counted once in the gradient norm. Set here because PipelineModule clears the mark of what it is given.
+            embedding.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
+        return pipe
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: list[Batch], lr: float) -> StepResult:
+        """One optimizer step over this rank's micro-batches of it."""
+        batches = [batch.to(self.groups.device) for batch in batches]
+        weight = torch.stack([batch.loss_weights.sum() for batch in batches]).sum().float()
+        if self.groups.group("data") is not None:
+            dist.all_reduce(weight, group=self.groups.group("data"))
+        # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's tokens instead.
+        scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
+        set_learning_rate(self._ds.optimizer, lr)
+        loss = self._pipe_step(batches, scale) if self._pipe is not None else self._plain_step(batches, scale)
+        skipped = bool(getattr(self._ds.optimizer, "overflow", False))
+        norm = self._norm if self.zero_stage == 0 else self._ds.get_global_grad_norm()
+        return StepResult(loss, norm, skipped)
+
+    def _plain_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
+        self._ds.train()
+        total = torch.zeros((), device=self.groups.device)
+        for i, batch in enumerate(batches):
+            logits = self._ds(None, batch)
+            loss = self.objective(logits, batch, self.groups.group("tensor")).loss_sum * scale
+            total += loss.detach()
+            self._ds.backward(loss)
+            if self.zero_stage == 0 and i == len(batches) - 1:
+                params = [param for _, _, param in self._params]
+                self._norm = gradient_norm(params, self.groups)
+                if self.args.gradient_clipping > 0.0:
+                    clip_gradients(params, self._norm, self.args.gradient_clipping)
+            self._ds.step()
+        total /= len(batches) * self.groups.size("data")
+        if self.groups.group("data") is not None:
+            dist.all_reduce(total, group=self.groups.group("data"))
+        return total
+
+    def _pipe_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
+        assert self._pipe is not None
+        self._pipe.batches, self._pipe.loss_scale = iter(batches), scale
+        nothing = torch.zeros((), device=self.groups.device)
+        return self._ds.train_batch(iter([(nothing, nothing)] * len(batches)))
+
+    def forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[Tensor, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        """Read something off the logits of each micro-batch, without gradients; the same on every pipeline rank."""
+        module = self.stage if self._pipe is not None else self._ds.module
+        was_training = module.training
+        module.eval()
+        try:
+            return forward_only(module, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+        finally:
+            module.train(was_training)
+
+    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor rank."""
+
+        def read(logits: Tensor, batch: Batch) -> Tensor:
+            return token_logprobs(logits, batch.labels.t(), self.groups.group("tensor")).t()
+
+        return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def _master_from_init(self) -> None:
+        # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
+        specs = layer_params(self.args)
+        rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
+        for layer, name, param in self._params:
+            spec = next(s for s in specs[layer] if s.name == name)
+            safe_set_full_fp32_param(param, shard(initial_value(spec, layer, self.args, self.groups.device), spec, rank, size))
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Give every parameter of this stage its value (local part, any float type), fp32 master weights included."""
+        for layer, name, param in self._params:
+            value = weights[layer][name].to(self.groups.device)
+            with self._gathered([param], modifier_rank=0):
+                param.data.copy_(value)
+            safe_set_full_fp32_param(param, value.float().contiguous())
+
+    @torch.no_grad()
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
+        """This rank's part of every parameter of its stage, on CPU; fp32 master values if asked for.
+        All ranks of a data group call it together."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for layer, name, param in self._params:
+            with self._gathered([param]):
+                value = safe_get_full_fp32_param(param) if master and self.zero_stage > 0 else param
+                found.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
+        return found
+
+    def _gathered(self, params: list[nn.Parameter], modifier_rank: int | None = None) -> Any:
+        if self.zero_stage < 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO)."""
+        return self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
+
+    def zero_state(self) -> dict[str, Any]:
+        """This rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; only with ZeRO."""
+        return {
+            "optimizer_state_dict": self._ds.optimizer.state_dict(),
+            "ds_config": self._ds.config,
+            "ds_version": deepspeed.__version__,
+        }
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Restore this rank's optimizer state: `model_state()["optimizer"]` without ZeRO, else `zero_state()`'s
+        `optimizer_state_dict`, fp32 master weights included."""
+        optimizer = self._ds.optimizer
+        if self.zero_stage == 0:
+            optimizer.load_state_dict(state)
+            return
+        everyone: list[Any] = [None] * self.groups.size("data")
+        everyone[self.groups.rank("data")] = state
+        optimizer.load_state_dict(
+            state_dict_list=everyone,
+            load_optimizer_states=True,
+            load_from_fp32_weights=True,
+            checkpoint_folder=None,
+            load_serial=None,
+            param_shapes=self._ds._get_zero_param_shapes(),
+        )
+
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """Local shapes in the order of the optimizer's state: weight decay group first."""
+        return [tuple(getattr(param, "ds_shape", param.shape)) for param in self._ordered]
+
+    def zero_partitions(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Parameter groups of the base optimizer's state_dict, and elements of this rank's partition of each."""
+        base = self._ds.optimizer.optimizer
+        return base.state_dict()["param_groups"], [group["params"][0].numel() for group in base.param_groups]
+
+    @torch.no_grad()
+    def set_adam_state(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Adam's moments and step count by parameter, numbered as `parameter_shapes`; {} leaves a fresh optimizer."""
+        if not state:
+            return
+        if self.zero_stage == 0:
+            groups = self._ds.optimizer.state_dict()["param_groups"]
+            self._ds.optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
+            return
+        for i, param in enumerate(self._ordered):
+            for key in ("exp_avg", "exp_avg_sq"):
+                safe_set_full_optimizer_state(param, state[i][key].to(self.groups.device), key)
+        for own in self._ds.optimizer.optimizer.state.values():
+            own["step"].fill_(float(state[0]["step"]))
+
+    @property
+    def loss_scale(self) -> float | None:
+        """fp16's current loss scale, None in other precisions."""
+        return float(self._ds.optimizer.loss_scale) if self.dtype == torch.float16 else None
+
+    def set_progress(self, global_steps: int, global_samples: int, skipped_steps: int) -> None:
+        """DeepSpeed's own counters, after a resume."""
+        self._ds.global_steps = global_steps
+        self._ds.global_samples = global_samples
+        self._ds.skipped_steps = skipped_steps
+
+    def close(self) -> None:
+        """Release DeepSpeed's hooks and buffers."""
+        self._ds.destroy()

@@ -1,0 +1,92 @@
+"""The training loop: steps, and callbacks asked at the end of each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from tqdm import tqdm
+
+from megatron.data import Batch, train_loader
+from megatron.training.callbacks import LogCallback, SaveCallback, Step, ValidationCallback, validate
+from megatron.training.loggers import Row, build_loggers
+from megatron.training.setup import Training
+
+
+class Callback(Protocol):
+    """Asked after every optimizer step, in order; adds metrics to the step's row."""
+
+    def on_step_end(self, step: Step) -> None: ...
+
+
+def _batches(training: Training) -> Iterator[list[Batch]]:
+    assert training.datasets.train is not None
+    return train_loader(
+        training.datasets.train,
+        training.args,
+        data_rank=training.groups.rank("data"),
+        data_size=training.groups.size("data"),
+        consumed_samples=training.progress.consumed_samples,
+        eod=training.tokenizer.eod,
+        pin_memory=training.groups.device.type == "cuda",
+    )
+
+
+def train(training: Training) -> None:
+    """Train to `train_iters`: log, validate and save on the way, validate, test and save at the end."""
+    args, progress, logger = training.args, training.progress, training.logger
+    assert args.train_batch_size is not None
+    is_chief = training.groups.world_rank == 0
+    if progress.iteration >= args.train_iters:
+        logger.info(f"run finished at iteration {progress.iteration}: nothing left to do (train_iters {args.train_iters})")
+        return
+    loggers = build_loggers(args, progress.iteration) if is_chief else []
+
+    def write(row: Row) -> None:
+        if len(row) > 3:  # more than where we are
+            for target in loggers:
+                target.write(row)
+
+    save = SaveCallback(training)
+    bar = tqdm(
+        total=args.train_iters, initial=progress.iteration, unit="step", file=sys.stderr,
+        disable=not (is_chief and sys.stderr.isatty()), dynamic_ncols=True,
+    )  # fmt: skip
+    callbacks: list[Callback] = [LogCallback(training, bar), ValidationCallback(training, bar)]
+    if progress.iteration == 0:
+        step = Step(0, 0, 0, None, 0.0)
+        validate(training, "valid", 0, step.row, bar)
+        write(step.row)
+        save.at_start()
+    batches = _batches(training)
+    try:
+        while progress.iteration < args.train_iters:
+            begun = time.perf_counter()
+            result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+            progress.iteration += 1
+            progress.consumed_samples += args.train_batch_size
+            progress.skipped += int(result.skipped)
+            step = Step(
+                progress.iteration,
+                progress.consumed_samples,
+                progress.consumed_samples * args.seq_length,
+                result,
+                time.perf_counter() - begun,
+            )
+            for callback in callbacks:
+                callback.on_step_end(step)
+            if progress.iteration == args.train_iters:
+                if not step.validated:
+                    validate(training, "valid", progress.iteration, step.row, bar)
+                validate(training, "test", progress.iteration, step.row, bar)
+            write(step.row)
+            save.on_step_end(step)
+            bar.update()
+        save.at_end()
+    finally:
+        bar.close()
+        for target in loggers:
+            target.close()
+    logger.info(f"run finished at iteration {progress.iteration}")

@@ -1,0 +1,33 @@
+#!/usr/bin/env python
+"""Train a model: `python deepy.py train.py a.yml b.yml`, or this script directly under torchrun, srun or alone."""
+
+import sys
+from collections.abc import Sequence
+
+from megatron.neox_arguments import ConfigError, parse_script
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on this rank; the exit code."""
+    from megatron.checkpointing import CheckpointError
+    from megatron.data import DataError
+    from megatron.launch import LaunchError, process_info
+    from megatron.tokenizer import TokenizerError
+
+    try:
+        args = parse_script(argv, "train.py").check_training()
+        process = process_info(master_addr=args.master_addr, master_port=args.master_port)
+        from megatron.training import start, train
+
+        training = start(args, process)
+        train(training)
+        training.close()
+    except (ConfigError, LaunchError, DataError, TokenizerError, CheckpointError) as problem:
+        for line in str(problem).splitlines():
+            print(f"train.py: {line}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
