@@ -1,0 +1,29 @@
+"""Checkpoints in GPT-NeoX's layout: names, checksums, atomic publishing, and weights at any tensor-parallel size.
+
+Nothing here talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
+"""
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.layout import (
+    find_checkpoint,
+    layer_file,
+    list_checkpoints,
+    model_file,
+    read_latest,
+    step_of,
+    step_tag,
+    zero_file,
+)
+from megatron.checkpointing.manifest import Layout, Manifest, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.optimizer_state import sum_bias_masters, torch_adam_state, zero_adam_state
+from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.rng import restore_rng, rng_state
+from megatron.checkpointing.weights import load_weights, local_layer_state
+
+__all__ = [
+    "CheckpointError", "FileRecord", "Layout", "Manifest", "begin", "check_model", "find_checkpoint",
+    "layer_file", "list_checkpoints", "load_tensors", "load_weights", "local_layer_state", "model_file", "model_keys",
+    "publish", "read_latest", "read_manifest", "restore_rng", "rng_state", "save_tensors", "step_of",
+    "step_tag", "sum_bias_masters", "torch_adam_state", "verify", "write_bytes", "zero_adam_state", "zero_file",
+]  # fmt: skip

@@ -1,0 +1,157 @@
+"""Tensor files: written with a checksum and synced, read without running any code that the file brings along."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from megatron.checkpointing.errors import CheckpointError
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of one file. name: path inside the checkpoint; size in bytes; sha256 in hex."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class _HashingWriter:
+    """The part of a file that `torch.save` needs, hashing what goes through."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.size += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write(path: Path, fill: Callable[[_HashingWriter], Any], name: str | None) -> FileRecord:
+    try:
+        with open(path, "wb") as file:
+            writer = _HashingWriter(file)
+            fill(writer)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as e:  # a full disk reaches us as RuntimeError through torch's zip writer
+        raise CheckpointError(f"{path}: cannot be written: {e}") from e
+    return FileRecord(name or path.name, writer.size, writer.sha256.hexdigest())
+
+
+def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileRecord:
+    """`torch.save` to `path`, synced; the checksum is taken on the way. `name`: path inside the checkpoint."""
+    return _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name)
+
+
+def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileRecord:
+    """Any other file of a checkpoint (config, tokenizer), synced."""
+    return _write(Path(path), lambda writer: writer.write(data), name)
+
+
+def sync_dir(path: str | Path) -> None:
+    """Make renames inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write `path` so that a reader sees the old or the new content, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".tmp_{path.name}")
+    write_bytes(data, temporary)
+    os.replace(temporary, path)
+    sync_dir(path.parent)
+
+
+def file_sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+# DeepSpeed classes inside NeoX's files, read without DeepSpeed: same full name, no behaviour. An engine that hands the
+# state on to DeepSpeed passes the real classes as `extra_safe` instead.
+@dataclass
+class FragmentAddress:
+    """deepspeed.utils.tensor_fragment.fragment_address: a slice of a flat ZeRO partition."""
+
+    numel: int
+    start: int
+
+
+class LossScalerState:
+    """deepspeed.runtime.fp16.loss_scaler.*: attributes only."""
+
+
+_STAND_INS: dict[str, Any] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScalerState,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": LossScalerState,
+}
+
+
+def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
+    """The short allow-list: numpy's RNG state under the names of numpy 1 and 2, DeepSpeed's data classes."""
+    reconstruct = np.empty(0).__reduce__()[0]
+    own = list(extra_safe)
+    named = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in own}
+    return [
+        (reconstruct, "numpy._core.multiarray._reconstruct"),
+        (reconstruct, "numpy.core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.uint32)),
+        io.BytesIO,  # Transformer-Engine's _extra_state
+        *((stand_in, name) for name, stand_in in _STAND_INS.items() if name not in named),
+        *own,
+    ]
+
+
+def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
+    """What `torch.save` wrote, on CPU; tensors stay in the file until they are used (memory map).
+
+    extra_safe: classes, or (class, "full.name") pairs, that may be built beside the allow-list.
+    Raises CheckpointError for a file that is missing, damaged, no tensor file, or that asks for other code.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, load another `iteration`")
+    try:
+        with torch.serialization.safe_globals(_safe_list(extra_safe)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError,
+            TypeError, OSError, AssertionError) as e:  # fmt: skip
+        asked = re.search(r"GLOBAL ([\w.]+)", str(e))
+        if asked:
+            raise CheckpointError(
+                f"{path}: asks to run {asked[1]}, which is not on the allow-list; nothing was run. "
+                "Re-save the file with plain tensors, numbers and strings"
+            ) from e
+        reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        raise CheckpointError(f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`") from e

@@ -1,0 +1,135 @@
+"""manifest.json: what a checkpoint is, and a size and SHA-256 for each of its files.
+
+Checkpoints of GPT-NeoX have none; they are read without these checks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import FileRecord, file_sha256
+from megatron.neox_arguments import NeoXArgs
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+# Two models that differ in one of these give different numbers from the same weights, or have other shapes.
+_MODEL_KEYS = (
+    "num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn_size", "padded_vocab_size", "norm",
+    "activation", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "no_weight_tying",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the run that wrote a checkpoint was laid out. precision: "fp32", "bf16" or "fp16"."""
+
+    pipe: int
+    data: int
+    tensor: int
+    zero_stage: int
+    precision: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """model: `model_keys(args)`; tokenizer: fingerprint; data: fingerprint of each set; versions: of libraries;
+    created: ISO time; files: filled by the ranks, completed by `publish`."""
+
+    run_id: str
+    iteration: int
+    consumed_samples: int
+    layout: Layout
+    model: Mapping[str, Any]
+    seed: int
+    tokenizer: str | None
+    data: Mapping[str, Any]
+    versions: Mapping[str, str]
+    created: str
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        raw = asdict(self)
+        raw["files"] = {n: {"size": r.size, "sha256": r.sha256} for n, r in sorted(self.files.items())}
+        raw = {"format_version": raw.pop("format_version"), **raw}
+        return json.dumps(raw, indent=1, default=list) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
+        """Raises CheckpointError when the text is damaged or of a later format."""
+        try:
+            raw = json.loads(text)
+            version = raw["format_version"]
+            if not isinstance(version, int) or version > FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{where}: format_version {version} is newer than this program reads ({FORMAT_VERSION}); update it"
+                )
+            raw["layout"] = Layout(**raw["layout"])
+            raw["files"] = {n: FileRecord(n, int(r["size"]), str(r["sha256"])) for n, r in raw["files"].items()}
+            return cls(**{f.name: raw[f.name] for f in fields(cls)})
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
+
+
+def read_manifest(path: str | Path) -> Manifest | None:
+    """The manifest of a checkpoint directory; None for a checkpoint of GPT-NeoX."""
+    file = Path(path) / MANIFEST
+    if not file.is_file():
+        return None
+    return Manifest.from_json(file.read_text(encoding="utf-8", errors="replace"), str(file))
+
+
+def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
+    """Check files (all of them, or `names`) against the manifest: sizes of all first, then SHA-256.
+
+    Returns the manifest, None when there is none. Raises CheckpointError that names every damaged file.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if manifest is None:
+        return None
+    wanted = sorted(manifest.files if names is None else set(names))
+    unlisted = [n for n in wanted if n not in manifest.files]
+    if unlisted:
+        raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
+    bad = size_problems(path, [manifest.files[n] for n in wanted])
+    bad = bad or [f"{n} (checksum)" for n in wanted if file_sha256(path / n) != manifest.files[n].sha256]
+    if bad:
+        raise CheckpointError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")
+    return manifest
+
+
+def size_problems(path: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Files that are not there or have another size, in words."""
+    bad = []
+    for record in records:
+        file = path / record.name
+        if not file.is_file():
+            bad.append(f"{record.name} (missing)")
+        elif file.stat().st_size != record.size:
+            bad.append(f"{record.name} ({file.stat().st_size:,} bytes instead of {record.size:,})")
+    return bad
+
+
+def model_keys(args: NeoXArgs) -> dict[str, Any]:
+    """What the weights mean: shapes and the keys that change the function without changing a shape."""
+    return {key: getattr(args, key) for key in _MODEL_KEYS}
+
+
+def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
+    """Refuse weights of another model.
+
+    saved: `Manifest.model`, or the `args` that GPT-NeoX keeps in its mp_rank files; keys that only one has are skipped.
+    padded_vocab_size is left to the shape check, which names the value to set.
+    """
+    now = model_keys(args)
+    shared = [key for key in _MODEL_KEYS if key in saved and key != "padded_vocab_size"]
+    wrong = [f"{key} is {saved[key]} in the checkpoint, {now[key]} here" for key in shared if saved[key] != now[key]]
+    if wrong:
+        raise CheckpointError(f"{where}: another model: {'; '.join(wrong)}; change the config or `load`")

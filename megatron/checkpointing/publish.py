@@ -1,0 +1,97 @@
+"""A checkpoint appears whole or not at all: written under a temporary name, synced, renamed, `latest` last.
+
+Rank 0 calls `begin` and, when all ranks have written, `publish`. A crash at any point leaves the earlier checkpoints
+and `latest` as they were; what is unfinished begins with a dot and is removed by the next `begin`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import replace_file, sync_dir, write_bytes
+from megatron.checkpointing.layout import LATEST, aside_tag, list_checkpoints, step_tag
+from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
+
+
+def begin(save: str | Path, iteration: int) -> Path:
+    """An empty temporary directory for the files of `iteration`; leftovers of interrupted saves are cleared."""
+    save = Path(save)
+    save.mkdir(parents=True, exist_ok=True)
+    for leftover in save.glob(".tmp_*"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    for aside in save.glob(aside_tag("*")):
+        _settle(aside)
+    temporary = save / f".tmp_{step_tag(iteration)}"
+    temporary.mkdir()
+    return temporary
+
+
+def _settle(aside: Path) -> None:
+    """A checkpoint set aside goes back where its successor never came, and away where it did."""
+    final = aside.with_name(aside.name.removeprefix(aside_tag("")))
+    if final.exists():
+        _remove(aside)
+    else:
+        os.rename(aside, final)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; it loses its name first, so that half of one is never taken for a whole one."""
+    doomed = path.with_name(f".tmp_removed_{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def publish(
+    temporary: Path,
+    save: str | Path,
+    iteration: int,
+    manifest: Manifest,
+    configs: Mapping[str, str],
+    keep_last_n: int | None = None,
+) -> Path:
+    """Turn what `begin` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
+
+    manifest.files: records of everything the ranks wrote; configs: file name -> raw text of each config.
+    keep_last_n: older checkpoints beyond this many are deleted, never the new one; None or 0 keeps all.
+    Returns the checkpoint's directory. Raises CheckpointError when a recorded file is not there in full.
+    """
+    save, temporary = Path(save), Path(temporary)
+    files = dict(manifest.files)
+    (temporary / "configs").mkdir(exist_ok=True)
+    for path, text in configs.items():
+        name, file = f"configs/{PurePath(path).name}", PurePath(path)
+        for again in range(2, len(configs) + 1):  # files of one name from two folders are both kept
+            if name in files:
+                name = f"configs/{file.stem}_{again}{file.suffix}"
+        files[name] = write_bytes(text.encode(), temporary / name, name)
+    bad = size_problems(temporary, files.values())
+    if bad:
+        raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
+    for directory in {(temporary / name).parent for name in files}:
+        sync_dir(directory)
+    replace_file(temporary / MANIFEST, replace(manifest, iteration=iteration, files=files).to_json().encode())
+
+    final, aside = save / step_tag(iteration), save / aside_tag(step_tag(iteration))
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_dir(save)
+    replace_file(save / LATEST, final.name.encode())
+    if aside.exists():
+        _remove(aside)
+    _prune(save, final, keep_last_n)
+    return final
+
+
+def _prune(save: Path, newest: Path, keep_last_n: int | None) -> None:
+    if not keep_last_n:
+        return
+    others = [path for path in list_checkpoints(save) if path.name != newest.name]
+    for path in others[: max(0, len(others) - (keep_last_n - 1))]:
+        _remove(path)

@@ -1,0 +1,42 @@
+"""States of the random generators, under GPT-NeoX's keys and in types that load without running code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpointing.errors import CheckpointError
+
+KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Python's, numpy's, torch's and the device's generators. On CPU the device's is torch's."""
+    on_gpu = device.type == "cuda"
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state(),
+        "rng_tracker_states": {},  # dropout here follows from seeds in the batch, not from tracked generators
+    }
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device, where: str) -> None:
+    """Set all generators. Raises CheckpointError when a state is missing or of another kind of device."""
+    missing = [key for key in KEYS[:4] if key not in state]
+    if missing:
+        raise CheckpointError(f"{where}: no {', '.join(missing)}; set no_load_rng: true")
+    try:
+        version, internal, gauss = state["random_rng_state"]
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(tuple(state["np_rng_state"]))
+        torch.set_rng_state(state["torch_rng_state"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng_state"], device)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise CheckpointError(f"{where}: random states of another kind of machine ({e}); set no_load_rng: true") from e

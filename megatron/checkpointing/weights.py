@@ -1,0 +1,257 @@
+"""Model weights from any NeoX layout at any tensor-parallel size, and the state of one layer file.
+
+Layouts: per-layer files (pipe >= 1); one mp_rank file per tensor rank with keys `sequential.N.name` (pipe 0); the fork
+converters' `{"module": {"module": {"N.name": ...}}}`. How a parameter is cut is the weight map's knowledge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import layout
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import load_tensors
+from megatron.checkpointing.names import to_our_names
+from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
+from megatron.neox_arguments import NeoXArgs
+
+_SHOWN = 6  # shape mismatches told in full; a wrong hidden_size would otherwise name every tensor
+
+
+@dataclass
+class _Source:
+    """Where the tensors of a checkpoint are. layers: indices with tensors; tensor_size: ranks that wrote it."""
+
+    path: Path
+    tensor_size: int
+    layers: frozenset[int]
+    files: Mapping[Any, Path]
+    whole: dict[int, dict[int, dict[str, Tensor]]] | None = field(default=None, repr=False)  # rank -> layer -> name
+
+    def file(self, layer: int, rank: int) -> Path:
+        key = rank if self.whole is not None else (layer, rank)
+        return self.files[key]
+
+    def tensors(self, layer: int, rank: int) -> dict[str, Tensor]:
+        """One layer of one tensor rank under the names of the file; memory-mapped, so only what is used is read."""
+        if self.whole is not None:
+            if rank not in self.whole:
+                self.whole[rank] = _split_module(load_tensors(self.files[rank]), self.files[rank])
+            return self.whole[rank].get(layer, {})
+        state = load_tensors(self.files[layer, rank])
+        if not isinstance(state, dict) or not all(_is_entry(k, v) for k, v in state.items()):
+            raise CheckpointError(f"{self.files[layer, rank]}: not a layer file (expected a flat dict of tensors)")
+        return state
+
+
+def _is_entry(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and (isinstance(value, Tensor) or name.endswith("_extra_state"))
+
+
+def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
+    """The layers of an mp_rank file: keys `sequential.N.name` or `N.name`, in however many "module" dicts."""
+    while isinstance(state, dict) and "module" in state:
+        state = state["module"]
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(
+            f"{file}: holds no weights and there are no layer files beside it; for ZeRO 3 write one with "
+            "stage3_gather_16bit_weights_on_model_save, else load another `iteration`"
+        )
+    layers: dict[int, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        number, _, name = key.removeprefix("sequential.").partition(".")
+        if not number.isdigit() or not name or not _is_entry(key, value):
+            raise CheckpointError(f"{file}: {key}: not a weight under a NeoX name (sequential.N.name or N.name)")
+        layers.setdefault(int(number), {})[name] = value
+    return layers
+
+
+def _source(path: Path) -> _Source:
+    """Which layout a checkpoint directory has. Raises CheckpointError when files are missing."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint")
+    files: Mapping[Any, Path] = layout.layer_files(path)
+    if files:
+        layers, ranks = {layer for layer, _ in files}, {rank for _, rank in files}
+        size = max(ranks) + 1
+        missing = [layout.layer_file(n, r) for n in sorted(layers) for r in range(size) if (n, r) not in files]
+        if missing:
+            raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
+        return _Source(path, size, frozenset(layers), files)
+    files = layout.model_files(path)
+    if not files:
+        raise CheckpointError(f"{path}: neither layer files nor mp_rank files; not a NeoX checkpoint")
+    missing = [layout.model_file(r) for r in range(max(files) + 1) if r not in files]
+    if missing:
+        raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
+    first = _split_module(load_tensors(files[0]), files[0])
+    return _Source(path, len(files), frozenset(first), files, {0: first})
+
+
+def load_weights(
+    path: str | Path, args: NeoXArgs, *, layers: Iterable[int], tensor_rank: int, tensor_size: int
+) -> dict[int, dict[str, Tensor]]:
+    """The tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, by our names, on CPU.
+
+    path: one checkpoint directory (`find_checkpoint`). Dtypes are those of the file. A row-parallel bias that is a sum
+    over ranks on disk comes back whole. Layers without parameters give {}.
+    Raises CheckpointError that lists every missing or extra tensor and the shapes that do not fit.
+    """
+    path = Path(path)
+    source = _source(path)
+    expected = layer_params(args)
+    _refuse(path, _layer_problems(source, expected, args))
+    problems: list[str] = []
+    mismatches: list[str] = []
+    loaded: dict[int, dict[str, Tensor]] = {}
+    for layer in layers:
+        specs = expected.get(layer, ())
+        loaded[layer] = {}
+        if specs:
+            loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
+    problems += mismatches[:_SHOWN]
+    if len(mismatches) > _SHOWN:
+        problems.append(f"and {len(mismatches) - _SHOWN} more tensors of another shape")
+    _refuse(path, problems)
+    return loaded
+
+
+def _refuse(path: Path, problems: Sequence[str]) -> None:
+    if problems:
+        raise CheckpointError(f"{path}: does not fit this model:\n  " + "\n  ".join(problems))
+
+
+def _layer_problems(source: _Source, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs) -> list[str]:
+    """Layers that only the checkpoint or only the model has, with the key that would settle it."""
+    want = {layer for layer, specs in expected.items() if specs}
+    missing, extra = sorted(want - source.layers), sorted(source.layers - want)
+    if not missing and not extra:
+        return []
+    last = max(source.layers)
+    if missing == [args.num_layers + 4] and not extra:
+        return [f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"]
+    if extra == [args.num_layers + 4] and not missing:
+        return [f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"]
+    lines = [f"missing layer {n}: {', '.join(spec.name for spec in expected[n])}" for n in missing]
+    lines += [f"extra layer {n}" for n in extra]
+    blocks = last - (4 if args.no_weight_tying else 3)
+    if source.layers >= {0, *range(2, blocks + 2)} and blocks != args.num_layers:
+        lines.append(f"the checkpoint seems to have num_layers: {blocks}, the model has {args.num_layers}")
+    return lines
+
+
+def _load_layer(
+    source: _Source,
+    args: NeoXArgs,
+    layer: int,
+    specs: Sequence[ParamSpec],
+    tensor_rank: int,
+    tensor_size: int,
+    problems: list[str],
+    mismatches: list[str],
+) -> dict[str, Tensor]:
+    same_cut = source.tensor_size == tensor_size
+    need_all = not same_cut or (tensor_size > 1 and any(spec.sum_over_tensor for spec in specs))
+    names = {spec.name for spec in specs}
+    parts: dict[int, dict[str, Tensor]] = {}
+    for rank in range(source.tensor_size) if need_all else (tensor_rank,):
+        file = source.file(layer, rank)
+        state = to_our_names(
+            source.tensors(layer, rank),
+            names,
+            gated=args.is_gated,
+            grouped=args.kv_heads != args.num_attention_heads,
+            where=str(file),
+        )
+        for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
+            if wrong:
+                problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}")
+        parts[rank] = state
+    out: dict[str, Tensor] = {}
+    for spec in specs:
+        if any(spec.name not in state for state in parts.values()):
+            continue
+        tensors = {rank: state[spec.name] for rank, state in parts.items()}
+        wrong_shape = next((t for t in tensors.values() if not _fits(t, spec, source.tensor_size)), None)
+        if wrong_shape is not None:
+            mismatches.append(f"layer {layer}: {_shape_problem(spec, wrong_shape, source.tensor_size, args)}")
+            continue
+        local = _local_part(spec, tensors, same_cut, tensor_rank, tensor_size)
+        out[spec.name] = local.clone(memory_format=torch.contiguous_format)  # off the memory map, off other tensors
+    return out
+
+
+def _fits(tensor: Tensor, spec: ParamSpec, tensor_size: int) -> bool:
+    divides = all(n % tensor_size == 0 for n in spec.blocks) if spec.axis is not None else True
+    return divides and tuple(tensor.shape) == spec.local_shape(tensor_size)
+
+
+def _local_part(
+    spec: ParamSpec, parts: Mapping[int, Tensor], same_cut: bool, tensor_rank: int, tensor_size: int
+) -> Tensor:
+    if spec.sum_over_tensor:
+        # In float64 the sum is exact, so that what `local_layer_state` divided comes back bit for bit.
+        total = torch.stack([part.double() for part in parts.values()]).sum(0)
+        return total.to(next(iter(parts.values())).dtype)
+    if same_cut:
+        return parts[tensor_rank]
+    if spec.axis is None:
+        return parts[0]
+    return shard(unshard([parts[rank] for rank in sorted(parts)], spec), spec, tensor_rank, tensor_size)
+
+
+def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: NeoXArgs) -> str:
+    """One line: the tensor, both shapes of one tensor rank, and the key that is most likely wrong."""
+    got, want = tuple(tensor.shape), spec.local_shape(tensor_size)
+    at = f" (tensor rank of {tensor_size})" if tensor_size > 1 else ""
+    text = f"{spec.name}: shape {got} in the file, {want} in the model{at}"
+    if len(got) != len(want):
+        return text
+    if got == spec.shape:
+        return f"{text}; the file holds the whole tensor in each tensor rank: convert it again for one rank"
+    whole = [n * tensor_size if i == spec.axis else n for i, n in enumerate(got)]
+    differs = [i for i, (a, b) in enumerate(zip(whole, spec.shape, strict=True)) if a != b]
+    hidden = [whole[i] for i in differs if spec.shape[i] == args.hidden_size]
+    if differs == [0] and spec.name in ("word_embeddings.weight", "final_linear.weight"):
+        return f"{text}; the vocabulary is padded differently: set padded_vocab_size: {whole[0]}"
+    if differs == [0] and spec.name == "position_embeddings.weight":
+        return f"{text}; the checkpoint has max_position_embeddings: {whole[0]}"
+    if hidden:
+        return f"{text}; the checkpoint has hidden_size: {hidden[0]}"
+    if "linear" in spec.name:
+        return f"{text}; check intermediate_size, activation and compat_ffn_width"
+    if "query_key_value" in spec.name:
+        return f"{text}; check num_attention_heads and num_kv_heads"
+    return text
+
+
+def local_layer_state(
+    layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, *, tensor_rank: int, tensor_size: int
+) -> dict[str, Tensor]:
+    """What this tensor rank writes to its layer file: NeoX's names, on CPU, each tensor with its own storage.
+
+    Of a bias that is a sum over ranks each rank writes 1/tensor_size; the last one writes what is left, so that the
+    sum is exact where the division is not.
+    Raises CheckpointError when `tensors` are not exactly the layer's parameters.
+    """
+    specs = {spec.name: spec for spec in layer_params(args).get(layer, ())}
+    if specs.keys() != tensors.keys():
+        raise CheckpointError(
+            f"layer {layer}: holds {', '.join(sorted(tensors)) or 'nothing'}; "
+            f"the weight map says {', '.join(sorted(specs)) or 'nothing'}"
+        )
+    state: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        tensor = tensors[name].detach()
+        if spec.sum_over_tensor and tensor_size > 1:
+            share = tensor / tensor_size
+            rest = tensor - share.double() * (tensor_size - 1)
+            tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
+        state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return state

@@ -1,0 +1,59 @@
+"""Checkpoints that GPT-NeoX itself wrote, and the tensors in them, read by torch alone."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import load_weights, local_layer_state, save_tensors
+from megatron.checkpointing.layout import layer_file
+from megatron.model.weight_map import layer_params
+from megatron.neox_arguments import NeoXArgs, load
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+NEOX, LLAMA = GOLDEN / "ckpt_neox", GOLDEN / "ckpt_llama"
+RUNS = {
+    "neox_pp2_mp2": NEOX / "neox_pp2_mp2",
+    "neox_pp1_mp1": NEOX / "neox_pp1_mp1",
+    "neox_pp0_mp1": NEOX / "neox_pp0_mp1",
+    "llama_pp1_mp1": LLAMA / "llama_pp1_mp1",
+}
+Weights = dict[int, dict[str, Tensor]]
+
+
+def golden_args(run: str, **changes: object) -> NeoXArgs:
+    overrides = {"padded_vocab_size": 384, **changes}
+    if run.startswith("llama"):
+        overrides = {"compat_ffn_width": "upstream", **overrides}
+    return load([RUNS[run] / f"{run}.yml"], overrides)
+
+
+def checkpoint(run: str, step: int = 3) -> Path:
+    return RUNS[run] / "ckpt" / f"global_step{step}"
+
+
+def raw_layer(run: str, layer: int, rank: int = 0) -> dict[str, Tensor]:
+    """A layer file of the golden run as torch reads it."""
+    return torch.load(checkpoint(run) / layer_file(layer, rank), weights_only=True)
+
+
+def whole(path: Path, args: NeoXArgs) -> Weights:
+    return load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1)
+
+
+def write_at(path: Path, args: NeoXArgs, source: Path, size: int) -> Path:
+    """Re-write a checkpoint's layer files at another tensor-parallel size."""
+    path.mkdir()
+    for rank in range(size):
+        weights = load_weights(source, args, layers=layer_params(args), tensor_rank=rank, tensor_size=size)
+        for layer, tensors in weights.items():
+            state = local_layer_state(layer, tensors, args, tensor_rank=rank, tensor_size=size)
+            save_tensors(state, path / layer_file(layer, rank))
+    return path
+
+
+def assert_same(one: Weights, other: Weights) -> None:
+    assert {n: set(t) for n, t in one.items()} == {n: set(t) for n, t in other.items()}
+    for layer, tensors in one.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, other[layer][name], rtol=0, atol=0, msg=f"{layer}.{name}")

@@ -1,0 +1,109 @@
+"""Other writers' names and layouts, made from golden tensors."""
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError, load_weights, save_tensors
+from megatron.checkpointing.layout import layer_file, model_file
+from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, whole
+
+LAYERS = (0, 2, 3, 4, 5, 7, 8)
+State = dict[str, Tensor]
+TE = {
+    "attention.query_key_value.": "attention.qkv.",
+    "attention.dense.": "attention.proj.",
+    "post_attention_layernorm.": "mlp.layer_norm_",
+    "mlp.linear1.": "mlp.fc1_",
+    "mlp.linear2.": "mlp.fc2_",
+}
+LEGACY = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
+
+
+def renamed(state: State, table: dict[str, str]) -> State:
+    def new(name: str) -> str:
+        return next((b + name.removeprefix(a) for a, b in table.items() if name.startswith(a)), name)
+
+    return {new(name): tensor for name, tensor in state.items()}
+
+
+def te(state: State) -> dict:
+    blobs = {"attention._extra_state": io.BytesIO(b"fp8"), "mlp._extra_state": torch.empty(0)}
+    return {**renamed(state, TE), **(blobs if "attention.dense.weight" in state else {})}
+
+
+def legacy(state: State) -> State:
+    buffers = {"attention.rotary_emb.inv_freq": torch.ones(2), "attention.masked_bias": torch.ones(1)}
+    return {**renamed(state, LEGACY), **(buffers if "attention.dense.weight" in state else {})}
+
+
+def wrapped(state: State) -> State:
+    """A norm inside a module, saying weight where NeoX says scale."""
+    return {n.replace("norm.scale", "norm.norm.weight"): t for n, t in state.items()}
+
+
+@pytest.mark.parametrize("foreign", [te, legacy])
+def test_layer_files_under_foreign_names(foreign: Callable[[State], State], tmp_path: Path) -> None:
+    run = "neox_pp2_mp2"
+    for layer in LAYERS:
+        for rank in (0, 1):
+            save_tensors(foreign(raw_layer(run, layer, rank)), tmp_path / layer_file(layer, rank))
+    assert_same(whole(tmp_path, golden_args(run)), whole(checkpoint(run), golden_args(run)))
+
+
+@pytest.mark.parametrize("foreign", [dict, te, legacy])
+@pytest.mark.parametrize("prefix", ["", "sequential."])
+def test_nested_layout_of_the_forks_converters(foreign: Callable, prefix: str, tmp_path: Path) -> None:
+    run, args = "neox_pp2_mp2", golden_args("neox_pp2_mp2")
+    for rank in (0, 1):
+        module = {f"{prefix}{n}.{k}": t for n in LAYERS for k, t in foreign(raw_layer(run, n, rank)).items()}
+        outer = {"module": {"module": module}, "optimizer": {}, "ds_version": "0.14.0", "iteration": 0}
+        save_tensors(outer, tmp_path / model_file(rank))
+    assert_same(whole(tmp_path, args), whole(checkpoint(run), args))
+    local = load_weights(tmp_path, args, layers=[2], tensor_rank=3, tensor_size=4)
+    assert_same(local, load_weights(checkpoint(run), args, layers=[2], tensor_rank=3, tensor_size=4))
+
+
+def test_llama_w1_w2_w3_and_wrapped_norms(tmp_path: Path) -> None:
+    run, args = "llama_pp1_mp1", golden_args("llama_pp1_mp1")
+    for layer in LAYERS:
+        state = wrapped(raw_layer(run, layer))
+        if "mlp.linear1.weight" in state:
+            state["mlp.w3.weight"], state["mlp.w1.weight"] = state.pop("mlp.linear1.weight").clone().chunk(2)
+            state["mlp.w2.weight"] = state.pop("mlp.linear2.weight")
+        save_tensors(state, tmp_path / layer_file(layer, 0))
+    assert_same(whole(tmp_path, args), whole(checkpoint(run), args))
+
+
+def test_unknown_row_orders_are_refused(tmp_path: Path) -> None:
+    run = "llama_pp1_mp1"
+    path = shutil.copytree(checkpoint(run), tmp_path / "c")
+    for name, word in (("attention.query_key_value.", "queries"), ("mlp.linear1.", "gate")):
+        save_tensors(renamed(raw_layer(run, 2), {name: TE[name]}), path / layer_file(2, 0))
+        with pytest.raises(CheckpointError, match=word):
+            whole(path, golden_args(run))
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("neox_pp1_mp1"), tmp_path / "c")
+    state = raw_layer("neox_pp1_mp1", 2)
+    state["attention.proj.bias"] = torch.zeros(32)
+    save_tensors(state, path / layer_file(2, 0))
+    with pytest.raises(CheckpointError, match=r"attention\.dense\.bias"):
+        whole(path, golden_args("neox_pp1_mp1"))
+
+
+def test_whole_tensors_in_every_rank_are_explained(tmp_path: Path) -> None:
+    """The fork's converter at tp > 1 copies tensors whose Transformer-Engine names it does not know."""
+    run = "neox_pp2_mp2"
+    full = whole(checkpoint(run), golden_args(run))
+    for rank in (0, 1):
+        module = {f"{n}.{k}": t for n in LAYERS for k, t in te(full[n]).items()}
+        save_tensors({"module": {"module": module}}, tmp_path / model_file(rank))
+    with pytest.raises(CheckpointError, match="convert it again for one rank"):
+        whole(tmp_path, golden_args(run))

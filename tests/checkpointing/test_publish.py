@@ -1,0 +1,197 @@
+"""A checkpoint appears whole or not at all, and its manifest finds every damage."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import (
+    CheckpointError,
+    Layout,
+    Manifest,
+    begin,
+    check_model,
+    find_checkpoint,
+    layer_file,
+    list_checkpoints,
+    load_tensors,
+    model_keys,
+    publish,
+    read_latest,
+    read_manifest,
+    save_tensors,
+    step_of,
+    verify,
+)
+from tests.checkpointing.golden import checkpoint, golden_args
+
+MANIFEST = Manifest(
+    run_id="r1",
+    iteration=0,
+    consumed_samples=12,
+    layout=Layout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
+    model=model_keys(golden_args("neox_pp1_mp1")),
+    seed=1234,
+    tokenizer="sha256:ab",
+    data={"train": "sha256:cd"},
+    versions={"torch": torch.__version__},
+    created="2025-01-01T00:00:00+00:00",
+)
+
+
+def save(folder: Path | str, step: int, value: float = 0.0, **kw: Any) -> Path:
+    temporary = begin(folder, step)
+    assert not temporary.name.startswith("global_step")
+    records = [save_tensors({"w": torch.full((4,), value)}, temporary / layer_file(i, 0)) for i in (0, 2)]
+    manifest = replace(MANIFEST, files={r.name: r for r in records})
+    return publish(temporary, folder, step, manifest, {"conf/a.yml": "seed: 1 # kept\n", "b.yml": "{}"}, **kw)
+
+
+def value(path: Path) -> float:
+    return load_tensors(path / "layer_00-model_00-model_states.pt")["w"][0].item()
+
+
+def test_what_is_published(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    assert path == tmp_path / "global_step3" and read_latest(tmp_path) == "global_step3"
+    assert (tmp_path / "latest").read_bytes() == b"global_step3"  # NeoX writes no newline
+    assert (path / "configs" / "a.yml").read_text() == "seed: 1 # kept\n"
+    manifest = verify(path)
+    assert manifest is not None and manifest.iteration == 3 and manifest.layout == MANIFEST.layout
+    assert sorted(os.listdir(tmp_path)) == ["global_step3", "latest"]
+    listed = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} - {"manifest.json"}
+    assert set(manifest.files) == listed
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_configs_of_one_name_are_both_kept(tmp_path: Path) -> None:
+    path = publish(begin(tmp_path, 1), tmp_path, 1, MANIFEST, {"x/a.yml": "x", "y/a.yml": "y"})
+    assert sorted(p.read_text() for p in (path / "configs").iterdir()) == ["x", "y"]
+
+
+def test_keep_last_n(tmp_path: Path) -> None:
+    folder = f"{tmp_path}/"  # NeoX never deletes when `save` ends with a slash
+    for step in (2, 10, 100, 9, 101):
+        save(folder, step, keep_last_n=3)
+    assert [step_of(p) for p in list_checkpoints(folder)] == [10, 100, 101]
+    save(folder, 5, keep_last_n=1)  # the newest by time is kept, though its step is not the highest
+    assert [p.name for p in list_checkpoints(folder)] == ["global_step5"]
+    assert sorted(os.listdir(folder)) == ["global_step5", "latest"]
+    for step in (6, 7):
+        save(folder, step, keep_last_n=None)
+    assert len(list_checkpoints(folder)) == 3
+
+
+class Killed(BaseException):
+    """Nothing may catch it, as nothing catches a kill."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """Die before the nth operation that changes the disk."""
+    count, rmtree = 0, shutil.rmtree
+
+    def wrap(function: Any) -> Any:
+        def counted(*a: Any, **k: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == nth:
+                if function is rmtree:  # killed in the middle of it
+                    next(f for f in Path(a[0]).rglob("*") if f.is_file()).unlink()
+                raise Killed
+            return function(*a, **k)
+
+        return counted
+
+    monkeypatch.setattr(os, "rename", wrap(os.rename))
+    monkeypatch.setattr(os, "replace", wrap(os.replace))
+    monkeypatch.setattr(os, "fsync", wrap(os.fsync))
+    monkeypatch.setattr(shutil, "rmtree", wrap(shutil.rmtree))
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_killed_at_any_moment(step: int, tmp_path: Path) -> None:
+    """Saving step 6 after step 3, or step 3 again: what `latest` names is whole, and a later save recovers."""
+    survived = nth = 0
+    while not survived:
+        nth += 1
+        folder = tmp_path / str(nth)
+        save(folder, 3, value=1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, nth)
+            try:
+                save(folder, step, value=2.0, keep_last_n=1)
+                survived = nth
+            except Killed:
+                pass
+        found = find_checkpoint(folder)
+        assert verify(found) is not None
+        assert value(found) in ((1.0,) if step_of(found) != step else (1.0, 2.0))
+        assert all(verify(path) for path in list_checkpoints(folder))
+        save(folder, 9, value=3.0)
+        assert value(find_checkpoint(folder)) == 3.0
+        assert step_of(list_checkpoints(folder)[0]) in (3, 6)
+        assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    assert survived > 10
+
+
+def test_incomplete_files_are_not_published(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    temporary = begin(tmp_path, 2)
+    record = save_tensors({"w": torch.zeros(9)}, temporary / "mp_rank_00_model_states.pt")
+    manifest = replace(MANIFEST, files={record.name: record, "gone.pt": replace(record, name="gone.pt")})
+    with pytest.raises(CheckpointError, match=r"gone\.pt \(missing\)"):
+        publish(temporary, tmp_path, 2, manifest, {})
+    assert [step_of(p) for p in list_checkpoints(tmp_path)] == [1] and read_latest(tmp_path) == "global_step1"
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    name, other = "layer_00-model_00-model_states.pt", "layer_02-model_00-model_states.pt"
+    data = bytearray((path / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{name} \(checksum\)"):
+        verify(path)
+    assert verify(path, [other]) is not None
+    (path / name).write_bytes(data[:-5])
+    with pytest.raises(CheckpointError, match=rf"{name} \([\d,]+ bytes instead of"):
+        verify(path, [name])
+    (path / other).unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        verify(path)
+    with pytest.raises(CheckpointError, match="does not list x.pt"):
+        verify(path, ["x.pt"])
+
+
+def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    text = (path / "manifest.json").read_text()
+    for damaged in (text[: len(text) // 2], "[]", "{}", text.replace('"pipe"', '"pipes"')):
+        (path / "manifest.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="manifest.json: damaged"):
+            verify(path)
+    (path / "manifest.json").write_text(json.dumps({**json.loads(text), "format_version": 99}))
+    with pytest.raises(CheckpointError, match="format_version 99"):
+        read_manifest(path)
+
+
+def test_neox_checkpoint_has_no_manifest() -> None:
+    assert read_manifest(checkpoint("neox_pp1_mp1")) is None
+    assert verify(checkpoint("neox_pp1_mp1")) is None
+
+
+def test_another_model_is_refused() -> None:
+    args = golden_args("neox_pp1_mp1")
+    saved = load_tensors(checkpoint("neox_pp1_mp1") / "mp_rank_00_model_states.pt")["args"]
+    check_model(saved, args, "x")
+    with pytest.raises(CheckpointError, match="num_attention_heads is 4 in the checkpoint, 2 here"):
+        check_model(saved, golden_args("neox_pp1_mp1", num_attention_heads=2), "x")
+    mine = json.loads(json.dumps(model_keys(args)))
+    check_model(mine, args, "x")
+    with pytest.raises(CheckpointError, match="rotary_pct"):
+        check_model(mine, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")
