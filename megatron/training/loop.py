@@ -21,7 +21,8 @@ class Callback(Protocol):
     def on_step_end(self, step: Step) -> None: ...
 
 
-def _batches(training: Training) -> Iterator[list[Batch]]:
+def batches_of(training: Training) -> Iterator[list[Batch]]:
+    """The optimizer steps still to do, as lists of this rank's micro-batches."""
     assert training.datasets.train is not None
     return train_loader(
         training.datasets.train,
@@ -60,7 +61,7 @@ def train(training: Training) -> None:
         validate(training, "valid", 0, step.row, bar)
         write(step.row)
         save.at_start()
-    batches = _batches(training)
+    batches = batches_of(training)
     try:
         while progress.iteration < args.train_iters:
             begun = time.perf_counter()

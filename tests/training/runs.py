@@ -1,0 +1,156 @@
+"""Tiny runs on the real path, for tests: a configuration over golden data, trained on ranks of the worker pool."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.launch import process_info
+from megatron.model import layer_params, unshard
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import Training, start, train
+from megatron.training.loop import batches_of
+
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
+
+BASE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "make_vocab_size_divisible_by": 64,
+    "init_method": "small_init",
+    "output_layer_init_method": "wang_init",
+    "train_batch_size": 8,
+    "train_iters": 10,
+    "eval_iters": 0,
+    "precision": "fp32",
+    "weight_decay": 0.1,
+    "lr_decay_style": "constant",
+    "warmup": 0.0,
+    "data_path": str(GOLDEN / "dataset" / "corpusA_text_document"),
+    "split": "90,10,0",
+    "tokenizer_type": "HFTokenizer",
+    "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
+    "num_workers": 0,
+    "log_interval": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-6}},
+}
+NEOX = {
+    "norm": "layernorm",
+    "pos_emb": "rotary",
+    "rotary_pct": 0.25,
+    "gpt_j_residual": True,
+    "activation": "gelu",
+}
+LLAMA = {
+    "norm": "rmsnorm",
+    "rms_norm_epsilon": 1e-5,
+    "pos_emb": "rotary",
+    "activation": "swiglu",
+    "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "intermediate_size": 48,
+}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
+# A clip that bites: tiny models start with norms well above it.
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}, "gradient_clipping": 0.5}
+
+
+class Curve(NamedTuple):
+    """What a run did. weights: whole parameters (fp32 master values), by layer and name."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[int, dict[str, Tensor]]
+
+
+def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """BASE with changes, later ones winning."""
+    merged = dict(BASE)
+    for part in (*parts, more):
+        merged.update(part)
+    return merged
+
+
+def begin(values: Mapping[str, Any]) -> Training:
+    """A run up to its first step, on this rank; quiet."""
+    with redirect_stdout(io.StringIO()):
+        training = start(NeoXArgs.from_dict(values), process_info())
+    logging.getLogger("megatron").handlers = []
+    return training
+
+
+class Part(NamedTuple):
+    """One rank's share of a Curve."""
+
+    losses: list[float]
+    norms: list[float]
+    tensor_rank: int
+    weights: dict[int, dict[str, Tensor]]
+
+
+def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10) -> list[Part]:
+    """For the pool: several runs one after another in the same processes."""
+    parts = []
+    for values in configs:
+        training = begin(values)
+        batches, losses, norms = batches_of(training), [], []
+        for step in range(steps):
+            result = training.engine.train_step(next(batches), training.schedule(step))
+            losses.append(float(result.loss))
+            norms.append(float(result.grad_norm))  # type: ignore[arg-type]
+        weights = training.engine.weights(master=True)
+        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights))
+        training.engine.close()
+    return parts
+
+
+def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
+    """The ranks' parts put together."""
+    args = NeoXArgs.from_dict({**values, "padded_vocab_size": 384})
+    weights: dict[int, dict[str, Tensor]] = {}
+    for layer, specs in layer_params(args).items():
+        weights[layer] = {}
+        for spec in specs:
+            by_rank = {p.tensor_rank: p.weights[layer][spec.name] for p in parts if layer in p.weights}
+            weights[layer][spec.name] = unshard([by_rank[r] for r in sorted(by_rank)], spec)
+    return Curve(parts[0].losses, parts[0].norms, weights)
+
+
+def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
+    """Largest relative differences of losses, gradient norms and weights (2-norm a tensor)."""
+
+    def relative(a: list[float], b: list[float]) -> float:
+        assert len(a) == len(b)
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+    weights = max(
+        float((ours.weights[layer][name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
+        for layer, tensors in theirs.weights.items()
+        for name, tensor in tensors.items()
+    )
+    return relative(ours.losses, theirs.losses), relative(ours.norms, theirs.norms), weights
+
+
+def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
+    """For the pool: a whole run with its loop; the losses from metrics.jsonl are the caller's to read."""
+    training = begin(values)
+    train(training)
+    weights = training.engine.weights(master=True)
+    training.engine.close()
+    return [], {layer: {k: v.clone() for k, v in tensors.items()} for layer, tensors in weights.items()}
+
+
+def bit_equal(a: dict[int, dict[str, Tensor]], b: dict[int, dict[str, Tensor]]) -> bool:
+    """Whether two ranks' weights are the same bits."""
+    return a.keys() == b.keys() and all(torch.equal(a[i][n], b[i][n]) for i in a for n in a[i])

@@ -1,0 +1,74 @@
+"""Every parallel layout trains like one process: losses, gradient norms and final weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, LLAMA, NEOX, SGD, Curve, config, curves, furthest, whole
+
+TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, TP2),
+    "tp2+sp": (2, TP2 | SP),
+    "pp2": (2, PP2),
+    "tp2 x pp2": (4, TP2 | PP2),
+    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP),
+    "dp2 x tp2": (4, TP2),
+    "dp2 x pp2": (4, PP2),
+    "pp4": (4, {"pipe_parallel_size": 4}),
+    "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "dp2 zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA}, {"sgd": SGD, "adamw": ADAMW}
+# Every layout meets every micro-batch size, both models, both optimizers, tied and untied.
+CELLS = [
+    (1, "neox", "sgd", False),
+    (1, "llama", "adamw", True),
+    (2, "neox", "adamw", True),
+    (2, "llama", "sgd", False),
+    (4, "neox", "sgd", True),
+    (4, "llama", "adamw", False),
+]
+
+
+def _config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
+    return config(
+        MODELS[model], OPTIMIZERS[optimizer], layout,
+        no_weight_tying=not tied, train_micro_batch_size_per_gpu=micro_batch,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, str, bool], Curve]:
+    """One process, one micro-batch of 8."""
+    keys = sorted({cell[1:] for cell in CELLS})
+    configs = [_config(*key, 8, {}) for key in keys]
+    parts = run_ranks(curves, 1, configs, timeout=120)[0]
+    found = {key: whole([part], values) for key, part, values in zip(keys, parts, configs, strict=True)}
+    for (_, optimizer, _), curve in found.items():
+        assert optimizer == "sgd" or min(curve.norms) > ADAMW["gradient_clipping"], "the clip must bite"
+        assert curve.losses[-1] < curve.losses[0] - 0.05, "the model must learn, or equality says little"
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_process(
+    name: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks, layout = LAYOUTS[name]
+    configs = [_config(model, opt, tied, micro, layout) for micro, model, opt, tied in CELLS]
+    everyone = run_ranks(curves, ranks, configs, timeout=240)
+    worst = (0.0, 0.0, 0.0)
+    for i, (_, *key) in enumerate(CELLS):
+        found = furthest(whole([parts[i] for parts in everyone], configs[i]), references[tuple(key)])
+        worst = tuple(map(max, worst, found))  # type: ignore[assignment]
+    with capsys.disabled():
+        print(f"\n  {name:14s} loss {worst[0]:.1e}  gradient norm {worst[1]:.1e}  weights {worst[2]:.1e}", end=" ")
+    assert worst[0] <= 1e-5, "losses"
+    assert worst[1] <= 1e-5, "gradient norms"
+    assert worst[2] <= 1e-4, "final weights"
