@@ -242,6 +242,8 @@ class Checkpointer:
             self._check_layout(path, manifest)
         rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
         state = together_local(self.groups, lambda: self.engine.files.load(str(path / model_file(rank))))
+        if manifest is None:
+            check_model(state.get("args", {}), args, str(path))
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         if not args.no_load_optim:
             together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
@@ -313,7 +315,12 @@ class Checkpointer:
             base_groups, sizes = engine.zero_partitions()
             engine.load_optimizer_state(zero_adam_state(saved, base_groups, sizes, where))
             return
-        # ZeRO 0: state by parameter, which any of our optimizers can take.
+        if engine.zero_stage == 3:
+            raise CheckpointError(
+                f"{where}: optimizer state of GPT-NeoX is not read into ZeRO 3; "
+                "use zero_optimization.stage 0, 1 or 2, or set no_load_optim: true"
+            )
+        # ZeRO 0: state by parameter, which flat partitions can take too.
         engine.set_adam_state(torch_adam_state(state.get("optimizer"), engine.parameter_shapes(), where))
 
 

@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
@@ -196,6 +196,7 @@ class Engine:
         self.files = CheckpointEngine()
         optimizer = build_optimizer(stage, args)
         self._ordered = [param for group in optimizer.param_groups for param in group["params"]]
+        self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         assert_same_groups(optimizer.param_groups, groups)
         attach_deepspeed()
         os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed reads it even when told the device
@@ -379,11 +380,21 @@ class Engine:
             groups = self._ds.optimizer.state_dict()["param_groups"]
             self._ds.optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
             return
+        # Stages 1 and 2 keep one flat partition a group; a parameter's fragment says where its part of it lies.
+        flat = [group["params"][0] for group in self._ds.optimizer.optimizer.param_groups]
+        states = self._ds.optimizer.optimizer.state
+        for partition in flat:
+            moments = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
+            states[partition] = {"step": state[0]["step"].clone(), **moments}
         for i, param in enumerate(self._ordered):
+            mapping = param._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue  # lies in the other ranks' partitions
+            source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+            partition = flat[self._group_of[i]]
             for key in ("exp_avg", "exp_avg_sq"):
-                safe_set_full_optimizer_state(param, state[i][key].to(self.groups.device), key)
-        for own in self._ds.optimizer.optimizer.state.values():
-            own["step"].fill_(float(state[0]["step"]))
+                part = state[i][key].flatten().narrow(0, source.start, source.numel)
+                states[partition][key].narrow(0, target.start, target.numel).copy_(part)
 
     @property
     def loss_scale(self) -> float | None:

@@ -1,0 +1,74 @@
+"""Runs of the original system, repeated from its own checkpoints: same data order, same losses, same learning rates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, begin
+
+
+def golden_config(family: str, name: str, **more: Any) -> dict[str, Any]:
+    """The YAML of a golden run, on this machine's paths."""
+    text = (GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/")
+    values = yaml.safe_load(text)
+    del values["save"]
+    return {**values, "index_cache_dir": more.pop("cache"), **more}
+
+
+def three_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """(loss, learning rate used, gradient norm) of each step."""
+    from megatron.training.loop import batches_of
+
+    training = begin(values)
+    batches, found = batches_of(training), []
+    for _ in range(values["train_iters"] - training.progress.iteration):
+        lr = training.schedule(training.progress.iteration)
+        result = training.engine.train_step(next(batches), lr)
+        training.progress.iteration += 1
+        found.append((float(result.loss), lr, float(result.grad_norm)))  # type: ignore[arg-type]
+    return found
+
+
+def _steps(family: str, name: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / family / name / "steps.json").read_text())
+
+
+RUNS = [
+    ("ckpt_neox", "neox_pp1_mp1", 1, 3),
+    ("ckpt_neox", "neox_pp0_mp1", 1, 3),
+    ("ckpt_llama", "llama_pp1_mp1", 1, 3),
+    # Upstream's later losses carry its bugs: row biases move twice as fast, and the clip norm leaves parameters out.
+    ("ckpt_neox", "neox_pp2_mp2", 4, 1),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "ranks", "steps"), RUNS)
+def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, tmp_path: Path) -> None:
+    load = str(GOLDEN / family / name / "ckpt")
+    more = {"compat_ffn_width": "upstream"} if family == "ckpt_llama" else {}
+    values = golden_config(family, name, cache=str(tmp_path), load=load, iteration=0, **more)
+    found = run_ranks(three_steps, ranks, values)[0]
+    for (loss, lr, norm), golden in list(zip(found, _steps(family, name), strict=True))[:steps]:
+        assert loss == pytest.approx(golden["metrics"]["lm_loss"], rel=1e-5)
+        assert lr == pytest.approx(golden["lr_used"][0], rel=1e-12)
+        if ranks == 1:
+            assert norm == pytest.approx(golden["deepspeed_clip_total_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"zero_optimization": {"stage": 1}}, 2)])
+def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """From step 3 on: with NeoX's moments the next steps are those of the run that never stopped."""
+    load = str(GOLDEN / "ckpt_neox" / "neox_pp1_mp1" / "ckpt")
+    more = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 // ranks, **layout}
+    values = golden_config("ckpt_neox", "neox_pp1_mp1", cache=str(tmp_path), load=load, **more)
+    gone_on = run_ranks(three_steps, ranks, {**values, "iteration": 3, "train_iters": 5})[0]
+    through = run_ranks(three_steps, ranks, {**values, "iteration": 0, "train_iters": 5})[0]
+    assert [step[0] for step in gone_on] == pytest.approx([step[0] for step in through[3:]], rel=1e-5)
+    afresh = run_ranks(three_steps, ranks, {**values, "iteration": 3, "train_iters": 5, "no_load_optim": True})[0]
+    assert abs(afresh[1][0] - through[4][0]) > 1e-4, "without the moments the second loss must differ"

@@ -1,0 +1,76 @@
+"""A run that stopped goes on bit for bit: saved at step 3, a new process, on to 6."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpointing import CheckpointError
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config, run_to_end
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+
+
+def losses(save: Path) -> dict[int, float]:
+    """train/lm_loss by iteration; each step stands once."""
+    rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    model = LLAMA if name == "tp2" else NEOX
+    common = config(
+        model, ADAMW, DROPOUT, layout, precision=precision, train_micro_batch_size_per_gpu=2, train_iters=6,
+        lr_decay_style="cosine", warmup=0.3, min_lr=1e-5, no_weight_tying=name != "pp2", checkpoint_factor=3,
+    )  # fmt: skip
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
+    stopped = {**common, "save": str(resumed), "load": str(resumed)}
+    run_ranks(stop_after, ranks, stopped, 3)
+    assert sorted(p.name for p in resumed.glob("global_step*")) == ["global_step3"]
+    went_on = run_ranks(run_to_end, ranks, stopped)
+    assert losses(resumed) == losses(through)
+    assert len(losses(resumed)) == 6
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
+
+
+def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -> None:
+    """For the pool: the run ends without warning right after the save at `steps`."""
+    from megatron.training import train
+    from megatron.training.callbacks import SaveCallback
+    from tests.training.runs import begin
+
+    class Stop(Exception):
+        pass
+
+    training = begin(values)
+    on_step_end = SaveCallback.on_step_end
+
+    def save_and_stop(self: SaveCallback, step: Any) -> None:
+        on_step_end(self, step)
+        if step.iteration == steps:
+            raise Stop
+
+    SaveCallback.on_step_end = save_and_stop  # type: ignore[method-assign] # this process is the pool's throw-away fork
+    try:
+        train(training)
+    except Stop:
+        return
+    raise AssertionError("the run did not come to the step")
