@@ -72,3 +72,12 @@ def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int,
     assert [step[0] for step in gone_on] == pytest.approx([step[0] for step in through[3:]], rel=1e-5)
     afresh = run_ranks(three_steps, ranks, {**values, "iteration": 3, "train_iters": 5, "no_load_optim": True})[0]
     assert abs(afresh[1][0] - through[4][0]) > 1e-4, "without the moments the second loss must differ"
+
+
+def test_optimizer_state_of_a_pipeline_is_taken_up(tmp_path: Path) -> None:
+    load = str(GOLDEN / "ckpt_neox" / "neox_pp2_mp2" / "ckpt")
+    values = golden_config("ckpt_neox", "neox_pp2_mp2", cache=str(tmp_path), load=load, train_iters=5)
+    gone_on = run_ranks(three_steps, 4, values)[0]
+    afresh = run_ranks(three_steps, 4, {**values, "no_load_optim": True})[0]
+    assert len(gone_on) == 2 and gone_on[0] == afresh[0], "the first loss hangs on the weights alone"
+    assert abs(gone_on[1][0] - afresh[1][0]) > 1e-4

@@ -1,0 +1,67 @@
+"""Validation loss is one number, whatever the layout; also for fewer samples than a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import unigram_entropy
+from megatron.training.evaluation import Evaluation, evaluate
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, begin, config
+from tests.training.test_layouts import LAYOUTS
+
+
+def evaluations(rank: int, world_size: int, values: dict[str, Any], samples: list[int]) -> list[Evaluation]:
+    """For the pool: the initial model on the first so many validation samples."""
+    training = begin(values)
+    assert training.datasets.valid is not None
+    return [
+        evaluate(training.engine, training.datasets.valid, n, training.args, training.groups, training.tokenizer.eod)
+        for n in samples
+    ]
+
+
+def _values(model: dict[str, Any], layout: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    return config(model, layout, train_micro_batch_size_per_gpu=micro_batch, eval_iters=2)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, list[Evaluation]]:
+    models = {"neox": NEOX, "llama": LLAMA}
+    return {name: run_ranks(evaluations, 1, _values(model, {}, 8), [5, 8, 16])[0] for name, model in models.items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_in_every_layout(name: str, one_process: dict[str, list[Evaluation]]) -> None:
+    ranks, layout = LAYOUTS[name]
+    model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)
+    everyone = run_ranks(evaluations, ranks, _values(values, layout, 2), [5, 8, 16])
+    assert all(found == everyone[0] for found in everyone), "every rank knows the result"
+    for found, expected in zip(everyone[0], one_process[model], strict=True):
+        assert found.lm_loss == pytest.approx(expected.lm_loss, rel=1e-6)
+        assert found.unigram_entropy == pytest.approx(expected.unigram_entropy, rel=1e-12)
+
+
+def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, np.ndarray]:
+    """Mean loss of five samples, one at a time through the bare model, and their labels."""
+    from megatron.data import collate
+
+    training = begin(values)
+    assert training.datasets.valid is not None
+    losses, labels = [], []
+    for i in range(5):
+        batch = collate(training.datasets.valid[i][None])
+        logits = training.engine.stage(None, batch)
+        losses.append(torch.nn.functional.cross_entropy(logits[:, 0].double(), batch.labels[0]))  # type: ignore[index]
+        labels.append(batch.labels[0].numpy())
+    return float(torch.stack(losses).mean()), np.concatenate(labels)
+
+
+def test_against_the_bare_model(one_process: dict[str, list[Evaluation]]) -> None:
+    loss, labels = run_ranks(direct, 1, _values(NEOX, {}, 8))[0]
+    assert one_process["neox"][0].lm_loss == pytest.approx(loss, rel=1e-6)
+    assert one_process["neox"][0].unigram_entropy == pytest.approx(unigram_entropy(labels), rel=1e-12)
