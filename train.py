@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Train a model: `python deepy.py train.py a.yml b.yml`, or this script directly under torchrun, srun or alone."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_script(argv, "train.py").check_training()
         process = process_info(master_addr=args.master_addr, master_port=args.master_port)
+        import torch
+
+        # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
         from megatron.training import start, train
 
         training = start(args, process)

@@ -1,8 +1,10 @@
 """Model parallelism: the frozen object of process groups, the autograd-aware collectives of tensor and sequence
-parallelism, the one linear layer, vocab-parallel cross-entropy, and the random seeds of dropout.
+parallelism, the one linear layer, vocab-parallel cross-entropy, the random seeds of dropout, joining the process
+group and work that ranks do for each other.
 Everything takes its groups as an argument; nothing here is global."""
 
 from megatron.mpu.cross_entropy import token_logprobs
+from megatron.mpu.distributed import Process, configure_logging, join, on_rank_zero, together, together_local
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.layers import Linear, VocabParallelEmbedding
 from megatron.mpu.mappings import (
@@ -19,16 +21,22 @@ __all__ = [
     "AXES",
     "Linear",
     "ParallelGroups",
+    "Process",
     "VocabParallelEmbedding",
     "build_groups",
+    "configure_logging",
     "copy_to_tensor",
     "dropout",
     "fork_seed",
     "gather_from_sequence",
     "gather_from_tensor",
+    "join",
     "mix_seed",
+    "on_rank_zero",
     "reduce_from_tensor",
     "reduce_scatter_to_sequence",
     "scatter_to_sequence",
+    "together",
+    "together_local",
     "token_logprobs",
 ]

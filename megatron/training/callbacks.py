@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,15 +19,13 @@ from megatron.training.setup import Training
 
 @dataclass
 class Step:
-    """One finished optimizer step. row: its metrics, filled by callbacks; seconds: on the host's clock."""
+    """One finished optimizer step. row: its metrics, filled by callbacks."""
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
     result: StepResult | None
-    seconds: float
     row: MutableMapping[str, float | int] = field(default_factory=dict)
-    validated: bool = False
 
     def __post_init__(self) -> None:
         self.row |= {
@@ -35,35 +35,56 @@ class Step:
         }
 
 
+class Stopwatch:
+    """Wall-clock seconds of training, without what runs under `pause` (validation, saving)."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time in here is not counted."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - begun
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
 class LogCallback:
     """NeoX's log line every `log_interval` steps. Losses stay on the device until then."""
 
-    def __init__(self, training: Training, bar: tqdm) -> None:
-        self.training, self.bar = training, bar
-        self.seconds = 0.0
+    def __init__(self, training: Training, bar: tqdm, stopwatch: Stopwatch) -> None:
+        self.training, self.bar, self.stopwatch = training, bar, stopwatch
+        self.steps = 0
         self.losses: list[torch.Tensor] = []
         self.skipped = 0
         self.told_memory = False
 
     def on_step_end(self, step: Step) -> None:
         assert step.result is not None
-        self.seconds += step.seconds
+        self.steps += 1
         self.skipped += int(step.result.skipped)
         if not step.result.skipped:
             self.losses.append(step.result.loss)
         if step.iteration % self.training.args.log_interval:
             return
-        interval = self.training.args.log_interval
-        losses = [float(loss) for loss in torch.stack(self.losses).tolist()] if self.losses else [math.nan]
-        seconds = self.seconds / interval
+        # Reading waits for the device, so the lap covers all the work of its steps.
+        losses = torch.stack(self.losses).tolist() if self.losses else [math.nan]
+        seconds = self.stopwatch.lap() / self.steps
         self._fill(step, losses[-1], seconds)
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
             with self.bar.external_write_mode():
                 self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds))
                 self._memory(step.iteration)
-        self.seconds, self.skipped = 0.0, 0
-        self.losses = []
+        self.steps, self.skipped, self.losses = 0, 0, []
 
     def _fill(self, step: Step, loss: float, seconds: float) -> None:
         args = self.training.args
@@ -146,19 +167,21 @@ def validate(
 
 
 class ValidationCallback:
-    """Validation loss every `eval_interval` steps."""
+    """Validation loss every `eval_interval` steps and after the last, which is also tested."""
 
     def __init__(self, training: Training, bar: tqdm) -> None:
         self.training, self.bar = training, bar
 
     def on_step_end(self, step: Step) -> None:
-        if step.iteration % self.training.args.eval_interval == 0:
+        last = step.iteration == self.training.args.train_iters
+        if last or step.iteration % self.training.args.eval_interval == 0:
             validate(self.training, "valid", step.iteration, step.row, self.bar)
-            step.validated = True
+        if last:
+            validate(self.training, "test", step.iteration, step.row, self.bar)
 
 
 class SaveCallback:
-    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, and at the end."""
+    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, and after the last step."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -180,14 +203,13 @@ class SaveCallback:
 
     def at_start(self) -> None:
         """The checkpoint of iteration 0, where `extra_save_iters` asks for it."""
-        if self.training.args.save is not None and self.is_due(0):
-            self.training.checkpointer.save(self.training.progress)
+        if self.is_due(0):
+            self._save()
 
     def on_step_end(self, step: Step) -> None:
-        if self.training.args.save is not None and self.is_due(step.iteration):
-            self.training.checkpointer.save(self.training.progress)
+        if self.is_due(step.iteration) or step.iteration == self.training.args.train_iters:
+            self._save()
 
-    def at_end(self) -> None:
-        """The last checkpoint, if it is not there already."""
+    def _save(self) -> None:
         if self.training.args.save is not None:
             self.training.checkpointer.save(self.training.progress)

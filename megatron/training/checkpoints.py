@@ -42,10 +42,9 @@ from megatron.checkpointing import (
     zero_file,
 )
 from megatron.data import data_fingerprint
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ParallelGroups, on_rank_zero, together, together_local
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
-from megatron.training.distributed import on_rank_zero, together
 from megatron.training.engine import Engine
 from megatron.training.schedules import Schedule
 
@@ -69,12 +68,15 @@ class Checkpointer:
         engine: Engine,
         schedule: Schedule,
         tokenizer: Tokenizer,
+        train_samples: int,
         logger: logging.Logger,
     ) -> None:
         self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
         self.tokenizer, self.logger = tokenizer, logger
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
         self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
+        # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
+        self.order = {"train_samples": train_samples, "seq_length": args.seq_length, "split": args.split}
         self.saved_at: int | None = None
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
         self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
@@ -106,7 +108,7 @@ class Checkpointer:
             model=model_keys(self.args),
             seed=self.args.seed,
             tokenizer=self.tokenizer.fingerprint(),
-            data=self.data,
+            data={"files": self.data, "order": self.order},
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             files={record.name: record for per_rank in records for record in per_rank},
@@ -269,11 +271,13 @@ class Checkpointer:
                 f"{path}: {what}: seed {manifest.seed} there, {self.args.seed} here; "
                 "change seed or save, or set restart: true"
             )
-        if manifest.data != self.data and not self.args.allow_changed_data:
-            raise CheckpointError(
-                f"{path}: {what}: the training data is not what it was trained on; "
-                "set allow_changed_data: true to go on with the new data"
-            )
+        if not self.args.allow_changed_data:
+            changed = _changed(manifest.data["files"], self.data) + _changed(manifest.data["order"], self.order)
+            if changed:
+                raise CheckpointError(
+                    f"{path}: {what}: the training data or its order is not what it was trained on: "
+                    f"{'; '.join(changed)}; set allow_changed_data: true to go on with the new data"
+                )
         if manifest.tokenizer is not None and manifest.tokenizer != self.tokenizer.fingerprint():
             raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
 
@@ -324,8 +328,13 @@ class Checkpointer:
         engine.set_adam_state(torch_adam_state(state.get("optimizer"), engine.parameter_shapes(), where))
 
 
-def together_local(groups: ParallelGroups, work: Any) -> Any:
-    """Do something on every rank; every rank keeps its own result, all raise what one raises."""
-    kept: list[Any] = []
-    together(groups, lambda: kept.append(work()))
-    return kept[0]
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two mappings, in words."""
+    found = []
+    for key in sorted({*saved, *now}):
+        before, after = saved.get(key), now.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += [f"{key} {text}" for text in _changed(before, after)]
+        elif before != after:
+            found.append(f"{key} was {before}, is {after}")
+    return found

@@ -1,24 +1,16 @@
-"""The training loop: steps, and callbacks asked at the end of each."""
+"""The training loop: steps, and callbacks asked at the end of each: log, validate, write metrics, save."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
-from typing import Protocol
 
 from tqdm import tqdm
 
 from megatron.data import Batch, train_loader
-from megatron.training.callbacks import LogCallback, SaveCallback, Step, ValidationCallback, validate
+from megatron.training.callbacks import LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback, validate
 from megatron.training.loggers import Row, build_loggers
 from megatron.training.setup import Training
-
-
-class Callback(Protocol):
-    """Asked after every optimizer step, in order; adds metrics to the step's row."""
-
-    def on_step_end(self, step: Step) -> None: ...
 
 
 def batches_of(training: Training) -> Iterator[list[Batch]]:
@@ -55,37 +47,28 @@ def train(training: Training) -> None:
         total=args.train_iters, initial=progress.iteration, unit="step", file=sys.stderr,
         disable=not (is_chief and sys.stderr.isatty()), dynamic_ncols=True,
     )  # fmt: skip
-    callbacks: list[Callback] = [LogCallback(training, bar), ValidationCallback(training, bar)]
     if progress.iteration == 0:
-        step = Step(0, 0, 0, None, 0.0)
+        step = Step(0, 0, 0, None)
         validate(training, "valid", 0, step.row, bar)
         write(step.row)
         save.at_start()
     batches = batches_of(training)
+    stopwatch = Stopwatch()
+    log, validation = LogCallback(training, bar, stopwatch), ValidationCallback(training, bar)
     try:
         while progress.iteration < args.train_iters:
-            begun = time.perf_counter()
             result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
             progress.iteration += 1
             progress.consumed_samples += args.train_batch_size
             progress.skipped += int(result.skipped)
-            step = Step(
-                progress.iteration,
-                progress.consumed_samples,
-                progress.consumed_samples * args.seq_length,
-                result,
-                time.perf_counter() - begun,
-            )
-            for callback in callbacks:
-                callback.on_step_end(step)
-            if progress.iteration == args.train_iters:
-                if not step.validated:
-                    validate(training, "valid", progress.iteration, step.row, bar)
-                validate(training, "test", progress.iteration, step.row, bar)
-            write(step.row)
-            save.on_step_end(step)
+            tokens = progress.consumed_samples * args.seq_length
+            step = Step(progress.iteration, progress.consumed_samples, tokens, result)
+            log.on_step_end(step)
+            with stopwatch.pause():
+                validation.on_step_end(step)
+                write(step.row)
+                save.on_step_end(step)
             bar.update()
-        save.at_end()
     finally:
         bar.close()
         for target in loggers:

@@ -9,12 +9,11 @@ import torch.distributed as dist
 
 from megatron.data import Datasets, build_datasets
 from megatron.model import Stage, build_stage, init_stage
-from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
+from megatron.mpu import ParallelGroups, Process, configure_logging, join
+from megatron.neox_arguments import NeoXArgs, arguments_dump
 from megatron.objectives import language_modelling
-from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.distributed import Process, configure_logging, join
 from megatron.training.engine import Engine, zero_stage_used
 from megatron.training.gate import check_deepspeed
 from megatron.training.schedules import Schedule, build_schedule
@@ -41,21 +40,6 @@ class Training:
         dist.destroy_process_group()
 
 
-def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
-    """The configuration with `padded_vocab_size` known. Raises ConfigError when a given one is too small."""
-    if args.padded_vocab_size is None:
-        padded = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tp)
-        return args.replace(padded_vocab_size=padded)
-    if args.padded_vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            [
-                f"{args.origin('padded_vocab_size')}: padded_vocab_size: {args.padded_vocab_size} is smaller than the "
-                f"tokenizer's vocabulary of {tokenizer.vocab_size}"
-            ]
-        )
-    return args
-
-
 def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None) -> Engine:
     """A freshly initialised model under its engine; `args` knows its world and vocabulary."""
     say = logger.info if logger is not None else None
@@ -72,6 +56,10 @@ def start(args: NeoXArgs, process: Process) -> Training:
     logger = configure_logging(process.rank)
     args = args.check_training().for_world(process.world_size)
     groups = join(args, process, logger)
+    if args.params_dtype == "fp16" and groups.device.type == "cpu":
+        raise ConfigError(
+            [f"{args.origin('precision')}: precision: fp16 needs a GPU; on CPU use --set precision=fp32 fp16=null"]
+        )
     tokenizer = build_tokenizer(args)
     args = with_vocabulary(args, tokenizer)
     logger.info(arguments_dump(args))
@@ -83,6 +71,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     )
     engine = build_engine(args, groups, logger)
     schedule = build_schedule(args)
-    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, logger)
+    samples = len(datasets.train) if datasets.train is not None else 0
+    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, samples, logger)
     progress = checkpointer.resume()
     return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger)

@@ -41,6 +41,7 @@ BASE: dict[str, Any] = {
     "tokenizer_type": "HFTokenizer",
     "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
     "num_workers": 0,
+    "eod_mask_loss": True,  # weights differ between micro-batches, so a mean of means would show
     "log_interval": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-6}},
 }

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.mpu import ParallelGroups, build_groups
+from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 T = TypeVar("T")
@@ -101,3 +101,10 @@ def together(groups: ParallelGroups, work: Callable[[], T]) -> list[T]:
         if isinstance(problem, Exception):
             raise problem
     return [result for result, _ in everyone]  # type: ignore[misc]
+
+
+def together_local(groups: ParallelGroups, work: Callable[[], T]) -> T:
+    """Do something on every rank; every rank keeps its own result, the first problem is raised on all."""
+    kept: list[T] = []
+    together(groups, lambda: kept.append(work()))
+    return kept[0]

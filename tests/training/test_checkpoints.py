@@ -1,0 +1,197 @@
+"""How a run starts, goes on, falls back and refuses; what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpointing import load_tensors, read_manifest
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, NEOX, bit_equal, config, run_to_end
+
+SMALL = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, checkpoint_factor=2, num_layers=2)
+
+
+def values(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {**SMALL, "save": str(tmp_path / "run"), **more}
+
+
+def run(given: dict[str, Any], ranks: int = 1) -> Any:
+    return run_ranks(run_to_end, ranks, given)[0][1]
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("global_step*"))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A finished run of four steps, saved at 2 and 4."""
+    run(values(tmp_path))
+    return tmp_path / "run"
+
+
+def test_files_are_neox_and_whole(trained: Path) -> None:
+    assert (trained / "latest").read_text() == "global_step4" and steps(trained) == ["global_step2", "global_step4"]
+    names = sorted(p.name for p in (trained / "global_step4").iterdir())
+    layers = [f"layer_{i:02d}-model_00-model_states.pt" for i in (0, 2, 3, 5)]
+    assert names == sorted([*layers, "mp_rank_00_model_states.pt", "configs", "tokenizer", "manifest.json"])
+    state = load_tensors(trained / "global_step4" / "mp_rank_00_model_states.pt")
+    assert state["module"] is None and state["iteration"] == 4
+    assert state["lr_scheduler"]["start_lr"] == 1e-3 and state["args"]["hidden_size"] == 32
+    manifest = read_manifest(trained / "global_step4")
+    assert manifest is not None and manifest.consumed_samples == 32 and manifest.layout.tensor == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_zero_files_have_neox_names(ranks: int, tmp_path: Path) -> None:
+    given = values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=4)
+    run(given, ranks)
+    found = sorted(p.name for p in (tmp_path / "run" / "global_step4").glob("*optim*"))
+    assert found == [f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(ranks)]
+
+
+def test_same_files_for_every_pipe_size(tmp_path: Path) -> None:
+    """pipe 0, 1 and 2 write the same layer files, of the same initial weights."""
+    files = {}
+    for pipe, ranks in ((0, 1), (1, 1), (2, 2)):
+        given = values(tmp_path / str(pipe), pipe_parallel_size=pipe, extra_save_iters=[0], checkpoint_factor=4)
+        run(given, ranks)
+        folder = tmp_path / str(pipe) / "run" / "global_step0"
+        files[pipe] = {p.name: torch.load(p, weights_only=True) for p in folder.glob("layer_*")}
+    assert bit_equal(files[0], files[1]) and bit_equal(files[0], files[2])
+
+
+def test_row_bias_parts_sum_on_disk(tmp_path: Path) -> None:
+    given = values(tmp_path, model_parallel_size=2, checkpoint_factor=4)
+    whole = run(given, 2)
+    parts = [
+        torch.load(tmp_path / f"run/global_step4/layer_02-model_0{r}-model_states.pt", weights_only=True)
+        for r in range(2)
+    ]
+    assert torch.equal(parts[0]["mlp.linear2.bias"] + parts[1]["mlp.linear2.bias"], whole[2]["mlp.linear2.bias"])
+    assert whole[2]["mlp.linear2.bias"].abs().max() > 0
+
+
+def test_finished_run_is_left_alone(trained: Path, tmp_path: Path) -> None:
+    before = (trained / "logs" / "metrics.jsonl").read_text()
+    run(values(tmp_path))
+    assert (trained / "logs" / "metrics.jsonl").read_text() == before
+
+
+def test_goes_on_from_save_though_load_names_another(trained: Path, tmp_path: Path) -> None:
+    """A requeued fine-tuning job does not begin again from its base model."""
+    tuned = values(tmp_path, save=str(tmp_path / "tuned"), load=str(trained), finetune=True)
+    first = run({**tuned, "train_iters": 2, "lr_decay_iters": 4})
+    rows = [json.loads(line) for line in (tmp_path / "tuned/logs/metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2], "fine-tuning starts at iteration 0"
+    again = run({**tuned, "train_iters": 2, "lr_decay_iters": 4})
+    assert bit_equal(first, again), "nothing was trained anew"
+    restarted = run({**tuned, "train_iters": 2, "lr_decay_iters": 4, "restart": True, "seed": 5})
+    assert not bit_equal(first, restarted), "restart: true begins again"
+
+
+def test_finetune_takes_the_weights_alone(trained: Path, tmp_path: Path) -> None:
+    tuned = values(tmp_path, save=str(tmp_path / "t"), load=str(trained), finetune=True, extra_save_iters=[0])
+    run({**tuned, "train_iters": 1})
+    for file in (trained / "global_step4").glob("layer_*"):
+        ours = torch.load(tmp_path / "t" / "global_step0" / file.name, weights_only=True)
+        assert all(torch.equal(ours[k], v) for k, v in torch.load(file, weights_only=True).items())
+
+
+def test_iteration_chooses(trained: Path, tmp_path: Path) -> None:
+    given = values(tmp_path, save=str(tmp_path / "other"), load=str(trained), iteration=2)
+    assert bit_equal(run(given), run_ranks(run_to_end, 1, values(tmp_path))[0][1])
+    assert steps(tmp_path / "other") == ["global_step4"]
+
+
+def test_other_layout_takes_weights_without_optimizer(trained: Path, tmp_path: Path) -> None:
+    given = values(tmp_path, save=str(tmp_path / "tp2"), load=str(trained), model_parallel_size=2, train_iters=5)
+    given |= {"allow_changed_data": True}
+    with pytest.raises(AssertionError, match=r"tensor 1 there, 2 here.*no_load_optim: true"):
+        run(given, 2)
+    run({**given, "no_load_optim": True}, 2)
+    assert steps(tmp_path / "tp2") == ["global_step5"]
+
+
+def test_missing_load_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"nowhere: no such directory"):
+        run(values(tmp_path, load=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "run" / "global_step4").exists()
+    run(values(tmp_path, load=str(tmp_path / "run")))  # load == save and still empty: a first start
+
+
+def test_another_run_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"`save` holds another run: seed 1234 there, 7 here.*restart: true"):
+        run(values(tmp_path, seed=7))
+    with pytest.raises(AssertionError, match=r"another model: hidden_size is 32 in the checkpoint, 64 here"):
+        run(values(tmp_path, hidden_size=64))
+    assert steps(trained) == ["global_step2", "global_step4"]
+
+
+def test_changed_data_is_refused(trained: Path, tmp_path: Path) -> None:
+    other = {"data_path": str(GOLDEN / "dataset" / "corpusB_text_document"), "train_iters": 6}
+    with pytest.raises(AssertionError, match=r"idx_sha256 was .*allow_changed_data: true"):
+        run(values(tmp_path, **other))
+    run(values(tmp_path, **other, allow_changed_data=True))
+    assert steps(trained)[-1] == "global_step6"
+
+
+def test_raising_train_iters(trained: Path, tmp_path: Path) -> None:
+    """Allowed while the samples' order stays; an order over more epochs is refused."""
+    run(values(tmp_path, train_iters=6))
+    assert steps(trained)[-1] == "global_step6"
+    with pytest.raises(AssertionError, match=r"train_samples was \d+, is \d+"):
+        run(values(tmp_path, train_iters=400))
+
+
+def test_damage_is_named_and_falls_back_only_when_told(trained: Path, tmp_path: Path) -> None:
+    file = trained / "global_step4" / "layer_03-model_00-model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(AssertionError, match=r"damaged: layer_03-model_00-model_states.pt \(checksum\)"):
+        run(values(tmp_path))
+    run(values(tmp_path, load_fallback=True))
+    rows = [json.loads(line) for line in (trained / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "steps 3 and 4 stand once"
+
+
+def test_keep_last_and_extra(tmp_path: Path) -> None:
+    given = values(tmp_path, checkpoint_factor=1, keep_last_n_checkpoints=2, extra_save_iters=[0])
+    run(given)
+    assert steps(tmp_path / "run") == ["global_step3", "global_step4"]
+
+
+@pytest.mark.parametrize("factor", [2, 1.5])
+def test_log_scale(factor: float) -> None:
+    """As upstream: iteration == int(factor ** k)."""
+    from types import SimpleNamespace
+
+    from megatron.training.callbacks import SaveCallback
+
+    args = SimpleNamespace(checkpoint_scale="log", checkpoint_factor=factor, extra_save_iters=None)
+    save = SaveCallback(SimpleNamespace(args=args))  # type: ignore[arg-type]
+    powers = {int(factor**k) for k in range(40)}
+    assert [i for i in range(1, 300) if save.is_due(i)] == [i for i in range(1, 300) if i in powers]
+
+
+def test_rng_of_the_process_is_restored(trained: Path, tmp_path: Path) -> None:
+    drawn = run_ranks(draw_after_resume, 1, values(tmp_path))[0]
+    assert drawn == run_ranks(draw_after_resume, 1, values(tmp_path))[0]
+    assert drawn != run_ranks(draw_after_resume, 1, values(tmp_path, no_load_rng=True))[0]
+
+
+def draw_after_resume(rank: int, world_size: int, given: dict[str, Any]) -> tuple[float, float]:
+    """For the pool: what the generators give after a resume, whatever they were before."""
+    from tests.training.runs import begin
+
+    torch.seed()
+    np.random.seed()
+    begin(given)
+    return float(torch.rand(())), float(np.random.rand())
