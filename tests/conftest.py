@@ -1,0 +1,47 @@
+"""Marks, environment and the worker pool of the whole test suite."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.pool.client import start_server, stop_server
+from tests.pool.protocol import ADDRESS_VARIABLE
+
+SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test module imports torch, tokenizers or DeepSpeed.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if ADDRESS_VARIABLE not in os.environ:
+        config.stash[SERVER] = start_server()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    server = config.stash.get(SERVER, None)
+    if server is not None:
+        stop_server(server)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for item in items:
+        if item not in on_gpu:
+            item.add_marker("cpu")
+    if on_gpu and not _cuda():
+        items[:] = [item for item in items if item not in on_gpu]
+        config.hook.pytest_deselected(items=on_gpu)
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,199 @@
+"""From config keys to sets."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron.data import (
+    DataError,
+    build_datasets,
+    data_fingerprint,
+    fingerprint,
+    split_boundaries,
+    unigram_entropy,
+)
+from tests.data.samples import DATASET, golden_json, golden_maps, write_dataset
+
+
+def make_args(**changes):
+    values = {
+        "data_path": str(DATASET / "corpusA_text_document"), "split": "969,30,1", "train_data_paths": None,
+        "valid_data_paths": None, "test_data_paths": None, "index_cache_dir": None, "save": None, "pack_impl": "packed",
+        "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
+    }  # fmt: skip
+    return SimpleNamespace(**values | changes)
+
+
+def build(args, batch: int = 8):
+    return build_datasets(args, train_batch_size=batch, build=True, barrier=lambda: None)
+
+
+def test_borders_equal_neox():
+    for case, borders in golden_json("splits.json").items():
+        split, size = case.split("|")
+        assert list(split_boundaries(split, int(size))) == borders, case
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2", "nan", "inf"])
+def test_a_split_that_is_none_is_refused(split: str):
+    with pytest.raises(DataError, match="split"):
+        split_boundaries(split, 10)
+
+
+def test_borders_stay_in_range_where_upstream_goes_below_zero():
+    assert split_boundaries("0,0.5,0.5", 3) == (0, 0, 1, 3)
+
+
+def test_split_sets_equal_the_golden_ones(tmp_path: Path):
+    # 200 training samples, 3 evaluations of 2 batches = 48 validation samples
+    sets = build(make_args(index_cache_dir=str(tmp_path)))
+    golden = golden_maps("packed_split_969_30_1/train")
+    assert sets.train is not None and sets.valid is not None
+    np.testing.assert_array_equal(sets.train.maps.shuffle_idx, golden.shuffle_idx)
+    np.testing.assert_array_equal(sets.train.maps.doc_idx, golden.doc_idx)
+    assert len(sets.valid) >= 48 and set(sets.valid.maps.doc_idx) == {78, 79}
+    assert sets.test is None
+
+
+@pytest.mark.parametrize("run", ["ckpt_neox/neox_pp1_mp1", "ckpt_neox/neox_pp0_mp1", "ckpt_llama/llama_pp1_mp1"])
+def test_samples_of_golden_runs(run: str, tmp_path: Path):
+    """The very tokens that NeoX trained its golden checkpoints on (3 steps of 2 micro-batches of 2)."""
+    recorded = np.load(DATASET.parent / run / "batches_pp0_dp0_mp0.npz")
+    args = make_args(train_iters=3, eval_interval=1000, eval_iters=0, index_cache_dir=str(tmp_path))
+    train = build(args, batch=4).train
+    assert train is not None
+    samples = np.stack([train[i] for i in range(12)])
+    np.testing.assert_array_equal(samples[:, :-1], recorded["tokens"].reshape(12, 64))
+    np.testing.assert_array_equal(samples[:, 1:], recorded["labels"].reshape(12, 64))
+
+
+def test_one_set_each(tmp_path: Path):
+    paths = {name: str(tmp_path / name) for name in ("train", "valid", "test")}
+    for seed, path in enumerate(paths.values()):
+        write_dataset(Path(path), [50] * 7 + [51], seed)
+    keys = {f"{name}_data_paths": (path,) for name, path in paths.items()}
+    sets = build(make_args(data_path=None, seq_length=16, **keys))
+    assert sets.train is not None and sets.valid is not None and sets.test is not None
+    # ceil(200 * 1.005) = 201 samples need 9 epochs of 401 tokens; 200 would need 8
+    assert len(sets.train.maps.doc_idx) == 9 * 8 and len(sets.train) == (9 * 401 - 1) // 16
+    assert sets.test.indexed.prefix == paths["test"]
+    sets = build(make_args(data_path=None, seq_length=16, train_data_paths=(paths["train"],)))
+    assert sets.train is not None and sets.valid is None and sets.test is None
+
+
+@pytest.mark.parametrize(("split", "eval_iters"), [("100,0,0", 2), ("969,30,1", 0)])
+def test_sets_nobody_asks_for_are_none(split: str, eval_iters: int, tmp_path: Path):
+    sets = build(make_args(split=split, eval_iters=eval_iters, index_cache_dir=str(tmp_path)))
+    assert sets.train is not None and sets.valid is None and sets.test is None
+
+
+def test_a_set_smaller_than_a_batch(tmp_path: Path):
+    # Validation is one document of 20 tokens: two samples an epoch, and a batch of 8
+    write_dataset(tmp_path / "x", [40] * 19 + [20])
+    sets = build(make_args(data_path=str(tmp_path / "x"), split="95,5,0", seq_length=8))
+    assert sets.valid is not None and set(sets.valid.maps.doc_idx) == {19}
+    assert len(sets.valid) >= 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"seq_length": 500},
+            r"valid part of split .*: \d+ tokens in 2 documents, .* seq_length \+ 1 = 501.*eval_iters",
+        ),
+        ({"seq_length": 50000, "eval_iters": 0}, r"train part of split .*: 6864 tokens in 78 documents"),
+        ({"data_path": None}, "no training data: set data_path"),
+        ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
+        (
+            {"data_path": None, "train_data_paths": ("a", "b")},
+            "train_data_paths: 2 datasets, but blending is not built",
+        ),
+        ({"split": "0,1,0"}, "no document is left for training"),
+        ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
+    ],
+)
+def test_data_that_cannot_be_used(changes: dict, message: str, tmp_path: Path):
+    with pytest.raises(DataError, match=message):
+        build(make_args(index_cache_dir=str(tmp_path), **changes))
+
+
+def test_one_rank_builds_and_all_meet_at_the_barrier(tmp_path: Path):
+    args = make_args(index_cache_dir=str(tmp_path))
+    met = []
+
+    def barrier() -> None:
+        met.append(len(list(tmp_path.iterdir())))
+        build(args)  # the building rank gets there first
+
+    sets = build_datasets(args, train_batch_size=8, build=False, barrier=barrier)
+    assert sets.train is not None and len(sets.train) == 214
+    # Before the barrier a rank that does not build has written nothing
+    assert met == [0]
+
+
+def test_where_the_cache_lies(tmp_path: Path):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(DATASET / f"corpusA_text_document{suffix}", tmp_path / f"a{suffix}")
+    data = str(tmp_path / "a")
+    build(make_args(data_path=data))
+    assert len(list((tmp_path / "index_cache").iterdir())) == 2
+    build(make_args(data_path=data, save=str(tmp_path / "save")))
+    assert len(list((tmp_path / "save" / "index_cache").iterdir())) == 2
+    build(make_args(data_path=data, save=str(tmp_path / "save"), index_cache_dir=str(tmp_path / "here")))
+    assert len(list((tmp_path / "here").iterdir())) == 2
+
+
+def test_another_split_or_other_data_under_the_same_name_is_no_stale_cache(tmp_path: Path):
+    """Upstream's cache names know neither."""
+    args = make_args(data_path=str(tmp_path / "x"), index_cache_dir=str(tmp_path / "cache"), eval_iters=0, seq_length=8)
+    write_dataset(tmp_path / "x", [40] * 10)
+    assert set(_train(args).maps.doc_idx) == set(range(10))
+    args.split = "5,5,0"
+    assert set(_train(args).maps.doc_idx) == set(range(5))
+    write_dataset(tmp_path / "x", [40] * 20)
+    assert set(_train(args).maps.doc_idx) == set(range(10))
+
+
+def _train(args):
+    train = build(args).train
+    assert train is not None
+    return train
+
+
+def test_fingerprint_sees_a_changed_token_and_not_the_place(tmp_path: Path):
+    write_dataset(tmp_path / "x", [40] * 10)
+    before = fingerprint(str(tmp_path / "x"))
+    (tmp_path / "sub").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(tmp_path / f"x{suffix}", tmp_path / "sub" / f"y{suffix}")
+    assert fingerprint(str(tmp_path / "sub" / "y")) == before
+    content = bytearray((tmp_path / "x.bin").read_bytes())
+    content[5] ^= 1
+    (tmp_path / "x.bin").write_bytes(content)
+    after = fingerprint(str(tmp_path / "x"))
+    assert {key for key in before if before[key] != after[key]} == {"bin_blocks_sha256"}
+    assert data_fingerprint(make_args(data_path=str(tmp_path / "x"))) == {"all": after}
+
+
+def test_fingerprint_of_large_data_samples_first_and_last_block(tmp_path: Path):
+    write_dataset(tmp_path / "x", [3_000_000])
+    before = fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"]
+    for place in (0, 5_999_999):
+        content = bytearray((tmp_path / "x.bin").read_bytes())
+        content[place] ^= 1
+        (tmp_path / "x.bin").write_bytes(content)
+        changed = fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"]
+        assert changed != before
+        before = changed
+
+
+def test_unigram_entropy():
+    assert unigram_entropy(np.array([3, 3, 3], np.uint16)) == 0.0
+    assert unigram_entropy(np.array([0, 1, 2, 3] * 5, np.int32)) == pytest.approx(np.log(4))
+    assert unigram_entropy(np.array([0, 0, 0, 9], np.uint16)) == pytest.approx(
+        -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    )

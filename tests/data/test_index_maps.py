@@ -1,0 +1,176 @@
+"""Document, sample and shuffle order against NeoX's golden arrays and a plain reading of the definition."""
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, IndexedDataset, IndexMaps, PackedDataset, build_packed
+from megatron.data.index_maps import IndexKey, cached, load
+from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
+
+CASES = sorted(str(path.parent.relative_to(INDEXMAPS)) for path in INDEXMAPS.rglob("doc_idx.npy"))
+
+
+def _case(name: str) -> tuple[IndexedDataset, dict]:
+    """The data of a golden case and build_packed's arguments."""
+    summary = golden_json("summary.json")[name]
+    dataset = IndexedDataset(DATASET / summary["data"])
+    arguments = {"first": 0, "last": len(dataset), "num_samples": summary["num_samples"]}
+    if "split_index" in summary:
+        part = ["train", "valid", "test"].index(name.split("/")[-1])
+        first, last = summary["split_index"][part : part + 2]
+        arguments = {"first": first, "last": last, "num_samples": summary["num_samples"][part]}
+    return dataset, arguments | {"seq_length": summary["seq_length"], "seed": summary["seed"]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_maps_and_samples_equal_neox(name: str):
+    dataset, arguments = _case(name)
+    maps, golden = build_packed(dataset.sizes, **arguments), golden_maps(name)
+    for field in IndexMaps.__dataclass_fields__:
+        ours, theirs = getattr(maps, field), getattr(golden, field)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs, err_msg=field)
+    packed = PackedDataset(name, dataset, maps, arguments["seq_length"], arguments["first"], arguments["last"])
+    # Upstream's len is one short of the windows it built
+    assert len(packed) == golden_json("summary.json")[name]["len"] + 1
+    samples = np.load(INDEXMAPS / name / "samples.npz")
+    for index, text in zip(samples["_index"], samples["text"], strict=True):
+        assert packed[int(index)].dtype == np.int64
+        np.testing.assert_array_equal(packed[int(index)], text)
+
+
+def test_golden_cases_are_there():
+    assert CASES == [
+        "packed_A", "packed_labels_instruct", "packed_split_969_30_1/train", "packed_split_969_30_1/valid",
+    ]  # fmt: skip
+
+
+def _plain_sample_idx(sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int) -> list[list[int]]:
+    """Walk the documents token by token, as the definition says."""
+    total = int(sizes[doc_idx].sum())
+    rows, place, offset = [[0, 0]], 0, 0
+    for _ in range((total - 1) // seq_length):
+        for _ in range(seq_length):
+            while offset >= sizes[doc_idx[place]]:
+                place, offset = place + 1, 0
+            offset += 1
+        while offset >= sizes[doc_idx[place]]:
+            place, offset = place + 1, 0
+        rows.append([place, offset])
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_maps_equal_a_plain_walk_on_random_documents(seed: int, tmp_path: Path):
+    random = np.random.default_rng(seed)
+    sizes = random.integers(0 if seed % 2 else 1, random.integers(2, 60), random.integers(1, 30)).astype(np.int32)
+    sizes[random.integers(len(sizes))] += 5
+    first, last = 0, len(sizes)
+    if seed % 4 == 0:
+        first, last = sorted(random.choice(len(sizes) + 1, 2, replace=False))
+        sizes[first] += 3
+    seq_length, samples = int(random.integers(1, 40)), int(random.integers(0, 80))
+    maps = build_packed(sizes, int(first), int(last), samples, seq_length, seed)
+    assert maps.sample_idx.tolist() == _plain_sample_idx(sizes, maps.doc_idx, seq_length)
+    assert len(maps.shuffle_idx) == len(maps.sample_idx) - 1 >= samples
+    assert sorted(maps.shuffle_idx) == list(range(len(maps.shuffle_idx)))
+    epochs = len(maps.doc_idx) // (last - first)
+    assert sorted(maps.doc_idx.tolist()) == sorted(list(range(first, last)) * epochs)
+    # One epoch less would not do
+    tokens = int(sizes[first:last].sum())
+    assert epochs == 1 or ((epochs - 1) * tokens - 1) // seq_length < samples
+
+
+def test_samples_are_windows_of_the_joined_documents(tmp_path: Path):
+    dataset = write_dataset(tmp_path / "x", [3, 50, 1, 0, 7, 20, 2])
+    maps = build_packed(dataset.sizes, 0, len(dataset), 30, 8, seed=1)
+    packed = PackedDataset("train", dataset, maps, 8, 0, len(dataset))
+    joined = np.concatenate([dataset[i] for i in maps.doc_idx])
+    for index, window in enumerate(maps.shuffle_idx.tolist()):
+        np.testing.assert_array_equal(packed[index], joined[window * 8 : window * 8 + 9])
+    with pytest.raises(IndexError):
+        packed[len(packed)]
+
+
+def test_a_large_corpus_takes_a_moment():
+    # 2 million documents; a loop over documents or samples would take minutes
+    sizes = np.random.default_rng(0).integers(1, 500, 2_000_000).astype(np.int32)
+    maps = build_packed(sizes, 0, len(sizes), 100_000, 512, seed=0)
+    assert len(maps.shuffle_idx) == (int(sizes.sum()) - 1) // 512
+
+
+def _key(**changes) -> IndexKey:
+    key = IndexKey("0" * 64, first=0, last=9, num_samples=10, seq_length=8, seed=1, pack_impl="packed")
+    return replace(key, **changes)
+
+
+def _maps() -> IndexMaps:
+    return build_packed(np.full(9, 20, np.int32), 0, 9, 10, 8, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"index_sha256": "1" * 64}, {"first": 1}, {"last": 8}, {"num_samples": 11}, {"seq_length": 9}, {"seed": 2}],
+)
+def test_everything_that_decides_the_maps_is_in_the_cache_key(change: dict):
+    assert _key(**change).digest != _key().digest == _key().digest
+
+
+def test_cache_is_written_once_whole_and_mapped(tmp_path: Path):
+    made = []
+
+    def make() -> IndexMaps:
+        made.append(1)
+        return _maps()
+
+    for _ in range(3):
+        cached(tmp_path / "cache", _key(), make)
+    assert len(made) == 1
+    maps = load(tmp_path / "cache", _key(), wait=0)
+    assert isinstance(maps.sample_idx, np.memmap)
+    for field in IndexMaps.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(maps, field), getattr(_maps(), field))
+    folder = tmp_path / "cache" / _key().digest
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert json.loads((folder / "key.json").read_text())["num_samples"] == 10
+
+
+def test_an_interrupted_build_leaves_no_cache(tmp_path: Path):
+    def make() -> IndexMaps:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match="No space left on device.*set index_cache_dir"):
+        cached(tmp_path, _key(), make)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path):
+    def make_while_another_finishes() -> IndexMaps:
+        (tmp_path / _key().digest).mkdir()
+        (tmp_path / _key().digest / "winner").touch()
+        return _maps()
+
+    cached(tmp_path, _key(), make_while_another_finishes)
+    assert [path.name for path in tmp_path.rglob("*")] == [_key().digest, "winner"]
+
+
+def test_other_ranks_wait_for_the_folder(tmp_path: Path):
+    writer = threading.Timer(0.3, cached, (tmp_path, _key(), _maps))
+    writer.start()
+    assert len(load(tmp_path, _key(), wait=10).shuffle_idx) == len(_maps().shuffle_idx)
+    writer.join()
+    with pytest.raises(DataError, match="index_cache_dir must be a folder that every node sees"):
+        load(tmp_path, _key(seed=3), wait=0)
+
+
+def test_a_damaged_cache_says_what_to_delete(tmp_path: Path):
+    cached(tmp_path, _key(), _maps)
+    file = tmp_path / _key().digest / "shuffle_idx.npy"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(DataError, match=f"{_key().digest}: damaged index maps.*delete this folder"):
+        load(tmp_path, _key(), wait=0)

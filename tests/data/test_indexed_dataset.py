@@ -1,0 +1,153 @@
+"""`.bin/.idx` files: what is written, what is read back, and what is refused."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
+from tests.data.samples import DATASET, write_dataset
+
+
+@pytest.mark.parametrize("name", ["corpusA_text_document", "corpusB_text_document", "ascii_char_text_document"])
+def test_a_golden_pair_read_and_written_again_is_the_same_file(name: str, tmp_path: Path):
+    golden = IndexedDataset(DATASET / name)
+    with IndexedDatasetWriter(tmp_path / "copy", golden.dtype) as writer:
+        for i in range(len(golden)):
+            writer.add_document(golden[i])
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"copy{suffix}").read_bytes() == (DATASET / f"{name}{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
+def test_every_integer_type_comes_back(dtype: type, tmp_path: Path):
+    rows = [[1, 2, 3], [], [100, 0]]
+    with IndexedDatasetWriter(tmp_path / "x", dtype) as writer:
+        for row in rows:
+            writer.add_document(row)
+    dataset = IndexedDataset(tmp_path / "x")
+    assert dataset.dtype == dtype
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [[1, 2, 3], [100, 0]]
+    # An empty document is a boundary without a sequence
+    assert dataset.doc_idx.tolist() == [0, 1, 1, 2]
+
+
+def test_parts_of_a_sequence_and_spans(tmp_path: Path):
+    dataset = write_dataset(tmp_path / "x", [5, 0, 7, 3])
+    whole = np.concatenate([dataset[i] for i in range(len(dataset))])
+    assert dataset.get(1, 2, 3).tolist() == whole[7:10].tolist()
+    assert dataset.get(1, 2).tolist() == whole[7:12].tolist()
+    assert dataset.span(1, 3).tolist() == whole[5:15].tolist()
+    assert len(dataset.span(2, 2)) == 0
+
+
+def test_dtype_rule_of_neox():
+    assert [best_fitting_dtype(v) for v in (380, 65499, 65500, None)] == [np.uint16, np.uint16, np.int32, np.int32]
+
+
+def test_many_documents_at_once_equal_one_by_one(tmp_path: Path):
+    one = write_dataset(tmp_path / "one", [3, 0, 4, 1])
+    with IndexedDatasetWriter(tmp_path / "many", np.uint16) as writer:
+        writer.add_documents(one.tokens[:3], [3, 0])
+        writer.add_documents(one.tokens[3:], [4, 1])
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"many{suffix}").read_bytes()
+
+
+def test_a_failed_write_leaves_nothing_and_spares_the_old_pair(tmp_path: Path):
+    write_dataset(tmp_path / "x", [5, 6])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        raise RuntimeError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_nothing_is_visible_before_the_end(tmp_path: Path):
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        assert not list(tmp_path.glob("x.*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("tokens", [np.array([70000]), np.array([-1]), np.array([0.5])])
+def test_tokens_that_do_not_fit_are_refused(tokens: np.ndarray, tmp_path: Path):
+    with pytest.raises(DataError, match="do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document(tokens)
+
+
+def _patch(path: Path, offset: int, layout: str, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    struct.pack_into(layout, content, offset, value)
+    path.write_bytes(content)
+
+
+def _damage(kind: str, prefix: Path) -> None:
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    match kind:
+        case "missing":
+            data.unlink()
+        case "empty index":
+            index.write_bytes(b"")
+        case "foreign":
+            index.write_bytes(b"{}" * 100)
+        case "short header":
+            index.write_bytes(index.read_bytes()[:20])
+        case "cut index":
+            index.write_bytes(index.read_bytes()[:-8])
+        case "cut data":
+            data.write_bytes(data.read_bytes()[:-2])
+        case "longer data":
+            data.write_bytes(data.read_bytes() + b"\0\0")
+        case "version":
+            _patch(index, 9, "<Q", 2)
+        case "dtype":
+            _patch(index, 17, "<B", 99)
+        case "float":
+            _patch(index, 17, "<B", 6)
+        case "count":
+            _patch(index, 18, "<Q", 1 << 60)
+        case "length":
+            _patch(index, 34, "<i", -5)
+        case "pointer":
+            _patch(index, 34 + 4 * 2 + 8, "<q", 4)
+        case "boundary":
+            _patch(index, index.stat().st_size - 8, "<q", 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"x\.bin: no such file.*without .bin/.idx"),
+        ("empty index", r"x\.idx: cut off after 0 bytes"),
+        ("foreign", r"x\.idx: not an index"),
+        ("short header", r"x\.idx: cut off after 20 bytes"),
+        ("cut index", r"x\.idx: 74 bytes, but its header .* needs 82"),
+        ("cut data", r"x\.bin: 20 bytes, but .* describes 22.*preprocess_data.py"),
+        ("longer data", r"x\.bin: 24 bytes"),
+        ("version", r"x\.idx: format version 2"),
+        ("dtype", r"x\.idx: unknown dtype code 99"),
+        ("float", r"x\.idx: dtype code 6 is a float type that GPT-NeoX and Megatron-core number the other way round"),
+        ("count", r"x\.idx: .* bytes, but its header"),
+        ("length", r"x\.idx: its lengths and pointers contradict"),
+        ("pointer", r"x\.idx: its lengths and pointers contradict"),
+        ("boundary", r"x\.idx: its document boundaries"),
+    ],
+)
+def test_damage_is_named(kind: str, message: str, tmp_path: Path):
+    write_dataset(tmp_path / "x", [5, 6])
+    _damage(kind, tmp_path / "x")
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_the_old_lazy_format_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "x.idx").write_bytes((DATASET / "corpusA_lazy_text_document.idx").read_bytes())
+    (tmp_path / "x.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="old cached/lazy format; preprocess again with --dataset-impl mmap"):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_an_empty_pair_can_be_opened(tmp_path: Path):
+    assert len(write_dataset(tmp_path / "x", [])) == 0

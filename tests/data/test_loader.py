@@ -1,0 +1,186 @@
+"""Batches: their content, their order over layouts and restarts, and that none outlives its use."""
+
+import gc
+import multiprocessing
+import os
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import DataError, PackedDataset, build_packed, collate, eval_batches, train_loader
+from megatron.data.loader import micro_batch_seed
+from tests.data.samples import write_dataset
+
+SEQ = 8
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> PackedDataset:
+    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
+    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, SEQ, 3), SEQ, 0, 20)
+
+
+def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, **changes):
+    values = {
+        "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "seed": 7, "num_workers": workers,
+        "gradient_accumulation_steps": batch // (micro * size), "eod_mask_loss": False,
+    }  # fmt: skip
+    return SimpleNamespace(**values | changes)
+
+
+def test_collate_shifts_labels_by_one():
+    batch = collate(np.arange(18).reshape(2, 9))
+    assert batch.tokens.dtype == batch.labels.dtype == batch.loss_weights.dtype == torch.int64
+    assert torch.equal(batch.tokens[1], torch.arange(9, 17)) and torch.equal(batch.labels[1], torch.arange(10, 18))
+    assert batch.loss_weights.tolist() == [[1] * 8] * 2
+    assert batch.positions is None and batch.cu_seqlens is None
+
+
+def test_eod_mask_loss_masks_where_the_input_is_eod():
+    samples = np.array([[5, 0, 6, 7, 0]])
+    assert collate(samples, eod=0, eod_mask_loss=False).loss_weights.tolist() == [[1, 1, 1, 1]]
+    batch = collate(samples, eod=0, eod_mask_loss=True)
+    # The eod itself is still predicted; the token after it is not
+    assert batch.loss_weights.tolist() == [[1, 0, 1, 1]]
+    assert batch.labels.tolist() == [[0, 0, 7, 0]]
+    with pytest.raises(ValueError, match="end-of-document"):
+        collate(samples, eod_mask_loss=True)
+
+
+def test_moving_a_batch_keeps_what_is_no_tensor():
+    batch = collate(np.arange(9)[None], seed=5)
+    moved = batch.to("cpu").map(lambda tensor: tensor + 1)
+    assert moved.seed == 5 and moved.positions is None
+    assert torch.equal(moved.tokens, batch.tokens + 1) and torch.equal(moved.loss_weights, batch.loss_weights + 1)
+
+
+@pytest.mark.parametrize(("micro", "size"), [(8, 1), (1, 1), (2, 2), (1, 4), (4, 2)])
+def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, micro: int, size: int):
+    loaders = [
+        train_loader(dataset, make_args(micro, size), data_rank=rank, data_size=size, consumed_samples=8)
+        for rank in range(size)
+    ]
+    steps = list(zip(*loaders, strict=True))
+    assert len(steps) == len(dataset) // 8 - 1
+    for number, ranks in enumerate(steps, start=1):
+        assert all(len(micro_batches) == 8 // (micro * size) for micro_batches in ranks)
+        rows = [row for m in zip(*ranks, strict=True) for batch in m for row in batch.tokens.tolist()]
+        assert rows == [dataset[i][:-1].tolist() for i in range(8 * number, 8 * number + 8)]
+
+
+def _flat(loader) -> list[tuple[list, list, int]]:
+    return [(batch.tokens.tolist(), batch.labels.tolist(), batch.seed) for step in loader for batch in step]
+
+
+def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset):
+    whole = _flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))
+    for workers in (0, 2):
+        rest = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1, consumed_samples=24)
+        assert _flat(rest) == whole[3 * 4 :]
+
+
+def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):
+    seeds = [seed for _, _, seed in _flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))]
+    assert seeds == [micro_batch_seed(7, first) for first in range(0, 2 * len(seeds), 2)]
+    assert len(set(seeds)) == len(seeds) and micro_batch_seed(8, 0) != micro_batch_seed(7, 0)
+    # Fixed: a resumed run must draw what the interrupted one would have drawn
+    assert micro_batch_seed(1234, 0) == 6756851221116772109
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_loading_leaves_the_global_generator_alone(dataset: PackedDataset):
+    before = torch.get_rng_state()
+    _flat(train_loader(dataset, make_args(workers=1), data_rank=0, data_size=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
+    """Upstream's loader kept every batch it ever yielded."""
+    loader = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1)
+    gc.collect()
+    gc.disable()  # reference counts alone must do it
+    try:
+        step = next(loader)
+        for _ in range(3):
+            old = [weakref.ref(batch) for batch in step] + [weakref.ref(batch.tokens) for batch in step]
+            del step
+            assert [ref() for ref in old] == [None] * len(old)
+            step = next(loader)
+        assert len(step) == 4
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "exhaust"])
+def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, end: str):
+    loader = train_loader(dataset, make_args(workers=2), data_rank=0, data_size=1)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    if end == "exhaust":
+        list(loader)
+    else:
+        next(loader)
+    start = time.monotonic()
+    if end == "close":
+        loader.close()  # type: ignore[attr-defined]
+    del loader
+    assert not [worker for worker in workers if worker.is_alive()]
+    assert time.monotonic() - start < 3
+
+
+def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDataset):
+    import signal
+
+    loader = train_loader(dataset, make_args(workers=1), data_rank=0, data_size=1)
+    next(loader)
+    [worker] = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        assert worker.pid is not None
+        os.kill(worker.pid, number)
+    assert len(list(loader)) == len(dataset) // 8 - 1
+
+
+@pytest.mark.gpu
+def test_pinned_batches_reach_the_gpu(dataset: PackedDataset):
+    args = make_args(workers=1)
+    for step, plain in zip(
+        train_loader(dataset, args, data_rank=0, data_size=1, pin_memory=True),
+        train_loader(dataset, args, data_rank=0, data_size=1),
+        strict=True,
+    ):
+        for pinned, expected in zip(step, plain, strict=True):
+            assert pinned.tokens.is_pinned() and pinned.seed == expected.seed
+            assert torch.equal(pinned.to("cuda").labels.cpu(), expected.labels)
+
+
+def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset):
+    with pytest.raises(DataError, match="train_batch_size 8 is not .* 2 x .* 4 x 2 data-parallel ranks"):
+        train_loader(dataset, make_args(size=1), data_rank=0, data_size=2)
+
+
+@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (1000, 2, 4)])
+def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, micro: int, size: int):
+    ranks = [list(eval_batches(dataset, n, micro, rank, size)) for rank in range(size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    rows, n = [], min(n, len(dataset))
+    for batch in (batch for batches in zip(*ranks, strict=True) for batch in batches):
+        assert batch.tokens.shape == batch.labels.shape == batch.loss_weights.shape == (micro, SEQ)
+        for tokens, labels, weights in zip(batch.tokens, batch.labels, batch.loss_weights, strict=True):
+            assert weights.tolist() in ([1] * SEQ, [0] * SEQ)
+            if weights[0]:
+                rows.append([*tokens.tolist(), int(labels[-1])])
+            else:
+                assert not labels.any()
+    assert rows == [dataset[i].tolist() for i in range(n)]
+
+
+def test_evaluation_honours_eod_mask_loss(dataset: PackedDataset):
+    eod = int(dataset[0][3])
+    batch = next(eval_batches(dataset, 4, 4, 0, 1, eod=eod, eod_mask_loss=True))
+    assert torch.equal(batch.loss_weights, (batch.tokens != eod).long())

@@ -1,0 +1,217 @@
+"""Text to `.bin/.idx`: golden bytes, kinds of files, and what is refused."""
+
+import gzip
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron.data import DataError, EncodeJob, IndexedDataset, preprocess
+from megatron.tokenizer import make_tokenizer
+from tests.data.samples import DATASET, TOKENIZER
+
+ROOT = Path(__file__).parents[2]
+BPE = ("HFTokenizer", str(TOKENIZER), None)
+CHAR = ("CharLevelTokenizer", None, None)
+
+
+def run(inputs: list[Path], prefix: Path, *, workers: int = 1, tokenizer=CHAR, keys=("text",), **options) -> list:
+    job = EncodeJob(make_tokenizer, tokenizer, keys=keys, **options)
+    return preprocess(inputs, [f"{prefix}_{key}_document" for key in keys], job, workers=workers)
+
+
+def texts(prefix: Path, key: str = "text") -> list[bytes]:
+    dataset = IndexedDataset(f"{prefix}_{key}_document")
+    return [bytes(dataset[i].tolist()) for i in range(len(dataset))]
+
+
+def jsonl(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "tokenizer", "options"),
+    [
+        ("corpusA", "corpusA", BPE, {"append_eod": True}),
+        ("corpusA", "corpusA", BPE, {"append_eod": True, "workers": 2}),
+        ("corpusB", "corpusB", BPE, {"append_eod": True}),
+        ("corpusA_noeod", "corpusA", BPE, {}),
+        ("corpusA_ftfy", "corpusA", BPE, {"append_eod": True, "ftfy": True}),
+        ("ascii_char", "ascii", CHAR, {"append_eod": True}),
+        ("corpusA_char", "corpusA", CHAR, {"append_eod": True}),
+    ],
+)
+def test_bytes_equal_neox(name: str, source: str, tokenizer, options: dict, tmp_path: Path):
+    run([DATASET / f"{source}.jsonl"], tmp_path / name, tokenizer=tokenizer, **options)
+    for suffix in (".bin", ".idx"):
+        ours = (tmp_path / f"{name}_text_document{suffix}").read_bytes()
+        assert ours == (DATASET / f"{name}_text_document{suffix}").read_bytes()
+
+
+def test_many_chunks_keep_their_order_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.data.readers.CHUNK_BYTES", 500)
+    inputs = [DATASET / "corpusA.jsonl", DATASET / "corpusB.jsonl"]
+    for workers in (1, 2, 3):
+        run(inputs, tmp_path / str(workers), workers=workers, tokenizer=BPE, append_eod=True)
+    for suffix in (".bin", ".idx"):
+        files = [(tmp_path / f"{workers}_text_document{suffix}").read_bytes() for workers in (1, 2, 3)]
+        assert files[0] == files[1] == files[2]
+    golden = b"".join((DATASET / f"{name}_text_document.bin").read_bytes() for name in ("corpusA", "corpusB"))
+    assert (tmp_path / "1_text_document.bin").read_bytes() == golden
+
+
+def test_every_key_gets_its_own_text(tmp_path: Path):
+    """Upstream tokenised "text" for each of them."""
+    source = jsonl(tmp_path / "a.jsonl", [{"title": "A", "body": "one"}, {"title": "B", "body": "two"}])
+    run([source], tmp_path / "a", keys=("title", "body"))
+    assert texts(tmp_path / "a", "title") == [b"A", b"B"]
+    assert texts(tmp_path / "a", "body") == [b"one", b"two"]
+
+
+def test_lines_that_neox_takes(tmp_path: Path):
+    rows = ["a bare string", {"text": ["two", "paragraphs"]}, {"text": ""}, {"text": "last"}]
+    run([jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "a")
+    assert texts(tmp_path / "a") == [b"a bare string", b"two\n\nparagraphs", b"last"]
+
+
+def test_kinds_of_files(tmp_path: Path):
+    line = json.dumps({"text": "packed"}).encode() + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
+    frames = zstandard.ZstdCompressor().compress(line) + zstandard.ZstdCompressor().compress(line)
+    (tmp_path / "b.jsonl.zst").write_bytes(frames)
+    (tmp_path / "c.txt").write_text("whole\n\nfile\n")
+    (tmp_path / "d").write_text("bare")
+    with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
+        archive.writestr("one", "first")
+        archive.writestr("two", "second")
+    run([tmp_path / name for name in ("a.jsonl.gz", "b.jsonl.zst", "c.txt", "d", "e.zip")], tmp_path / "x")
+    assert texts(tmp_path / "x") == [b"packed"] * 3 + [b"whole\n\nfile\n", b"bare", b"first", b"second"]
+
+
+def test_documents_without_a_token(tmp_path: Path):
+    """Upstream dies of an IndexError here when an EOD is to follow."""
+    # This tokenizer drops white space, so that a document of it is empty
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "[UNK]": 1, "word": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "word"}, {"text": "  "}, {"text": "word word"}])
+    spec = ("HFTokenizer", str(tmp_path / "tokenizer.json"), None)
+    [output] = run([source], tmp_path / "a", tokenizer=spec, append_eod=True)
+    assert (output.documents, output.empty, output.tokens) == (3, 1, 5)
+    dataset = IndexedDataset(tmp_path / "a_text_document")
+    assert dataset.doc_idx.tolist() == [0, 1, 1, 2]
+    assert [dataset[i].tolist() for i in range(2)] == [[2, 0], [2, 2, 0]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"a\.jsonl:3: not valid JSON"),
+        ('{"body": "x", "n": 1}', r'a\.jsonl:3: no key "text" \(found: body, n\).*--jsonl-keys'),
+        ('{"text": 5}', r'a\.jsonl:3: "text" is int, not text'),
+        ("[1, 2]", r"a\.jsonl:3: no key"),
+        ('{"text": "\\ud800"}', r"a\.jsonl:3: .*surrogate"),
+        ("\udcff", r"a\.jsonl:3: not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_written(line: str, message: str, workers: int, tmp_path: Path):
+    content = '{"text": "good"}\n\n' + line + '\n{"text": "good"}\n'
+    (tmp_path / "a.jsonl").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=message):
+        run([tmp_path / "a.jsonl"], tmp_path / "a", workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 100)[:-10])
+    (tmp_path / "bad.jsonl.zst").write_bytes(b"no zstd here")
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    for name, message in (
+        ("a.parquet", "kinds known by name"),
+        ("none.jsonl", "no such file"),
+        ("cut.jsonl.gz", "damaged or cut off"),
+        ("bad.jsonl.zst", "damaged or cut off"),
+        ("empty.jsonl", "no text in any document"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run([tmp_path / name], tmp_path / "x")
+    assert not list(tmp_path.glob("x*"))
+
+
+def command(*words: object) -> subprocess.CompletedProcess:
+    script = ROOT / "tools" / "datasets" / "preprocess_data.py"
+    return subprocess.run([sys.executable, str(script), *map(str, words)], capture_output=True, text=True, cwd="/")
+
+
+def test_the_command_as_people_type_it(tmp_path: Path):
+    words = ("--input", DATASET / "corpusA.jsonl", "--output-prefix", tmp_path / "corpusA", "--vocab", TOKENIZER)
+    rest = (
+        "--dataset-impl",
+        "mmap",
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--append-eod",
+        "--num-docs",
+        80,
+        "--workers",
+        4,
+    )
+    done = command(*words, *rest, "--log-interval", 80)
+    assert done.returncode == 0, done.stderr
+    for suffix in (".bin", ".idx"):
+        name = f"corpusA_text_document{suffix}"
+        assert (tmp_path / name).read_bytes() == (DATASET / name).read_bytes()
+    assert "Processed 80/80 documents" in done.stdout and "docs/s" in done.stdout and "MB/s" in done.stdout
+    assert "80 documents, 7074 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tokenizer-type", "HFTokenizer"), "preprocess_data.py: HFTokenizer needs vocab_file (--vocab-file)"),
+        (("--tokenizer-type", "SPMTokenizer"), "SPMTokenizer: not built yet"),
+        (("--tokenizer-type", "HFTokenizer", "--vocab-file", "/none.json"), "/none.json: no such file"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words: tuple[str, ...], message: str, tmp_path: Path):
+    done = command("--input", DATASET / "corpusA.jsonl", "--output-prefix", tmp_path / "x", *words)
+    assert done.returncode == 1
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+ENDLESS = """
+import multiprocessing, sys, time
+from megatron.data import EncodeJob, preprocess
+from megatron.tokenizer import make_tokenizer
+
+def wait(documents, size):
+    print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+    time.sleep(60)
+
+job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",))
+preprocess([sys.argv[1]], [sys.argv[2]], job, workers=2, progress=wait)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_command(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    words = [sys.executable, "-c", ENDLESS, str(source), str(tmp_path / "a")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as command:
+        assert command.stdout is not None
+        workers = [Path(f"/proc/{pid}/stat") for pid in command.stdout.readline().split()]
+        command.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 10
+    while alive := [stat for stat in workers if stat.exists() and ") Z " not in stat.read_text()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)

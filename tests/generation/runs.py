@@ -1,0 +1,83 @@
+"""Generation on ranks of the worker pool: models from golden checkpoints and from tiny runs."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import numpy as np
+
+from megatron.generation import Completion, Model, Sampling, complete, load_model
+from megatron.generation.samples import Prompt, Sample, sample
+from megatron.launch import process_info
+from megatron.mpu import join
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import build_tokenizer
+from tests.checkpointing.golden import GOLDEN, RUNS, golden_args
+
+TOKENIZER = str(GOLDEN / "dataset" / "tokenizer.json")
+QUIET = logging.getLogger("tests.quiet")
+# The ways of the golden models over ranks.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {"model_parallel_size": 1, "pipe_parallel_size": 0}),
+    "tp2": (2, {"model_parallel_size": 2, "pipe_parallel_size": 0}),
+    "tp2+sp": (2, {"model_parallel_size": 2, "pipe_parallel_size": 1, "sequence_parallel": True}),
+    "pp2": (2, {"model_parallel_size": 1, "pipe_parallel_size": 2}),
+    "dp2": (2, {"model_parallel_size": 1, "pipe_parallel_size": 1}),
+    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+}
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """Token prompts from the golden input."""
+    tokens = np.load(GOLDEN / "ckpt_neox" / "fixed_input_2x65.npy").reshape(-1)
+    return [tokens[i : i + n].tolist() for i, n in enumerate(lengths)]
+
+
+def model_of(args: NeoXArgs) -> Model:
+    """`load_model` on this rank."""
+    process = process_info()
+    args = args.for_world(process.world_size)
+    return load_model(args, join(args, process, QUIET), build_tokenizer(args), QUIET)
+
+
+def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
+    return model_of(golden_args(run, load=str(RUNS[run] / "ckpt"), vocab_file=TOKENIZER, **changes))
+
+
+def greedy(rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]) -> list[list[Completion]]:
+    """For the pool: 32 tokens after prompts of several lengths, of each run."""
+    found = []
+    for run in runs:
+        model = golden_model(run, changes)
+        given = prompts([1, 6, 17, 32])
+        found.append(complete(model, given, Sampling(), maximum_tokens=32, seeds=range(len(given))))
+    return found
+
+
+def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[Sample]:
+    """For the pool: `sample` of a golden run with the configuration's temperature."""
+    model = golden_model(run, {"maximum_tokens": 24, **changes})
+    given = [Prompt(str(i), tokens) for i, tokens in enumerate(prompts([3, 9, 1, 30, 12]))]
+    return sample(model, given, QUIET)
+
+
+def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -> list[Completion]:
+    """For the pool: greedy tokens of a checkpoint that one of our runs wrote."""
+    model = model_of(NeoXArgs.from_dict(values))
+    return complete(model, prompts([5, 11]), Sampling(), maximum_tokens=count, seeds=[0, 1])
+
+
+def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:
+    """For the pool: generate.py as typed; exit code, stdout, stderr. Without a process group made before."""
+    import generate
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = generate.main(argv)
+    sys.stdout.flush()
+    return code, out.getvalue(), err.getvalue()

@@ -1,0 +1,117 @@
+"""How many ranks, on which GPUs; hostfiles; what the ranks see of it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import LaunchError, LocalRun, plan_local
+from megatron.launch.local import choose_ranks, hostfile_slots
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+GPUS = ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "include", "expected"),
+    [
+        (None, None, (4, ("0", "1", "2", "3"))),
+        (2, None, (2, ("0", "1"))),
+        (None, "localhost:2,3", (2, ("2", "3"))),
+        (None, "localhost:3,1", (2, ("3", "1"))),
+        (1, "localhost:2,3", (1, ("2",))),
+        (None, "localhost", (4, ("0", "1", "2", "3"))),
+    ],
+)
+def test_ranks_on_gpus(num_gpus, include, expected):
+    assert choose_ranks(GPUS, num_gpus, include) == expected
+
+
+def test_ranks_follow_cuda_visible_devices():
+    assert choose_ranks(["2", "3"]) == (2, ("2", "3"))
+    with pytest.raises(LaunchError, match="asks for GPU 0; this machine shows 2, 3"):
+        choose_ranks(["2", "3"], include="localhost:0")
+
+
+def test_ranks_without_gpus():
+    assert choose_ranks([]) == (1, ())
+    assert choose_ranks([], 4) == (4, ())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_gpus", "include", "message"),
+    [
+        (GPUS, 5, None, "num_gpus: 5 GPUs asked for, to choose from are 0, 1, 2, 3"),
+        (GPUS, None, "localhost:7", "include: 'localhost:7' asks for GPU 7"),
+        (GPUS, None, "elsewhere:0", "names another machine"),
+        ([], None, "localhost:0", "this machine shows none; use num_gpus"),
+    ],
+)
+def test_refused(gpus, num_gpus, include, message):
+    with pytest.raises(LaunchError, match=message):
+        choose_ranks(gpus, num_gpus, include)
+
+
+def test_hostfile(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# ours\n\nlocalhost slots=3\n")
+    assert hostfile_slots(hosts) == 3
+    hosts.write_text(f"{socket.gethostname()} slots=2  # by name\n")
+    assert hostfile_slots(hosts) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("localhost slots=1\nelsewhere slots=1\n", "hosts:2: elsewhere is another machine"),
+        ("localhost\n", "hosts:1: 'localhost' is not of the form `host slots=N`"),
+        ("# nothing\n", "gives this machine no slots"),
+    ],
+)
+def test_hostfile_refused(tmp_path, text, message):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    with pytest.raises(LaunchError, match=message):
+        hostfile_slots(hosts)
+
+
+def test_rank_environment(monkeypatch):
+    monkeypatch.setattr("megatron.launch.local._cores", lambda: 8)
+    run = LocalRun(("python",), 4, Path("logs"), devices=("4", "5", "6", "7"))
+    env = run.environment(2, 1234, {"HOME": "/h"})
+    place = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+    assert env == {"HOME": "/h", **place, **meeting, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "2"}
+    assert run.environment(0, 1, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+
+
+def _args(**changes):
+    model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
+    return NeoXArgs.from_dict({**model, "train_batch_size": 8, **changes})
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr("megatron.launch.local.visible_gpus", lambda env: [])
+
+
+def test_plan_hands_the_args_over_in_a_file(tmp_path, no_gpus):
+    args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
+    run = plan_local("train.py", args, ["--more"])
+    assert run.world_size == 2
+    assert run.log_dir == tmp_path / "run" / "logs"
+    script, flag, path, more = run.command[-4:]
+    assert (script, flag, more) == ("train.py", "--neox-args", "--more")
+    assert NeoXArgs.from_json(Path(path).read_text()) == args.for_world(2)
+    assert run.master_port is None, "any free port unless the key is set"
+
+
+def test_plan_with_keys_set(tmp_path, no_gpus):
+    run = plan_local("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
+    assert (run.world_size, run.log_dir, run.master_port) == (1, tmp_path, 29500)
+    assert run.environment(0, 29500, {})["MASTER_ADDR"] == "10.0.0.7"
+
+
+def test_plan_refuses_a_layout_that_does_not_fit(tmp_path, no_gpus):
+    with pytest.raises(ConfigError, match="3 ranks cannot be divided"):
+        plan_local("train.py", _args(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))

@@ -1,0 +1,103 @@
+"""Small models for tests: a configuration, whole random weights, and stages of any layout that hold their part."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model import Stage, build_stage, layer_params, shard
+from megatron.model.init import stage_parameters
+from megatron.mpu import ParallelGroups, build_groups
+from megatron.neox_arguments import NeoXArgs
+
+Weights = dict[int, dict[str, Tensor]]
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "max_position_embeddings": 32,
+    "padded_vocab_size": 64,
+    "pos_emb": "rotary",
+    "precision": "fp32",
+}
+
+
+def small(**changes: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict({**SMALL, **changes})
+
+
+def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
+    """Every parameter random, biases and norms too, so that none of them can be left out unseen."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: Weights = {}
+    for layer, specs in layer_params(args).items():
+        weights[layer] = {}
+        for spec in specs:
+            value = torch.randn(spec.shape, generator=generator)
+            weights[layer][spec.name] = 1 + 0.2 * value if spec.init == "ones" else 0.2 * value
+    return weights
+
+
+@torch.no_grad()
+def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None = None) -> Stage:
+    """This rank's stage with its part of `weights`, in evaluation mode."""
+    groups = groups or ParallelGroups.single()
+    stage, specs = build_stage(args, groups), layer_params(args)
+    for layer, name, param in stage_parameters(stage):
+        spec = next(s for s in specs[layer] if s.name == name)
+        param.copy_(shard(weights[layer][name], spec, groups.rank("tensor"), groups.size("tensor")))
+    return stage.eval()
+
+
+def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
+    """The groups of a layout, in an initialised process group."""
+    data = world_size // (args.pp * args.tp)
+    return build_groups(pipe=args.pp, data=data, tensor=args.tp, device=torch.device("cpu"))
+
+
+def gradients(stage: Stage) -> dict[tuple[int, str], Tensor]:
+    found = {(layer, name): param.grad for layer, name, param in stage_parameters(stage)}
+    assert all(grad is not None for grad in found.values())
+    return {key: grad.clone() for key, grad in found.items() if grad is not None}
+
+
+def random_batch(args: NeoXArgs, rows: int = 2, seed: int = 0, seq: int | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    shape, vocab = (rows, seq or args.seq_length), args.padded_vocab_size
+    tokens = torch.randint(0, vocab, shape, generator=generator)
+    labels = torch.randint(0, vocab, shape, generator=generator)
+    weights = torch.randint(0, 4, shape, generator=generator).clamp(max=1)
+    return Batch(tokens, labels, weights, seed=seed)
+
+
+def document_batch(args: NeoXArgs, rows: int = 2, seed: int = 0) -> Batch:
+    """Rows of one to five documents cut anywhere, whose positions start anywhere."""
+    batch, generator = random_batch(args, rows, seed), torch.Generator().manual_seed(seed + 1)
+    seq = args.seq_length
+    starts = torch.full((rows, seq + 1), seq, dtype=torch.int32)
+    positions = torch.empty(rows, seq, dtype=torch.int64)
+    for row in range(rows):
+        count = int(torch.randint(0, 5, (), generator=generator)) if row else 4
+        cuts = sorted((torch.randperm(seq - 1, generator=generator)[:count] + 1).tolist())
+        starts[row, : count + 1] = torch.tensor([0, *cuts])
+        for first, last in zip([0, *cuts], [*cuts, seq], strict=True):
+            room = args.max_position_embeddings - (last - first) + 1
+            offset = int(torch.randint(0, room, (), generator=generator))
+            positions[row, first:last] = torch.arange(offset, offset + last - first)
+    return Batch(batch.tokens, batch.labels, batch.loss_weights, positions, starts, seed=seed)
+
+
+def documents(batch: Batch) -> list[tuple[int, int, int]]:
+    """(row, first, last + 1) of every document."""
+    assert batch.cu_seqlens is not None
+    found = []
+    for row, starts in enumerate(batch.cu_seqlens.tolist()):
+        bounds = sorted(set(starts))
+        found += [(row, first, last) for first, last in pairwise(bounds)]
+    return found

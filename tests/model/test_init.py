@@ -1,0 +1,148 @@
+"""Initial weights: the same model in every layout, with NeoX's distributions."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model import build_stage, init_stage, layer_params, unshard
+from megatron.model.init import initial_value, stage_parameters
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from tests.model.stages import Weights, groups_of, small
+from tests.pool import run_ranks
+
+WIDE = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "padded_vocab_size": 512}
+CPU = torch.device("cpu")
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 4, "num_attention_heads": 8}
+MODELS = {
+    "tied": {"pos_emb": "learned", "num_layers": 4},
+    "llama": {**LLAMA, "num_layers": 4, "no_weight_tying": True},
+}
+
+
+def initialised(args: NeoXArgs, groups: ParallelGroups) -> Weights:
+    stage = build_stage(args, groups)
+    init_stage(stage, args, groups)
+    found: Weights = {}
+    for full_name, param in stage.named_parameters():
+        _, index, name = full_name.split(".", 2)
+        found.setdefault(int(index), {})[name] = param.detach().clone()
+    return found
+
+
+def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[tuple[int, Weights]]:
+    found = []
+    for layout in layouts:
+        args = small(**layout)
+        groups = groups_of(args, world_size)
+        found.append((groups.rank("tensor"), initialised(args, groups)))
+    return found
+
+
+@pytest.mark.parametrize("world_size, layouts", [(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])])
+def test_every_layout_starts_from_the_same_model(world_size: int, layouts: list[tuple[int, int]]) -> None:
+    keys = [{"pipe_parallel_size": pipe, "model_parallel_size": tensor} for pipe, tensor in layouts]
+    configs = [{**model, **layout} for model in MODELS.values() for layout in keys]
+    ranks = run_ranks(on_ranks, world_size, configs)
+    for i, values in enumerate(configs):
+        args = small(**values)
+        whole = initialised(small(**{**values, "pipe_parallel_size": 0, "model_parallel_size": 1}), ParallelGroups.single())
+        seen = [found[i] for found in ranks]
+        for layer, specs in layer_params(args).items():
+            for spec in specs:
+                parts = {rank: weights[layer][spec.name] for rank, weights in seen if layer in weights}
+                assert len(parts) == args.tp
+                assert torch.equal(unshard([parts[rank] for rank in sorted(parts)], spec), whole[layer][spec.name])
+        if not args.no_weight_tying and args.pp > 1:
+            copies = {rank: w[8]["word_embeddings.weight"] for rank, w in seen if 8 in w and w[8]}
+            first = {rank: w[0]["word_embeddings.weight"] for rank, w in seen if 0 in w}
+            assert copies.keys() == first.keys() and len(first) == args.tp
+            assert all(torch.equal(copies[rank], first[rank]) for rank in first), "the copy of the embedding"
+
+
+def test_tied_head_is_the_embedding_itself_in_one_stage() -> None:
+    stage = build_stage(small(), ParallelGroups.single())
+    names = [name for name, _ in stage.named_parameters()]
+    assert names.count("layers.0.word_embeddings.weight") == 1 and not any(n.startswith("layers.6.") for n in names)
+    assert stage.layers["6"].word_embeddings.weight is stage.layers["0"].word_embeddings.weight  # type: ignore[union-attr]
+
+
+def test_seed_layer_and_name_decide() -> None:
+    def values(**changes: object) -> dict[tuple[int, str], Tensor]:
+        args = small(**changes)
+        return {
+            (layer, spec.name): initial_value(spec, layer, args, CPU)
+            for layer, specs in layer_params(args).items()
+            for spec in specs
+        }
+
+    torch.manual_seed(99)
+    one, other = values(seed=1), values(seed=1)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    weights = {key: value for key, value in one.items() if value.std() > 0}
+    assert all(not torch.equal(value, values(seed=2)[key]) for key, value in weights.items())
+    seen = [value.flatten()[0].item() for value in weights.values()]
+    assert len(set(seen)) == len(seen), "two parameters share their random numbers"
+
+
+DEPTH, HIDDEN, STD = 4, 128, 0.03
+STDS = {
+    "normal": STD,
+    "scaled_normal": STD / math.sqrt(2 * DEPTH),
+    "single_residual_scaled_normal": STD / math.sqrt(DEPTH),
+    "small_init": math.sqrt(2 / (5 * HIDDEN)),
+    "wang_init": 2 / DEPTH / math.sqrt(HIDDEN),
+}
+
+
+@pytest.mark.parametrize("output", [False, True])
+@pytest.mark.parametrize("method", [*STDS, "xavier_uniform", "xavier_normal", "orthogonal", "scaled_orthogonal"])
+def test_init_methods_of_neox(method: str, output: bool) -> None:
+    other = "orthogonal" if method != "orthogonal" else "normal"
+    methods = {"output_layer_init_method": method, "init_method": other} if output else {
+        "init_method": method, "output_layer_init_method": other,
+    }  # fmt: skip
+    args = small(**WIDE, init_method_std=STD, no_weight_tying=True, pos_emb="learned", **methods)
+    names = {
+        True: ["attention.dense.weight", "mlp.linear2.weight"],
+        False: [
+            "word_embeddings.weight", "position_embeddings.weight", "attention.query_key_value.weight",
+            "mlp.linear1.weight", "final_linear.weight",
+        ],
+    }  # fmt: skip
+    found = 0
+    for layer, specs in layer_params(args).items():
+        for spec in specs:
+            if spec.name not in names[output]:
+                continue
+            found += 1
+            value, (rows, columns) = initial_value(spec, layer, args, CPU), spec.shape
+            if method.endswith("orthogonal"):
+                small_side = value if rows <= columns else value.T
+                gain = 2 / DEPTH if method == "scaled_orthogonal" else 2.0
+                torch.testing.assert_close(
+                    small_side @ small_side.T, gain * torch.eye(min(rows, columns)), rtol=1e-4, atol=1e-4
+                )
+                continue
+            std = STDS.get(method, math.sqrt(2 / (rows + columns)))
+            # The standard error of a standard deviation of n samples is std / sqrt(2 n).
+            assert abs(value.std() / std - 1) < 5 / math.sqrt(2 * value.numel()), spec.name
+            assert abs(value.mean() / std) < 5 / math.sqrt(value.numel())
+            largest = value.abs().max() / std
+            assert (largest <= math.sqrt(3) + 1e-5) == (method == "xavier_uniform")
+    assert found == (2 * DEPTH if output else 3 + 2 * DEPTH)
+
+
+def test_norms_are_one_and_biases_zero() -> None:
+    weights = initialised(small(), ParallelGroups.single())
+    for tensors in weights.values():
+        for name, value in tensors.items():
+            if name.endswith("norm.weight"):
+                assert torch.equal(value, torch.ones_like(value))
+            elif name.endswith("bias"):
+                assert not value.any()
+            else:
+                assert value.std() > 0
+    assert {name for _, name, _ in stage_parameters(build_stage(small(), ParallelGroups.single()))} >= {"norm.bias"}

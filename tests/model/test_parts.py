@@ -1,0 +1,141 @@
+"""Activations, norms, alibi and MLP widths against formulas and transformers' own."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from megatron.model.mlp import MLP, activation_function
+from megatron.model.norms import build_norm
+from megatron.model.positions import alibi_bias, alibi_slopes
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from tests.model.stages import random_weights, small
+
+X = torch.linspace(-6, 6, 241, dtype=torch.float64)
+ALONE = ParallelGroups.single()
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "relu": lambda x: x.clamp(min=0),
+    "softsign": lambda x: x / (1 + x.abs()),
+    "swish": silu,
+    "silu": silu,
+    "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
+}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": gelu,
+    "reglu": lambda x: x.clamp(min=0),
+    "swiglu": silu,
+    "bilinear": lambda x: x,
+    "glu": lambda x: 1 / (1 + torch.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GATES])
+def test_activation(name: str) -> None:
+    args = small(activation=name)
+    assert args.is_gated == (name in GATES)
+    torch.testing.assert_close(activation_function(args)(X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12)
+
+
+def test_fused_gelu_is_the_tanh_approximation() -> None:
+    function = activation_function(small(activation="gelu", bias_gelu_fusion=True))
+    torch.testing.assert_close(function(X), gelu_tanh(X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GATES])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp(name: str, bias: bool) -> None:
+    args = small(activation=name, intermediate_size=24, use_bias_in_mlp=bias)
+    weights = {k.removeprefix("mlp."): v for k, v in random_weights(args)[2].items() if k.startswith("mlp.")}
+    mlp = MLP(args, ALONE)
+    mlp.load_state_dict(weights)
+    x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(2))
+    inner = F.linear(x, weights["linear1.weight"], weights.get("linear1.bias"))
+    if name in GATES:
+        up, gate = inner[..., :24], inner[..., 24:]
+        inner = GATES[name](gate) * up
+    else:
+        inner = PLAIN[name](inner)
+    expected = F.linear(inner, weights["linear2.weight"], weights.get("linear2.bias"))
+    torch.testing.assert_close(mlp.linear2(mlp.core(x)), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_rmsnorm_equals_transformers() -> None:
+    args = small(norm="rmsnorm", rms_norm_epsilon=1e-2)
+    ours, theirs = build_norm(args, ALONE), LlamaRMSNorm(32, eps=1e-2)
+    x, scale = torch.randn(3, 2, 32), torch.randn(32)
+    ours.load_state_dict({"scale": scale})
+    theirs.weight.copy_(scale)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_layernorm_equals_its_formula() -> None:
+    norm = build_norm(small(layernorm_epsilon=1e-2), ALONE)
+    x, weight, bias = torch.randn(3, 2, 32), torch.randn(32), torch.randn(32)
+    norm.load_state_dict({"weight": weight, "bias": bias})
+    wide = x.double()
+    variance = wide.var(-1, unbiased=False, keepdim=True)
+    expected = (wide - wide.mean(-1, keepdim=True)) / (variance + 1e-2).sqrt() * weight + bias
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20])
+def test_alibi_equals_transformers(heads: int) -> None:
+    seq = 9
+    # BLOOM adds slope * key; softmax does not see the difference, a constant of each query's row.
+    theirs = build_alibi_tensor(torch.ones(1, seq), heads, torch.float32).view(heads, 1, seq)
+    ours = alibi_bias(seq, heads, 0, heads, torch.device("cpu"))[0]
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs[:, 0, 1])
+    causal = torch.ones(seq, seq, dtype=torch.bool).tril()
+    assert torch.equal(ours.isneginf(), (~causal).expand(heads, -1, -1))
+    shifted = theirs - torch.arange(seq).view(1, seq, 1) * theirs[:, :, 1:2]
+    torch.testing.assert_close(ours[:, causal], shifted[:, causal])
+
+
+def test_alibi_of_a_tensor_rank_is_its_heads() -> None:
+    whole = alibi_bias(5, 6, 0, 6, torch.device("cpu"))
+    parts = [alibi_bias(5, 6, 3 * rank, 3, torch.device("cpu")) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize(
+    "changes, width",
+    [
+        ({}, 4 * 32),
+        ({"expansion_factor": 2.5}, 80),
+        ({"mlp_multiple_of": 48}, 144),
+        ({"intermediate_size": 40}, 40),
+        ({"activation": "swiglu"}, 85),  # int(128 * 2 / 3), as LLaMA
+        ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
+        ({"activation": "geglu", "intermediate_size": 40}, 40),
+        ({"activation": "swiglu", "intermediate_size": 240, "mlp_multiple_of": 16, "compat_ffn_width": "upstream"}, 80),
+        ({"activation": "swiglu", "intermediate_size": 40, "mlp_multiple_of": 16, "compat_ffn_width": "fork"}, 48),
+    ],
+)
+def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:
+    args: NeoXArgs = small(**changes)
+    mlp = MLP(args, ALONE)
+    assert tuple(mlp.linear1.weight.shape) == (width * (2 if args.is_gated else 1), 32)
+    assert tuple(mlp.linear2.weight.shape) == (32, width)

@@ -1,0 +1,70 @@
+"""The axes of parallelism are DeepSpeed's topology, and the groups hold the ranks they say."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from megatron.mpu import AXES, ParallelGroups, build_groups
+from tests.pool import run_ranks
+
+
+def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) -> dict[str, object]:
+    groups = build_groups(pipe=pipe, data=data, tensor=tensor, device=torch.device("cpu"))
+    sums = {}
+    for axis in AXES:
+        group = groups.group(axis)
+        total = torch.tensor([float(2**rank)])
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        sums[axis] = int(total)
+    embedding = torch.tensor([float(2**rank)])
+    if groups.embedding is not None:
+        dist.all_reduce(embedding, group=groups.embedding)
+    return {
+        "ranks": {axis: groups.rank(axis) for axis in AXES},
+        "members": dict(groups.members),
+        "sums": sums,
+        "embedding": int(embedding),
+        "place": (groups.world_rank, groups.world_size, groups.is_first_stage, groups.is_last_stage),
+        "none": [axis for axis in AXES if groups.group(axis) is None],
+    }
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 2, 2), (3, 1, 2)])
+def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> None:
+    pipe, data, tensor = sizes
+    topology = PipeModelDataParallelTopology(num_pp=pipe, num_dp=data, num_mp=tensor)
+    found = run_ranks(everything, pipe * data * tensor, *sizes)
+    for rank, seen in enumerate(found):
+        where = topology.get_coord(rank)
+        coordinates = {"pipe": where.pipe, "data": where.data, "tensor": where.model, "context": 0, "expert": 0}
+        assert seen["ranks"] == coordinates
+        assert seen["place"] == (rank, len(found), where.pipe == 0, where.pipe == pipe - 1)
+        for ours, theirs in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
+            peers = next((p for p in topology.get_axis_comm_lists(theirs) if rank in p), [rank])
+            assert seen["members"][ours] == tuple(peers)
+            assert seen["sums"][ours] == sum(2**peer for peer in peers), "the group talks to other ranks"
+        ends = [p for p in topology.get_axis_comm_lists("pipe") if rank in p]
+        ends_of_own = {ends[0][0], ends[0][-1]} if ends else {rank}
+        assert seen["embedding"] == (sum(2**end for end in ends_of_own) if rank in ends_of_own else 2**rank)
+        assert seen["none"] == [axis for axis in AXES if dict(zip(AXES, (pipe, data, 1, 1, tensor)))[axis] == 1]
+
+
+def wrong_world(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        build_groups(pipe=2, data=2, tensor=1, device=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_axes_that_are_not_the_world_are_refused() -> None:
+    assert all("need 4 ranks, the world has 2" in message for message in run_ranks(wrong_world, 2))
+
+
+def test_one_process_needs_no_torch_distributed() -> None:
+    groups = ParallelGroups.single()
+    assert all(groups.size(axis) == 1 and groups.rank(axis) == 0 and groups.group(axis) is None for axis in AXES)
+    assert groups.is_first_stage and groups.is_last_stage and groups.embedding is None
+    groups.barrier()
+    with pytest.raises(TypeError):
+        groups.sizes["pipe"] = 2  # type: ignore[index]

@@ -1,0 +1,87 @@
+"""Every collective of tensor and sequence parallelism, forward and backward, against the whole computation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron import mpu
+from megatron.mpu import build_groups
+from tests.pool import run_ranks
+
+SEQ, BATCH, HIDDEN = 8, 3, 5
+
+
+def _values(name: str, rank: int) -> Tensor:
+    seed = sum(name.encode()) * 100 + rank
+    return torch.randn(SEQ, BATCH, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run_all(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    part = SEQ // world_size
+    own = slice(rank * part, (rank + 1) * part)
+    cut_input = {"gather_from_sequence"}
+    cut_output = {"reduce_scatter_to_sequence", "scatter_to_sequence"}
+    found = {}
+    for name in ("copy_to_tensor", "reduce_from_tensor", *cut_input, *sorted(cut_output)):
+        # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
+        x = _values("x", 0 if name == "scatter_to_sequence" else rank)
+        x = (x[own] if name in cut_input else x).clone().requires_grad_()
+        y = getattr(mpu, name)(x, group)
+        grad = _values("grad", rank)
+        y.backward(grad[own] if name in cut_output else grad)
+        assert x.grad is not None
+        found[name] = (y.detach(), x.grad)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_mappings_equal_the_whole_computation(world_size: int) -> None:
+    ranks, part = run_ranks(run_all, world_size), SEQ // world_size
+    x, grad = ([_values(name, r) for r in range(world_size)] for name in ("x", "grad"))
+    own = [slice(r * part, (r + 1) * part) for r in range(world_size)]
+    gathered = torch.cat([x[r][own[r]] for r in range(world_size)])
+    for r, found in enumerate(ranks):
+        expected: dict[str, tuple[Tensor, Tensor]] = {
+            # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather. A sum
+            # that every rank uses alike passes its gradient on as it is.
+            "copy_to_tensor": (x[r], sum(grad)),  # type: ignore[dict-item]
+            "reduce_from_tensor": (sum(x), grad[r]),  # type: ignore[dict-item]
+            "gather_from_sequence": (gathered, sum(grad)[own[r]]),  # type: ignore[index]
+            "reduce_scatter_to_sequence": (sum(x)[own[r]], torch.cat([grad[i][own[i]] for i in range(world_size)])),  # type: ignore[index]
+            "scatter_to_sequence": (x[0][own[r]], torch.cat([grad[i][own[i]] for i in range(world_size)])),
+        }
+        assert found.keys() == expected.keys()
+        for name, (y, gradient) in expected.items():
+            torch.testing.assert_close(found[name][0], y, rtol=1e-12, atol=1e-12, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(found[name][1], gradient, rtol=1e-12, atol=1e-12, msg=lambda m: f"{name} gradient: {m}")  # noqa: B023, E501
+
+
+def leaves_inputs_alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    x = _values("x", rank).transpose(0, 1)  # not contiguous
+    before = x.clone()
+    y = mpu.reduce_from_tensor(x, group)
+    assert torch.equal(x, before)
+    whole = mpu.gather_from_tensor(x.clone().requires_grad_(), group)
+    assert not whole.requires_grad
+    return y, whole
+
+
+def test_sum_is_out_of_place_and_last_dimension_is_gathered() -> None:
+    parts = [_values("x", r).transpose(0, 1) for r in range(2)]
+    for y, whole in run_ranks(leaves_inputs_alone, 2):
+        torch.testing.assert_close(y, parts[0] + parts[1])
+        assert torch.equal(whole, torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "reduce_scatter_to_sequence",
+     "scatter_to_sequence", "gather_from_tensor"],
+)  # fmt: skip
+def test_without_a_group_nothing_happens(name: str) -> None:
+    x: Any = torch.ones(2)
+    assert getattr(mpu, name)(x, None) is x

@@ -1,0 +1,61 @@
+"""Dropout is a function of its seed and leaves the generators alone."""
+
+import torch
+
+from megatron.mpu import dropout, fork_seed, mix_seed
+
+CPU = torch.device("cpu")
+
+
+def test_same_seed_same_mask_and_the_generator_is_untouched() -> None:
+    torch.manual_seed(5)
+    x, state = torch.ones(1000), torch.get_rng_state()
+    first = dropout(x, 0.3, 11, training=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(7)
+    assert torch.equal(dropout(x, 0.3, 11, training=True), first)
+    assert not torch.equal(dropout(x, 0.3, 12, training=True), first)
+
+
+def test_mask_has_its_share_and_scale() -> None:
+    x = torch.ones(100_000)
+    dropped = dropout(x, 0.25, 1, training=True)
+    kept = dropped != 0
+    # Standard error of the share is sqrt(0.25 * 0.75 / 1e5) = 0.0014.
+    assert abs(float(kept.float().mean()) - 0.75) < 0.007
+    torch.testing.assert_close(dropped[kept], torch.full((int(kept.sum()),), 1 / 0.75))
+
+
+def test_off_without_training_or_probability() -> None:
+    x = torch.ones(10)
+    assert dropout(x, 0.5, 1, training=False) is x
+    assert dropout(x, 0.0, 1, training=True) is x
+
+
+def test_gradient_goes_through_the_same_mask() -> None:
+    x = torch.ones(100, requires_grad=True)
+    y = dropout(x, 0.5, 3, training=True)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_generator_returns_after_an_error() -> None:
+    state = torch.get_rng_state()
+    try:
+        with fork_seed(3, CPU):
+            torch.rand(3)
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_seeds_are_apart_and_valid() -> None:
+    seeds = {mix_seed(s, layer, place) for s in range(10) for layer in range(10) for place in range(3)}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert mix_seed(1, 23) != mix_seed(12, 3)
+    assert mix_seed("a", 1) == mix_seed("a", 1)
+    with fork_seed(2**63 - 1 + 64, CPU):  # the largest seed with a tensor rank added
+        torch.rand(1)

@@ -1,0 +1,86 @@
+"""What holds for the tree as a whole: who may import whom, how long files are, which versions are pinned."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = {
+    "neox_arguments": 0,
+    "mpu": 1,
+    "data": 1,
+    "tokenizer": 1,
+    "model": 2,
+    "objectives": 2,
+    "checkpointing": 2,
+    "launch": 3,
+    "training": 3,
+    "generation": 3,
+}
+# Rooms that may import less, or one neighbour more, than their floor says.
+ONLY = {"launch": {"neox_arguments"}}
+NEIGHBOURS = {("checkpointing", "model")}
+# The one file that knows the engine's library.
+ENGINE = Path("megatron/training/engine.py")
+
+SOURCES = sorted(ROOT.glob("megatron/**/*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def room(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "megatron" and len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    here = path.relative_to(ROOT / "megatron").parts[0]
+    if here == "__init__.py":
+        return
+    for name in imports(path):
+        there = room(name)
+        if there is None or there == here or (here, there) in NEIGHBOURS:
+            continue
+        assert FLOORS[there] < FLOORS[here], f"{path} imports {name}"
+        assert there in ONLY.get(here, FLOORS), f"{path} imports {name}"
+
+
+def test_one_file_imports_deepspeed():
+    users = [path.relative_to(ROOT) for path in SOURCES if any(re.match(r"deepspeed\b", n) for n in imports(path))]
+    assert users == [ENGINE]
+
+
+def test_configuration_imports_no_torch():
+    for path in ROOT.glob("megatron/neox_arguments/*.py"):
+        assert not any(re.match(r"(torch|deepspeed)\b", name) for name in imports(path)), path
+
+
+def test_no_file_has_grown_two_jobs():
+    files = [*ROOT.glob("*.py"), *SOURCES, *ROOT.glob("tools/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > 500}
+    assert not long
+
+
+def test_versions_are_pinned():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    assert pins["torch"] == "2.13.0", "without a local version, so that every build of it fits"
+    assert int(pins["pytest"].split(".")[0]) < 9
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"deepspeed=={pins['deepspeed']}" in project["dependencies"]
+    extras = project["optional-dependencies"]
+    for requirement in [*project["dependencies"], *extras["data"], *extras["dev"], *extras["wandb"]]:
+        name = re.match(r"[A-Za-z0-9_.-]+", requirement)
+        assert name and (name.group().lower() in pins or requirement == "neox[data]"), requirement

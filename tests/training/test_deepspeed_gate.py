@@ -1,0 +1,112 @@
+"""The installed DeepSpeed computes right gradients; known wrong versions are refused.
+
+The same kind of check that found wrong ones in releases: SGD without clipping, since Adam hides a scale.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.training.gate import check_deepspeed, check_version
+from tests.pool import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.14.5", "older than anything checked"),
+        ("0.16.0", "sum over micro-batches"),
+        ("0.18.2", "sum over micro-batches"),
+        ("0.18.9", "unreduced"),
+        ("0.19.2", "divides its gradients again"),
+    ],
+)
+def test_wrong_versions_are_refused(version: str, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"deepspeed {version} .*{reason}.*pip install deepspeed==0.19.8"):
+        check_version(version)
+
+
+def test_right_versions_pass() -> None:
+    check_deepspeed()
+    check_version("0.19.3")
+    check_version("0.20.0+cu130")
+
+
+def _layers(bias: bool = False) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(8, 8, bias=bias) for _ in range(2)]
+
+
+def _data(micro_batches: int, data_ranks: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda: torch.randn(2, 8, generator=generator)  # noqa: E731
+    return [[(draw(), draw()) for _ in range(micro_batches)] for _ in range(data_ranks)]
+
+
+def errors(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_batches: int) -> list[float]:
+    """Relative error of this rank's updates against plain autograd, one SGD step with learning rate 1."""
+    import deepspeed
+    from deepspeed.runtime.pipe.module import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from megatron.training.engine import attach_deepspeed
+
+    attach_deepspeed()
+    data_ranks, layers = world_size // pipe, _layers()
+    for layer in layers:
+        layer.weight.data = layer.weight.data.bfloat16().float()
+    reference = nn.Sequential(*copy.deepcopy(layers))
+    loss_fn = lambda a, b: ((a.float() - b.float()) ** 2).mean()  # noqa: E731
+    data = _data(micro_batches, data_ranks)
+    for part in data:
+        for x, y in part:
+            (loss_fn(reference(x), y) / (micro_batches * data_ranks)).backward()
+    config: dict[str, Any] = {
+        "train_batch_size": micro_batches * 2 * data_ranks,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    model: nn.Module = nn.Sequential(*layers)
+    if pipe > 1:
+        topology = PipeDataParallelTopology(pipe, data_ranks)
+        model = PipelineModule(layers, topology=topology, loss_fn=loss_fn, partition_method="uniform")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    params = list(engine.module.parameters())
+    read = (lambda p: safe_get_full_fp32_param(p).clone()) if stage else (lambda p: p.detach().clone())
+    before = [read(p) for p in params]
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    own = [(x.to(dtype), y) for x, y in data[(rank % data_ranks) if pipe == 1 else engine.grid.get_data_parallel_rank()]]
+    if pipe > 1:
+        engine.train_batch(iter(own))
+        expected = [list(reference.parameters())[engine.stage_id]]
+    else:
+        for x, y in own:
+            engine.backward(loss_fn(engine(x), y))
+            engine.step()
+        expected = list(reference.parameters())
+    updates = [old - read(p) for old, p in zip(before, params, strict=True)]
+    return [float((u - e.grad).norm() / e.grad.norm()) for u, e in zip(updates, expected, strict=True)]  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8])
+@pytest.mark.parametrize(
+    ("ranks", "pipe", "stage", "bf16"),
+    [(2, 2, 0, False), (2, 2, 1, False), (4, 2, 1, True), (2, 1, 1, True), (2, 1, 2, True), (2, 1, 3, False)],
+)
+def test_gradients_of_the_installed_version(ranks: int, pipe: int, stage: int, bf16: bool, micro_batches: int) -> None:
+    worst = max(max(found) for found in run_ranks(errors, ranks, pipe, stage, bf16, micro_batches))
+    assert worst < (2e-2 if bf16 else 1e-5)

@@ -1,0 +1,127 @@
+"""The log line is upstream's, byte for byte; metrics.jsonl and TensorBoard hold the same numbers once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.callbacks import LogCallback, Step, Stopwatch
+from megatron.training.engine import StepResult
+from megatron.training.flops import neox_flops, readable_flops
+from megatron.training.loggers import JsonlLogger
+from tests.pool import run_ranks
+from tests.training.runs import NEOX, config, run_to_end
+
+
+def upstream_line(
+    samples: float, iteration: int, total: int, ms: float, lr: float, flops: str, loss: float, skipped: int, nan: int,
+    utilization: tuple[float, float] | None = None, scale: float | None = None,
+) -> str:  # fmt: skip
+    """The line's format as the reference states it."""
+    text = " samples/sec: {:.3f} | iteration {:8d}/{:8d} | elapsed time per iteration (ms): {:.1f} |".format(
+        samples, iteration, total, ms
+    )
+    text += f" learning rate: {lr:.3E} | approx flops per GPU: {flops} |"
+    if utilization:
+        text += " MFU: {:.2f}% | HFU: {:.2f}% |".format(*utilization)
+    text += f" lm_loss: {loss:.6E} |"
+    if scale is not None:
+        text += f" loss scale: {scale:.1f} |"
+    return text + f" number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
+
+
+class Clock(Stopwatch):
+    """Two seconds an interval."""
+
+    def lap(self) -> float:
+        return 2.0
+
+
+@pytest.mark.parametrize("scale", [None, 65536.0])
+@pytest.mark.parametrize("peak", [None, 1e-6])
+def test_line(scale: float | None, peak: float | None) -> None:
+    args = NeoXArgs.from_dict(config(NEOX, log_interval=2, padded_vocab_size=384, peak_theoretical_tflops=peak))
+    lines: list[str] = []
+    training = SimpleNamespace(
+        args=args,
+        groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
+        schedule=lambda step: 1e-4 * step,
+        engine=SimpleNamespace(loss_scale=scale),
+        logger=SimpleNamespace(info=lines.append),
+    )
+    bar: Any = __import__("tqdm").tqdm(disable=True)
+    log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
+    for i, loss in ((1, 3.0), (2, 5.0), (3, 4.0), (4, 8.0)):
+        log.on_step_end(step := Step(i, 8 * i, 256 * i, StepResult(torch.tensor(loss), 1.5, skipped=i == 3)))
+    flops = neox_flops(args, 3)
+    share = (100 * flops / (peak * 1e12),) * 2 if peak else None
+    common = {"utilization": share, "scale": scale}
+    assert lines == [
+        upstream_line(8.0, 2, 10, 1000.0, 2e-4, readable_flops(flops), 4.0, 0, 0, **common),  # type: ignore[arg-type]
+        upstream_line(8.0, 4, 10, 1000.0, 4e-4, readable_flops(flops), 8.0, 1, 0, **common),  # type: ignore[arg-type]
+    ]
+    assert step.row["train/lm_loss"] == 8.0 and step.row["train/grad_norm"] == 1.5
+    assert step.row["consumed_tokens"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.0"), (999.9, "999.9"), (1234.5, "1.2KFLOPS"), (4.78e14, "478.0TFLOPS")]
+)
+def test_readable_flops(value: float, text: str) -> None:
+    assert readable_flops(value) == text
+
+
+def test_flops_by_hand() -> None:
+    """24 f B s L h^2 (1 + s/6h + V/16Lh)."""
+    args = NeoXArgs.from_dict(config(NEOX, padded_vocab_size=384))
+    by_hand = 24 * 3 * 8 * 32 * 4 * 32**2 * (1 + 32 / (6 * 32) + 384 / (16 * 4 * 32))
+    assert neox_flops(args, 3) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_metrics_files_agree(tmp_path: Path) -> None:
+    given = config(
+        NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4, num_layers=2,
+        tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5", log_interval=2,
+    )  # fmt: skip
+    run_ranks(run_to_end, 1, given)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [0, 2, 4]
+    assert rows[1]["consumed_samples"] == 16 and rows[1]["consumed_tokens"] == 512
+    assert "train/lm_loss" not in rows[0] and "test/lm_loss" not in rows[1]
+    assert {"train/lm_loss", "validation/lm_loss", "test/lm_loss", "train/grad_norm"} <= rows[2].keys()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            row = next(row for row in rows if row["iteration"] == event.step)
+            assert event.value == pytest.approx(row[name], rel=1e-6)
+    assert set(events.Tags()["scalars"]) == {name for row in rows for name in row if "/" in name}
+
+
+def test_rows_after_the_restored_step_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"iteration": {i}}}\n' for i in range(6)) + '{"iteration": 6, "trai')
+    log = JsonlLogger(path, iteration=3)
+    log.write({"iteration": 4, "train/lm_loss": 1.0})
+    log.close()
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+    JsonlLogger(path, iteration=0).close()
+    assert path.read_text() == "", "a run from the start begins its own file"
+
+
+def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.mpu import configure_logging
+
+    try:
+        configure_logging(1).info("rank one")
+        configure_logging(0).info("rank zero")
+    finally:
+        logging.getLogger("megatron").handlers = []
+    assert capsys.readouterr().out == "rank zero\n"
