@@ -1,0 +1,58 @@
+# `make` alone lists the targets. PY names the interpreter that builds .venv; NO_VENV=1 uses PY itself, as it is.
+PY ?= python3
+VENV := .venv
+
+ifdef NO_VENV
+RUN := $(PY)
+ENV :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+RUN := $(VENV)/bin/python
+ENV := $(VENV)/installed
+endif
+
+CONFIG := configs/quickstart.yml configs/local_setup.yml
+SAVE := checkpoints/quickstart
+
+.DEFAULT_GOAL := help
+.PHONY: help env train test lint bench docs clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+env: $(ENV)  ## create .venv with the versions of constraints.txt
+
+$(VENV)/installed: constraints.txt pyproject.toml
+	$(PY) -c 'import sys; sys.exit("make: Python 3.11 or newer is needed, PY=$(PY) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(VENV)/bin/python || $(PY) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip check
+	touch $@
+
+train: $(ENV)  ## train a small model on real English, plot its loss, let it write; again: goes on or says it is finished
+	$(RUN) tools/quickstart_data.py
+	$(RUN) deepy.py train.py $(CONFIG)
+	$(RUN) tools/plot_metrics.py $(SAVE)/logs/metrics.jsonl --stats data/quickstart/stats.json
+	@test $(SAVE)/sample.jsonl -nt $(SAVE)/latest || \
+		$(RUN) deepy.py generate.py $(CONFIG) configs/text_generation.yml -o $(SAVE)/sample.jsonl
+	@echo "A sample of what it writes ($(SAVE)/sample.jsonl):"
+	@$(RUN) -c 'import json; print(json.loads(open("$(SAVE)/sample.jsonl").readline())["text"])'
+
+test: $(ENV)  ## every test; GPU tests only where there is a GPU
+	$(RUN) -m pytest tests
+
+lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to date
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) tools/docs/config_reference.py --check
+
+bench: $(ENV)  ## tokens per second of the quickstart model in several layouts
+	$(RUN) tools/bench.py
+
+docs: $(ENV)  ## write the generated documentation again
+	$(RUN) tools/docs/config_reference.py
+
+clean:  ## remove .venv and the caches; data, checkpoints and logs stay
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
