@@ -1,0 +1,58 @@
+"""Data room: `.bin/.idx` files, their index maps and sets, text preprocessing (numpy), and the Batch the model reads.
+
+The names that need torch (Batch, collate, loaders) are imported on first use: the tools start without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from megatron.data.datasets import (
+    Datasets,
+    build_datasets,
+    data_fingerprint,
+    data_prefixes,
+    fingerprint,
+    split_boundaries,
+    unigram_entropy,
+)
+from megatron.data.errors import DataError
+from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.index_maps import IndexMaps, build_packed
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
+from megatron.data.preprocess import EncodeJob, Output, preprocess
+
+if TYPE_CHECKING:
+    from megatron.data.batch import Batch, collate
+    from megatron.data.loader import eval_batches, train_loader
+
+__all__ = [
+    "Batch",
+    "DataError",
+    "Datasets",
+    "EncodeJob",
+    "IndexMaps",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "Output",
+    "PackedDataset",
+    "best_fitting_dtype",
+    "build_datasets",
+    "build_packed",
+    "collate",
+    "data_fingerprint",
+    "data_prefixes",
+    "eval_batches",
+    "fingerprint",
+    "preprocess",
+    "split_boundaries",
+    "train_loader",
+    "unigram_entropy",
+]
+
+_NEED_TORCH = {"Batch": "batch", "collate": "batch", "eval_batches": "loader", "train_loader": "loader"}
+
+
+def __getattr__(name: str):
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

@@ -1,0 +1,235 @@
+"""Reader and writer of the `.bin/.idx` pair (format MMIDIDX, shared by GPT-NeoX and Megatron-core).
+
+`.idx`, little-endian: magic `MMIDIDX\\0\\0` (9 bytes), u64 version = 1, u8 dtype code, u64 n sequences, u64 n document
+boundaries, i32 sizes [n] in tokens, i64 byte pointers into `.bin` [n], i64 boundaries (first 0, last n).
+`.bin`: the tokens, nothing else.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from megatron.data.errors import DataError
+from megatron.data.files import sha256, sync, temporary
+
+MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+FLOAT_CODES = (6, 7)
+CHUNK = 1 << 20  # rows looked at in one go, so that memory stays flat for files of any length
+
+
+def index_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def data_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def best_fitting_dtype(vocab_size: int | None) -> np.dtype:
+    """NeoX's and Megatron's rule: uint16 below 65,500 tokens, else int32."""
+    return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
+
+
+class IndexedDataset:
+    """Sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored dtype.
+
+    sizes [n] int32 (tokens), pointers [n] int64 (bytes), doc_idx int64 (document boundaries, in sequences).
+    Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        self.index_file, self.data_file = index_path(prefix), data_path(prefix)
+        for file in (self.index_file, self.data_file):
+            if not file.is_file():
+                raise DataError(
+                    f"{file}: no such file. Data paths are written without .bin/.idx; "
+                    "tools/datasets/preprocess_data.py makes the pair from text"
+                )
+        self.dtype, n, boundaries = _read_header(self.index_file)
+        rows = np.memmap(self.index_file, mode="r", dtype=np.uint8)
+        sizes_end = HEADER.size + 4 * n
+        pointers_end = sizes_end + 8 * n
+        self.sizes: np.ndarray = rows[HEADER.size : sizes_end].view("<i4")
+        self.pointers: np.ndarray = rows[sizes_end:pointers_end].view("<i8")
+        self.doc_idx: np.ndarray = rows[pointers_end : pointers_end + 8 * boundaries].view("<i8")
+        self._check_layout()
+        # A file of no bytes cannot be mapped
+        self.tokens: np.ndarray = (
+            np.memmap(self.data_file, mode="r", dtype=self.dtype)
+            if self.data_file.stat().st_size
+            else np.empty(0, self.dtype)
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.get(index)
+
+    def __reduce__(self):
+        # A worker process maps the files itself: pickling a memmap would send the whole corpus
+        return IndexedDataset, (self.prefix,)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens (None: all that are left) of sequence `index`, from token `offset` on."""
+        start = int(self.pointers[index]) // self.dtype.itemsize
+        stop = int(self.sizes[index]) if length is None else offset + length
+        return self.tokens[start + offset : start + stop]
+
+    def span(self, first: int, last: int) -> np.ndarray:
+        """All tokens of sequences [first, last), as they lie in the file."""
+        if first >= last:
+            return self.tokens[:0]
+        start, end = int(self.pointers[first]), int(self.pointers[last - 1])
+        return self.tokens[start // self.dtype.itemsize : end // self.dtype.itemsize + int(self.sizes[last - 1])]
+
+    @cached_property
+    def index_sha256(self) -> str:
+        """Hex SHA-256 of the `.idx`: the content key of everything derived from the sequence lengths."""
+        return sha256(self.index_file)
+
+    def _check_layout(self) -> None:
+        remedy = "make the pair again with tools/datasets/preprocess_data.py, or copy it again"
+        expected = 0
+        for start in range(0, len(self.sizes), CHUNK):
+            lengths = self.sizes[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = expected + np.cumsum(lengths)
+            if lengths.min() < 0 or not np.array_equal(self.pointers[start : start + CHUNK], ends - lengths):
+                raise DataError(f"{self.index_file}: its lengths and pointers contradict each other; {remedy}")
+            expected = int(ends[-1])
+        if self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
+            raise DataError(f"{self.index_file}: its document boundaries do not cover its sequences; {remedy}")
+        found = self.data_file.stat().st_size
+        if found != expected:
+            raise DataError(
+                f"{self.data_file}: {found} bytes, but {self.index_file} describes {expected}: "
+                f"the file is cut off or belongs to another index; {remedy}"
+            )
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    """(token dtype, number of sequences, number of document boundaries), checked against the file's size."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if head.startswith(OLD_MAGIC):
+        raise DataError(f"{path}: the old cached/lazy format; preprocess again with --dataset-impl mmap")
+    if not head.startswith(MAGIC[: len(head)]):
+        raise DataError(f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX)")
+    if len(head) < HEADER.size:
+        raise DataError(f"{path}: cut off after {size} bytes; make or copy it again")
+    _, version, code, n, boundaries = HEADER.unpack(head)
+    if version != VERSION:
+        raise DataError(f"{path}: format version {version}; this reader knows version {VERSION}")
+    if code in FLOAT_CODES:
+        raise DataError(
+            f"{path}: dtype code {code} is a float type that GPT-NeoX and Megatron-core number the other way round "
+            "(6 and 7 are float32 and float64 in one, float64 and float32 in the other); only integer data is read"
+        )
+    if code not in DTYPES:
+        raise DataError(f"{path}: unknown dtype code {code}; known are {sorted(DTYPES)}")
+    expected = HEADER.size + 12 * n + 8 * boundaries
+    if size != expected or boundaries < 1:
+        raise DataError(
+            f"{path}: {size} bytes, but its header ({n} sequences, {boundaries} document boundaries) needs {expected}; "
+            "make or copy it again"
+        )
+    return np.dtype(DTYPES[code]).newbyteorder("<"), n, boundaries
+
+
+class IndexedDatasetWriter:
+    """Writes a `.bin/.idx` pair: `.bin` streams to a temporary name; both get their names only when complete.
+
+    Use as a context manager: leaving it normally publishes the pair, an exception leaves nothing behind.
+    Memory: 12 bytes a document.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike):
+        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        if self.dtype not in CODES:
+            raise DataError(f"{prefix}: {self.dtype} cannot be stored; integer types are {[str(d) for d in CODES]}")
+        self.index_file, self.data_file = index_path(prefix), data_path(prefix)
+        self.data_file.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = temporary(self.data_file)
+        self._file = open(self._temporary, "wb")
+        self._sizes: list[np.ndarray] = []
+        self._boundaries: list[np.ndarray] = [np.zeros(1, np.int64)]
+        self._sequences = 0
+        self.documents = 0
+        self.tokens = 0
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        return self
+
+    def __exit__(self, kind, value, trace) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.discard()
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """One document. Without tokens it is only a boundary, as in NeoX."""
+        row = np.asarray(tokens)
+        self.add_documents(row, [len(row)])
+
+    def add_documents(self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray) -> None:
+        """Many documents: their tokens joined [sum(sizes)], and the length of each."""
+        lengths = np.asarray(sizes, dtype=np.int64)
+        if lengths.sum() != len(tokens):
+            raise DataError(f"{self.prefix}: {len(tokens)} tokens for documents of {lengths.sum()} in all")
+        if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
+            raise DataError(f"{self.prefix}: a document of {lengths.max()} tokens; the format ends at 2,147,483,647")
+        if len(tokens) and tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            if tokens.dtype.kind not in "iu" or tokens.min() < limits.min or tokens.max() > limits.max:
+                raise DataError(f"{self.prefix}: tokens do not fit {self.dtype}: {tokens.min()} to {tokens.max()}")
+        self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).tobytes())
+        self._boundaries.append(self._sequences + np.cumsum(lengths > 0))
+        self._sizes.append(lengths[lengths > 0].astype(np.int32))
+        self._sequences += len(self._sizes[-1])
+        self.documents += len(lengths)
+        self.tokens += len(tokens)
+
+    def finalize(self) -> None:
+        """Sync both files and give them their names."""
+        self._close()
+        index = temporary(self.index_file)
+        sizes = np.concatenate(self._sizes or [np.empty(0, np.int32)])
+        boundaries = np.concatenate(self._boundaries)
+        with open(index, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(boundaries)))
+            file.write(sizes.astype("<i4").tobytes())
+            end = 0
+            for start in range(0, len(sizes), CHUNK):
+                chunk = sizes[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
+                ends = end + np.cumsum(chunk)
+                file.write((ends - chunk).astype("<i8").tobytes())
+                end = int(ends[-1])
+            file.write(boundaries.astype("<i8").tobytes())
+        sync(index)
+        # The old index goes first: at no moment do an old and a new file stand as a pair
+        self.index_file.unlink(missing_ok=True)
+        os.replace(self._temporary, self.data_file)
+        os.replace(index, self.index_file)
+        sync(self.index_file.parent)
+
+    def discard(self) -> None:
+        """Drop what was written."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

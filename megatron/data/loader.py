@@ -1,0 +1,119 @@
+"""Iterators that turn a dataset into the micro-batches of one data-parallel rank."""
+
+import hashlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.data.batch import Batch, collate
+from megatron.data.errors import DataError
+from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.sampler import eval_slices, train_slices
+from megatron.neox_arguments import NeoXArgs
+
+
+def micro_batch_seed(seed: int, first_sample: int) -> int:
+    """Dropout seed (63 bits) of the micro-batch that begins at `first_sample` of the global order.
+
+    A hash of the two numbers: the same in every process, after every restart.
+    """
+    digest = hashlib.blake2b(f"{seed}:{first_sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class _MicroBatches(Dataset):
+    """A slice of sample numbers -> Batch; what the loader's workers run."""
+
+    dataset: PackedDataset
+    seed: int
+    eod: int | None
+    eod_mask_loss: bool
+
+    def __getitem__(self, samples: range) -> Batch:
+        windows = np.stack([self.dataset[index] for index in samples])
+        seed = micro_batch_seed(self.seed, samples.start)
+        return collate(windows, eod=self.eod, eod_mask_loss=self.eod_mask_loss, seed=seed)
+
+
+def train_loader(
+    dataset: PackedDataset,
+    args: NeoXArgs,
+    *,
+    data_rank: int,
+    data_size: int,
+    consumed_samples: int = 0,
+    eod: int | None = None,
+    pin_memory: bool = False,
+) -> Iterator[list[Batch]]:
+    """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an optimizer step.
+
+    Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has handed out.
+    The `num_workers` processes start at once; closing or dropping the iterator ends them.
+    """
+    batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
+        raise DataError(
+            f"train_batch_size {batch} is not train_micro_batch_size_per_gpu {args.train_micro_batch_size_per_gpu} "
+            f"x gradient_accumulation_steps {accumulation} x {data_size} data-parallel ranks"
+        )
+    steps = max(0, len(dataset) - consumed_samples) // batch
+    workers = args.num_workers
+    loader = DataLoader(
+        _MicroBatches(dataset, args.seed, eod, args.eod_mask_loss),
+        batch_size=None,  # a slice of samples is one item: it comes out as one Batch
+        sampler=train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),
+        collate_fn=_as_is,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        # fork starts at once and shares the mapped files; elsewhere the platform's own way
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        worker_init_fn=_ignore_signals if workers else None,
+        generator=torch.Generator(),  # else starting it would draw from the global generator
+    )
+    return _steps(iter(loader), steps, accumulation)
+
+
+def eval_batches(
+    dataset: PackedDataset,
+    n_samples: int,
+    micro_batch: int,
+    data_rank: int,
+    data_size: int,
+    *,
+    eod: int | None = None,
+    eod_mask_loss: bool = False,
+) -> Iterator[Batch]:
+    """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size.
+
+    Every data rank gets as many; places without a sample repeat sample 0 with loss weights 0, so that nothing is
+    dropped and nothing is counted twice.
+    """
+    n_samples = min(n_samples, len(dataset))
+    for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
+        windows = np.stack([dataset[index if index < n_samples else 0] for index in slots])
+        batch = collate(windows, eod=eod, eod_mask_loss=eod_mask_loss)
+        real = torch.tensor([index < n_samples for index in slots], dtype=torch.int64)[:, None]
+        yield replace(batch, labels=batch.labels * real, loss_weights=batch.loss_weights * real)
+
+
+def _steps(micro_batches: Iterator[Batch], steps: int, accumulation: int) -> Iterator[list[Batch]]:
+    for _ in range(steps):
+        # No name is bound to the list: a suspended generator would keep the batches alive
+        yield [next(micro_batches) for _ in range(accumulation)]
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def _ignore_signals(_worker: int) -> None:
+    """Terminal and scheduler signals go to the whole process group; the main process decides when workers end."""
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,0 +1,64 @@
+"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, and say where validation began and ended."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """(consumed tokens, values) of the rows that have `name`."""
+    chosen = [row for row in rows if name in row]
+    return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
+
+
+def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
+    """Write the picture: losses in nats a token, and the unigram entropy as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(*read_curve(rows, "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
+    axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
+    if entropy is not None:
+        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy (validation)")
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def summary(rows: list[dict[str, Any]], entropy: float | None) -> str:
+    """One sentence: validation loss before and after, beside what knowing only token frequencies gives."""
+    tokens, losses = read_curve(rows, "validation/lm_loss")
+    if not losses:
+        return "no validation loss in these metrics"
+    text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
+    return text if entropy is None else f"{text} (unigram entropy {entropy:.3f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run, in its log_dir")
+    parser.add_argument("--output", type=Path, help="picture to write (loss.png beside the metrics)")
+    parser.add_argument("--stats", type=Path, help="stats.json of tools/quickstart_data.py, for the unigram entropy")
+    options = parser.parse_args()
+    try:
+        rows = [json.loads(line) for line in options.metrics.read_text(encoding="utf-8").splitlines()]
+        entropy = json.loads(options.stats.read_text())["validation_unigram_entropy"] if options.stats else None
+    except (OSError, ValueError, KeyError) as problem:
+        sys.stderr.write(f"plot_metrics.py: {problem}\n")
+        return 1
+    output = options.output or options.metrics.with_name("loss.png")
+    plot(rows, entropy, output)
+    print(f"{summary(rows, entropy)}; plot: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Make the quickstart data under data/quickstart: real English that every CPython carries, a tokenizer, `.bin/.idx`.
+
+The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library's sources. Nothing
+is downloaded, and nothing is made again while the files are whole.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data import (  # noqa: E402
+    EncodeJob,
+    IndexedDataset,
+    fingerprint,
+    preprocess,
+    split_boundaries,
+    unigram_entropy,
+)
+from megatron.data.files import sha256, temporary  # noqa: E402
+from megatron.tokenizer import make_tokenizer  # noqa: E402
+
+RECIPE = 1  # changes when the same Python would give other data
+VOCAB_SIZE = 1024
+SPLIT = "95,5,0"  # of configs/local_setup.yml
+SHORTEST = 100  # characters of a document
+# Not prose, not part of every installation, or not the standard library
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+
+
+def library_documents() -> Iterator[str]:
+    """One text per class (its docstring and its methods'), one per module for the rest. Sources are read, not run."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            try:
+                module = ast.parse(path.read_bytes())
+            except SyntaxError:  # templates and samples are no programs
+                continue
+            yield from _docstrings(module)
+
+
+def topic_documents() -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    yield from topics.values()
+
+
+def _docstrings(node: ast.Module | ast.ClassDef) -> Iterator[str]:
+    texts = [ast.get_docstring(node)]
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            texts.append(ast.get_docstring(child))
+        elif isinstance(child, ast.ClassDef):
+            yield from _docstrings(child)
+    yield "\n\n".join(text for text in texts if text)
+
+
+def write_corpus(path: Path) -> int:
+    """Write the documents as JSONL; returns how many. Ordered by hash, so that the last ones are a fair sample."""
+    texts = {text.strip() for text in [*topic_documents(), *library_documents()]}
+    kept = [text for text in texts if len(text) >= SHORTEST]
+    kept.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in kept)
+    _publish(path, lines.encode())
+    return len(kept)
+
+
+def train_tokenizer(corpus: Path, path: Path) -> None:
+    """A byte-level BPE with NeoX's two special tokens first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>", "<|padding|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with open(corpus, encoding="utf-8") as lines:
+        tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
+    _publish(path, tokenizer.to_str(pretty=True).encode())
+
+
+def build(folder: Path, report: Callable[[str], None]) -> None:
+    """See that `folder` holds corpus.jsonl, tokenizer.json, text_document.{bin,idx} and stats.json, whole."""
+    corpus, tokenizer, prefix, stamp = (
+        folder / name for name in ("corpus.jsonl", "tokenizer.json", "text_document", "stats.json")
+    )
+
+    def content() -> dict:
+        return {"corpus": sha256(corpus), "tokenizer": sha256(tokenizer), "dataset": fingerprint(str(prefix))}
+
+    try:
+        stats = json.loads(stamp.read_text())
+        if stats["recipe"] == RECIPE and stats["content"] == content():
+            report(f"{folder}: up to date ({stats['documents']} documents, {stats['tokens']} tokens)")
+            return
+    except (OSError, ValueError, KeyError):  # missing or half of it: make it all
+        pass
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    documents = write_corpus(corpus)
+    report(f"{corpus}: {documents} documents, {corpus.stat().st_size / 1e6:.1f} MB")
+    train_tokenizer(corpus, tokenizer)
+    report(f"{tokenizer}: byte-level BPE, {VOCAB_SIZE} tokens")
+    job = EncodeJob(make_tokenizer, ("HFTokenizer", str(tokenizer)), append_eod=True)
+    output = preprocess([corpus], [prefix], job)[0]
+    report(f"{prefix}.bin, .idx: {output.tokens} tokens")
+    dataset = IndexedDataset(prefix)
+    _, start, end, _ = split_boundaries(SPLIT, len(dataset))
+    validation = dataset.span(start, end)
+    stats = {
+        "recipe": RECIPE,
+        "documents": output.documents,
+        "tokens": output.tokens,
+        "validation_documents": end - start,
+        "validation_tokens": len(validation),
+        "validation_unigram_entropy": unigram_entropy(validation),  # nats
+        "content": content(),
+    }
+    _publish(stamp, (json.dumps(stats, indent=1) + "\n").encode())
+    report(
+        f"{stamp}: unigram entropy of the {len(validation)} validation tokens "
+        f"{stats['validation_unigram_entropy']:.3f} nats"
+    )
+
+
+def _publish(path: Path, content: bytes) -> None:
+    unfinished = temporary(path)
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("data/quickstart"), help="where to (data/quickstart)")
+    build(parser.parse_args().folder, print)
+
+
+if __name__ == "__main__":
+    main()
