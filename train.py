@@ -17,7 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         args = parse_script(argv, "train.py").check_training()
-        process = process_info(master_addr=args.master_addr, master_port=args.master_port)
+        port = None if args.origin("master_port") == "default" else args.master_port
+        process = process_info(master_addr=args.master_addr, master_port=port)
+        os.environ.update(process.variables())
         import torch
 
         # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.

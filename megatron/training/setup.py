@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.data import Datasets, build_datasets
 from megatron.model import Stage, build_stage, init_stage
 from megatron.mpu import ParallelGroups, Process, configure_logging, join
-from megatron.neox_arguments import NeoXArgs, arguments_dump
+from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
 from megatron.objectives import language_modelling
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress

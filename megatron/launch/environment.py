@@ -1,0 +1,127 @@
+"""Rank, world and rendezvous of this process, read from the environment its starter left."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEFAULT_PORT = 29500
+
+
+class LaunchError(ValueError):
+    """Ranks cannot be started, or this process cannot tell which rank it is."""
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One rank's place in the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    starter: str  # "torchrun", "slurm", "mpi" or "alone"
+
+    def variables(self) -> dict[str, str]:
+        """The variables torch.distributed's env:// reads, for starters that set others."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def process_info(
+    env: Mapping[str, str] | None = None, master_addr: str | None = None, master_port: int | None = None
+) -> ProcessInfo:
+    """This process's place: from RANK and WORLD_SIZE (deepy.py, torchrun), a Slurm step, OpenMPI, or alone.
+
+    `master_addr` and `master_port` are used where the environment names none. Raises LaunchError when the variables
+    are incomplete or contradict each other.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env or "WORLD_SIZE" in env:
+        info = _from_torchrun(env, master_addr, master_port)
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        # Only a step started by srun: a batch script sees SLURM_PROCID=0 and SLURM_NTASKS=N too, but is one process.
+        info = _from_slurm(env, master_addr, master_port)
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        info = _from_mpi(env, master_addr, master_port)
+    else:
+        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr or "127.0.0.1", master_port), starter="alone")
+    if not 0 <= info.rank < info.world_size:
+        raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
+    if not 0 <= info.local_rank < info.local_world_size:
+        raise LaunchError(
+            f"local rank {info.local_rank} is outside this machine's {info.local_world_size} ranks "
+            f"({info.starter} environment)"
+        )
+    return info
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: `n[003-007,9],m1` -> `n003`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
+    if match is None:
+        raise LaunchError(f"cannot read the node list {nodelist!r} of SLURM_JOB_NODELIST; set MASTER_ADDR")
+    return "".join(part for part in match.groups() if part)
+
+
+def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
+    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
+    local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    if "MASTER_ADDR" not in env and addr is None and world > 1:
+        raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
+    return ProcessInfo(
+        rank, world, local_rank, local_world, *_rendezvous(env, addr or "127.0.0.1", port), starter="torchrun"
+    )
+
+
+def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
+    world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+    local_rank = _number(env, "SLURM_LOCALID", 0)
+    tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    local_world = max(int(tasks_here.group()) if tasks_here else 1, local_rank + 1)
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    if addr is None:
+        one_node = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)) == 1
+        addr = "127.0.0.1" if one_node or not hosts else first_host(hosts)
+    if port is None:
+        # Jobs that share a node must not share a port.
+        port = DEFAULT_PORT + _number(env, "SLURM_JOB_ID", 0) % 1000
+    rank = _number(env, "SLURM_PROCID")
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="slurm")
+
+
+def _from_mpi(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
+    rank, world = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+    local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_world = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", local_rank + 1)
+    if addr is None and "MASTER_ADDR" not in env and local_world < world:
+        raise LaunchError(
+            "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."
+        )
+    return ProcessInfo(
+        rank, world, local_rank, local_world, *_rendezvous(env, addr or "127.0.0.1", port), starter="mpi"
+    )
+
+
+def _rendezvous(env: Mapping[str, str], addr: str, port: int | None) -> tuple[str, int]:
+    return env.get("MASTER_ADDR", addr), _number(env, "MASTER_PORT", DEFAULT_PORT if port is None else port)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in env:
+        if default is None:
+            raise LaunchError(f"the environment does not name {name}; it is needed beside the other rank variables")
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number") from None

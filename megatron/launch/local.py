@@ -1,0 +1,185 @@
+"""Start a command's ranks on this machine: one per GPU found, or gloo processes where there is none."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.launch.environment import LaunchError, ProcessInfo
+from megatron.launch.watch import watch_ranks
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+ARGS_FLAG = "--neox-args"
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """What to start here: every rank runs `command`, its output goes to `log_dir/rank_<r>.log`."""
+
+    command: tuple[str, ...]
+    world_size: int
+    log_dir: Path
+    devices: tuple[str, ...] = ()  # entries of CUDA_VISIBLE_DEVICES; empty on a machine without GPUs
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None  # None: any free port
+
+    def environment(self, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
+        """Variables of one rank: `base` and its place in the run. What the user has set is kept."""
+        here = ProcessInfo(rank, self.world_size, rank, self.world_size, self.master_addr, port, starter="torchrun")
+        env = {**base, **here.variables()}
+        if self.devices:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+        if self.world_size > 1:
+            # Each rank would otherwise take every core.
+            env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self.world_size)))
+            if sys.platform == "linux" and not self.devices:
+                # gloo asks the resolver for this machine's name, which laptops and containers often cannot answer.
+                env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return env
+
+
+def launch_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] = ()) -> int:
+    """Run `script` on this machine as `args` ask; the exit code of the run. With one rank this call does not return.
+
+    The resolved args reach the ranks through `<log_dir>/neox_args.<script>.json`, named by the flag `--neox-args`.
+    Raises LaunchError for GPUs that are not there and a port that is taken, ConfigError for a layout that does not fit.
+    """
+    return run_local(plan_local(script, args, script_args))
+
+
+def plan_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] = ()) -> LocalRun:
+    """How `launch_local` would start `script`; writes the args file."""
+    script = Path(script)
+    wanted = args.num_gpus
+    if args.hostfile and wanted is None:
+        wanted = hostfile_slots(args.hostfile)
+    world_size, devices = choose_ranks(visible_gpus(os.environ), wanted, args.include)
+    args = args.for_world(world_size)  # a world that does not fit is refused once, not by every rank
+    port = None if args.origin("master_port") == "default" else args.master_port
+    log_dir = Path(args.log_dir or (Path(args.save) / "logs" if args.save else "logs"))
+    log_dir.mkdir(parents=True, exist_ok=True)
+    args_file = log_dir / f"neox_args.{script.stem}.json"
+    temporary = args_file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(args.to_json(), encoding="utf-8")
+    temporary.replace(args_file)
+    # -u: a log line must reach the log when it is printed, not when a buffer is full
+    command = (sys.executable, "-u", str(script), ARGS_FLAG, str(args_file), *script_args)
+    return LocalRun(command, world_size, log_dir, devices, args.master_addr or "127.0.0.1", port)
+
+
+def run_local(run: LocalRun) -> int:
+    """Start all ranks, watch them to the end; the exit code. One rank replaces this process."""
+    port = _port(run.master_port, os.environ)
+    if run.world_size == 1:
+        _become(run.command, run.environment(0, port, os.environ))
+    environments = [run.environment(rank, port, os.environ) for rank in range(run.world_size)]
+    run.log_dir.mkdir(parents=True, exist_ok=True)
+    return watch_ranks(run.command, environments, run.log_dir)
+
+
+def choose_ranks(
+    gpus: Sequence[str], num_gpus: int | None = None, include: str | None = None
+) -> tuple[int, tuple[str, ...]]:
+    """Number of ranks, and the GPU of each in CUDA_VISIBLE_DEVICES' spelling (none without GPUs).
+
+    gpus: what this machine shows (`visible_gpus`). include: `localhost:2,3`, DeepSpeed's spelling.
+    Raises LaunchError when a GPU asked for is not there.
+    """
+    if not gpus:
+        if include:
+            raise LaunchError(f"include: {include!r} names GPUs, but this machine shows none; use num_gpus instead")
+        return num_gpus or 1, ()
+    chosen = _named_gpus(include, gpus) if include else list(gpus)
+    wanted = len(chosen) if num_gpus is None else num_gpus
+    if wanted > len(chosen):
+        raise LaunchError(f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer")
+    return wanted, tuple(chosen[:wanted])
+
+
+def hostfile_slots(path: str | Path) -> int:
+    """Ranks that a hostfile gives this machine: its only line is `localhost slots=N`, or this machine's name.
+
+    Raises LaunchError for other machines: ranks are started here only.
+    """
+    slots = None
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as problem:
+        raise LaunchError(f"hostfile: {path} cannot be read ({problem.strerror})") from None
+    for number, line in enumerate(lines, start=1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if match is None:
+            raise LaunchError(f"{path}:{number}: {line!r} is not of the form `host slots=N`")
+        if slots is not None or match[1] not in _local_names():
+            raise LaunchError(
+                f"{path}:{number}: {match[1]} is another machine; ranks are started on this one only. "
+                "Start train.py on all of them with torchrun, srun or mpirun instead"
+            )
+        slots = int(match[2])
+    if not slots:
+        raise LaunchError(f"hostfile: {path} gives this machine no slots; write `localhost slots=N`")
+    return slots
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch  # takes a second: only when ranks are counted
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def _named_gpus(include: str, gpus: Sequence[str]) -> list[str]:
+    """GPUs of `localhost:2,3`, or of `localhost`: all of them."""
+    host, _, indices = include.partition(":")
+    if host not in _local_names():
+        raise LaunchError(f"include: {include!r} names another machine than this one; write localhost:0,1")
+    named = [name.strip() for name in indices.split(",") if name.strip()] or list(gpus)
+    for name in named:
+        if name not in gpus:
+            raise LaunchError(f"include: {include!r} asks for GPU {name}; this machine shows {', '.join(gpus)}")
+    return named
+
+
+def _local_names() -> tuple[str, ...]:
+    return "localhost", "127.0.0.1", socket.gethostname()
+
+
+def _port(wanted: int | None, env: Mapping[str, str]) -> int:
+    """The rendezvous port: `wanted` or MASTER_PORT if they are free, else any free one."""
+    source = "master_port"
+    if wanted is None and env.get("MASTER_PORT"):
+        source = "MASTER_PORT in the environment"
+        if not env["MASTER_PORT"].isdecimal():
+            raise LaunchError(f"{source} is {env['MASTER_PORT']!r}, not a port number")
+        wanted = int(env["MASTER_PORT"])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted or 0))
+        except (OSError, OverflowError) as problem:
+            raise LaunchError(
+                f"{source}: port {wanted} cannot be used ({problem}); set another, or none: then a free one is taken"
+            ) from None
+        return probe.getsockname()[1]
+
+
+def _become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Replace this process: with one rank nothing needs to be watched."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], list(command), dict(env))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
