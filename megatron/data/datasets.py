@@ -78,21 +78,26 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
     return Path(args.save or Path(prefix).parent) / "index_cache"
 
 
-def build_datasets(args: NeoXArgs, *, train_batch_size: int, build: bool, barrier: Callable[[], None]) -> Datasets:
+def build_datasets(
+    args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], None]], None]
+) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths` with one prefix each.
 
-    The rank with `build=True` writes the index maps that the cache does not hold; `barrier` is called once on every
-    rank between writing and reading. Raises DataError on all ranks alike for data that cannot be used.
+    once: called on every rank with the writing of index maps that the cache does not hold; it runs that on one rank,
+    lets the others wait, and raises on all what it raised there. Raises DataError on all ranks alike for data that
+    cannot be used.
     """
     parts = _parts(args, requested_samples(args, train_batch_size))
     for part in parts:
         _check_length(part, args.seq_length)
     keys = {part.name: _key(part, args) for part in parts}
     caches = {part.name: index_cache_dir(args, part.indexed.prefix) for part in parts}
-    if build:
+
+    def write() -> None:
         for part in parts:
             cached(caches[part.name], keys[part.name], lambda part=part: _maps(part, args))  # type: ignore[misc]
-    barrier()
+
+    once(write)
     sets = {
         part.name: PackedDataset(
             part.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ class Step:
     consumed_samples: int
     consumed_tokens: int
     result: StepResult | None
-    row: MutableMapping[str, float | int] = field(default_factory=dict)
+    row: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.row |= {
@@ -88,7 +88,7 @@ class LogCallback:
 
     def _fill(self, step: Step, loss: float, seconds: float) -> None:
         args = self.training.args
-        assert step.result is not None and args.train_batch_size is not None
+        assert step.result is not None
         row = step.row
         row["train/lm_loss"] = loss
         row["train/learning_rate"] = self.training.schedule(step.iteration)
@@ -142,15 +142,12 @@ class LogCallback:
         )
 
 
-def validate(
-    training: Training, which: str, iteration: int, row: MutableMapping[str, float | int], bar: tqdm
-) -> None:
+def validate(training: Training, which: str, iteration: int, row: dict[str, float | int], bar: tqdm) -> None:
     """Loss on the validation ("valid") or test ("test") set, into the log and the row; nothing without such a set."""
     dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[which]
     args = training.args
     if dataset is None or args.eval_iters == 0:
         return
-    assert args.train_batch_size is not None
     found = evaluate(
         training.engine, dataset, args.eval_iters * args.train_batch_size, args, training.groups, training.tokenizer.eod
     )

@@ -196,7 +196,7 @@ class Checkpointer:
     def _choose_source(self) -> tuple[Path | None, bool]:
         """(checkpoint directory or None, whether it is this run's own `save`)."""
         args = self.args
-        same = args.load is not None and args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
+        same = bool(args.load and args.save) and Path(args.load or "").resolve() == Path(args.save or "").resolve()
         if args.save is not None and not args.restart and (read_latest(args.save) or list_checkpoints(args.save)):
             return find_checkpoint(args.save, args.iteration if same or args.load is None else None), True
         if args.load is None or (same and (args.restart or not list_checkpoints(args.load))):

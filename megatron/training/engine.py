@@ -172,6 +172,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     if args.params_dtype == "bf16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": False}
     if args.params_dtype == "fp16":
+        assert args.fp16 is not None
         config["fp16"] = {key: value for key, value in args.fp16.items() if key not in ("type", "fp16")}
     return config
 
@@ -199,7 +200,8 @@ class Engine:
         self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         assert_same_groups(optimizer.param_groups, groups)
         attach_deepspeed()
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))  # DeepSpeed reads it even when told the device
+        # DeepSpeed reads it even when told the device.
+        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe = self._wrap_pipeline() if groups.size("pipe") > 1 else None
@@ -303,7 +305,8 @@ class Engine:
         rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
         for layer, name, param in self._params:
             spec = next(s for s in specs[layer] if s.name == name)
-            safe_set_full_fp32_param(param, shard(initial_value(spec, layer, self.args, self.groups.device), spec, rank, size))
+            whole = initial_value(spec, layer, self.args, self.groups.device)
+            safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,7 +33,6 @@ def evaluate(
     engine: Engine, dataset: PackedDataset, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
 ) -> Evaluation:
     """Loss over the first `num_samples` samples (all, when there are fewer)."""
-    assert args.train_micro_batch_size_per_gpu is not None and args.padded_vocab_size is not None
     totals = torch.zeros(2, dtype=torch.float64)
     counts = torch.zeros(args.padded_vocab_size, dtype=torch.int64)
     batches = eval_batches(
@@ -49,9 +48,7 @@ def evaluate(
         for batch, logprobs in zip(chunk, engine.token_logprobs(chunk), strict=True):
             weights = batch.loss_weights.double()
             totals += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
-            counts += torch.from_numpy(
-                np.bincount(batch.labels[batch.loss_weights > 0].numpy(), minlength=len(counts))
-            )
+            counts += batch.labels[batch.loss_weights > 0].bincount(minlength=len(counts))
     if groups.group("data") is not None:
         totals, counts = totals.to(groups.device), counts.to(groups.device)
         dist.all_reduce(totals, group=groups.group("data"))
@@ -61,7 +58,7 @@ def evaluate(
     return Evaluation(float(totals[0] / totals[1].clamp(min=1.0)), float(-(shares * shares.log()).sum()))
 
 
-def _chunks(batches, size: int):
+def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
     chunk: list[Batch] = []
     for batch in batches:
         chunk.append(batch)

@@ -10,7 +10,6 @@ def neox_flops(args: NeoXArgs, factor: int) -> float:
 
     It ignores grouped queries, the width of gated MLPs and the causal half of attention.
     """
-    assert args.padded_vocab_size is not None and args.train_batch_size is not None
     layers, hidden, seq = args.num_layers, args.hidden_size, args.seq_length
     brackets = 1.0 + seq / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)
     return 24.0 * factor * args.train_batch_size * seq * layers * hidden**2 * brackets

@@ -8,7 +8,7 @@ from importlib.metadata import version
 _WRONG = (
     ((0, 16, 0), (0, 18, 2), "pipeline gradients are a sum over micro-batches instead of a mean"),
     ((0, 18, 3), (0, 18, 99), "ZeRO-1 with bf16 leaves gradients unreduced, and pipeline stages divide them again"),
-    ((0, 19, 0), (0, 19, 2), "each pipeline stage but the last divides its gradients again by the number of micro-batches"),
+    ((0, 19, 0), (0, 19, 2), "every pipeline stage but the last divides its gradients again by the micro-batches"),
 )
 _TESTED = (0, 19, 8)
 

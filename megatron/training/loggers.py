@@ -21,7 +21,7 @@ class MetricLogger(Protocol):
 
 
 class JsonlLogger:
-    """`metrics.jsonl`, one object a line in full precision. Rows after `iteration` are cut, so each step stands once."""
+    """`metrics.jsonl`, one object a line in full precision. Rows after `iteration` are cut: each step stands once."""
 
     def __init__(self, path: Path, iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

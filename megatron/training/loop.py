@@ -30,10 +30,10 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
 def train(training: Training) -> None:
     """Train to `train_iters`: log, validate and save on the way, validate, test and save at the end."""
     args, progress, logger = training.args, training.progress, training.logger
-    assert args.train_batch_size is not None
     is_chief = training.groups.world_rank == 0
     if progress.iteration >= args.train_iters:
-        logger.info(f"run finished at iteration {progress.iteration}: nothing left to do (train_iters {args.train_iters})")
+        logger.info(f"nothing left to do: train_iters is {args.train_iters}")
+        logger.info(f"run finished at iteration {progress.iteration}")
         return
     loggers = build_loggers(args, progress.iteration) if is_chief else []
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.data import Datasets, build_datasets
 from megatron.model import Stage, build_stage, init_stage
-from megatron.mpu import ParallelGroups, Process, configure_logging, join
+from megatron.mpu import ParallelGroups, Process, configure_logging, join, on_rank_zero
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
 from megatron.objectives import language_modelling
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
@@ -65,9 +65,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
     logger.info(arguments_dump(args))
     for note in args.notes():
         logger.info(note)
-    assert args.train_batch_size is not None
     datasets = build_datasets(
-        args, train_batch_size=args.train_batch_size, build=groups.world_rank == 0, barrier=groups.barrier
+        args, train_batch_size=args.train_batch_size, once=lambda work: on_rank_zero(groups, work)
     )
     engine = build_engine(args, groups, logger)
     schedule = build_schedule(args)

@@ -28,7 +28,7 @@ def make_args(**changes):
 
 
 def build(args, batch: int = 8):
-    return build_datasets(args, train_batch_size=batch, build=True, barrier=lambda: None)
+    return build_datasets(args, train_batch_size=batch, once=lambda work: work())
 
 
 def test_borders_equal_neox():

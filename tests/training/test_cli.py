@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +60,7 @@ def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> Non
     alone = command(tmp_path, "train.py", *files, "--set", "train_micro_batch_size_per_gpu=4")
     assert alone.returncode == 0, alone.stderr
     rows = [json.loads(x) for x in (tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "train.py", *files]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py", *files]
     other = str(tmp_path / "other")
     done = command(tmp_path, *torchrun, "--set", "pipe_parallel_size=2", f"save={other}", f"load={other}")
     assert done.returncode == 0, done.stderr
@@ -81,8 +84,17 @@ def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> Non
     ],
 )
 def test_bad_input_is_one_clear_line(files: list[str], tmp_path: Path, change: str, line: str) -> None:
-    done = command(tmp_path, "train.py", *files, "--set", change)
-    assert done.returncode == 1
-    assert re.search(line, done.stderr), done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) <= 2
+    code, printed = run_ranks(call_train, 1, [*files, "--set", change], init=False)[0]
+    assert code == 1
+    assert re.search(line, printed), printed
+    assert "Traceback" not in printed and len(printed.strip().splitlines()) <= 2
     assert not (tmp_path / "run" / "latest").exists()
+
+
+def call_train(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+    """For the pool: train.py's exit code and what it prints for a person."""
+    import train
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.redirect_stdout(io.StringIO()):
+        code = train.main(argv)
+    return code, printed.getvalue()

@@ -89,7 +89,8 @@ def errors(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_
     read = (lambda p: safe_get_full_fp32_param(p).clone()) if stage else (lambda p: p.detach().clone())
     before = [read(p) for p in params]
     dtype = torch.bfloat16 if bf16 else torch.float32
-    own = [(x.to(dtype), y) for x, y in data[(rank % data_ranks) if pipe == 1 else engine.grid.get_data_parallel_rank()]]
+    data_rank = rank if pipe == 1 else engine.grid.get_data_parallel_rank()
+    own = [(x.to(dtype), y) for x, y in data[data_rank]]
     if pipe > 1:
         engine.train_batch(iter(own))
         expected = [list(reference.parameters())[engine.stage_id]]

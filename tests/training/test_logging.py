@@ -26,9 +26,8 @@ def upstream_line(
     utilization: tuple[float, float] | None = None, scale: float | None = None,
 ) -> str:  # fmt: skip
     """The line's format as the reference states it."""
-    text = " samples/sec: {:.3f} | iteration {:8d}/{:8d} | elapsed time per iteration (ms): {:.1f} |".format(
-        samples, iteration, total, ms
-    )
+    text = f" samples/sec: {samples:.3f} | iteration {iteration:8d}/{total:8d} |"
+    text += f" elapsed time per iteration (ms): {ms:.1f} |"
     text += f" learning rate: {lr:.3E} | approx flops per GPU: {flops} |"
     if utilization:
         text += " MFU: {:.2f}% | HFU: {:.2f}% |".format(*utilization)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpointing import CheckpointError
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config, run_to_end
 
