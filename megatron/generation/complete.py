@@ -59,8 +59,8 @@ def complete(
     """Continue prompts (none empty) until the end of document or `maximum_tokens`; together fitting the positions.
 
     seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. on_tokens: told after each step
-    its number, how many tokens came and how many rows ended. All ranks of a model call it together with the same arguments.
-    Raises CheckpointError when logits are not numbers.
+    its number, how many tokens came and how many rows ended. All ranks of a model call it together with the same
+    arguments. Raises CheckpointError when logits are not numbers.
     """
     begun = time.perf_counter()
     eod = model.tokenizer.eod

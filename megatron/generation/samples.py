@@ -181,9 +181,8 @@ def sample(model: Model, prompts: Sequence[Prompt], logger: logging.Logger) -> l
                 )
                 for i, completion in zip(rows, completions, strict=True):
                     text = model.tokenizer.detokenize(completion.tokens) if completion.tokens else None
-                    messages = [prompts[i].message] if prompts[i].message else []
-                    if text is None:
-                        messages.append("WARNING: text generation did not start: the first token ended the document")
+                    unstarted = "WARNING: text generation did not start: the first token ended the document"
+                    messages = [m for m in (prompts[i].message, None if text is not None else unstarted) if m]
                     done[i] = Sample(
                         prompts[i].context,
                         text,

@@ -38,7 +38,9 @@ class TextgenKeys:
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
     prompt_end: str = key("\n", "What separates prompts in the input file")
     sample_input_file: str | None = key(None, "File with prompts")
-    sample_output_file: str | None = key("samples.txt", "File that samples are written to (JSON lines)")
+    sample_output_file: str | None = key(
+        "samples.txt", "File that samples are written to (JSON lines); unset with input-file: INPUT.output.jsonl"
+    )
     num_samples: int = key(1, "Samples to generate without prompts", ge=1)
     recompute: bool = key(False, "Generate without a cache", no_effect="generation has no cache yet")
     eval_tasks: tuple[str, ...] | None = key(None, "Evaluation tasks", refuse=_NO_HARNESS.format("eval_tasks"))

@@ -40,15 +40,21 @@ def validate_training(args: "NeoXArgs") -> Problems:
 def validate_generation(args: "NeoXArgs") -> Problems:
     """Problems of text generation."""
     problems = Problems(args.origins)
-    if args.load is None:
-        problems.add("load", "is required for generation: the folder of the checkpoint")
+    if args.load is None and args.save is None:
+        problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
     if args.tokenizer_type is None:
         problems.add("tokenizer_type", "is required for generation, with vocab_file")
     _vocab_file(args, problems)
     if args.text_gen_type == "input-file" and args.sample_input_file is None:
         problems.add("sample_input_file", "is required by text_gen_type: input-file (or use -i FILE)")
-    if args.text_gen_type == "unconditional" and args.sample_output_file is None:
-        problems.add("sample_output_file", "is required by text_gen_type: unconditional (or use -o FILE)")
+    if not args.prompt_end:
+        problems.add("prompt_end", 'is empty; it separates prompts, as "\\n" (in double quotes) does')
+    if args.maximum_tokens >= args.max_position_embeddings:
+        problems.add(
+            "maximum_tokens",
+            f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
+            f"{_at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
+        )
     return problems
 
 

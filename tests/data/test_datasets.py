@@ -121,17 +121,17 @@ def test_data_that_cannot_be_used(changes: dict, message: str, tmp_path: Path):
         build(make_args(index_cache_dir=str(tmp_path), **changes))
 
 
-def test_one_rank_builds_and_all_meet_at_the_barrier(tmp_path: Path):
+def test_one_rank_builds_for_all(tmp_path: Path):
     args = make_args(index_cache_dir=str(tmp_path))
     met = []
 
-    def barrier() -> None:
+    def once(work) -> None:
         met.append(len(list(tmp_path.iterdir())))
-        build(args)  # the building rank gets there first
+        build(args)  # what another rank does meanwhile; this one leaves `work` alone
 
-    sets = build_datasets(args, train_batch_size=8, build=False, barrier=barrier)
+    sets = build_datasets(args, train_batch_size=8, once=once)
     assert sets.train is not None and len(sets.train) == 214
-    # Before the barrier a rank that does not build has written nothing
+    # A rank that does not build has written nothing by itself
     assert met == [0]
 
 

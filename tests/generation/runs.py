@@ -10,8 +10,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron.generation import Completion, Model, Sampling, complete, load_model
+from megatron.generation.complete import next_logits
 from megatron.generation.samples import Prompt, Sample, sample
 from megatron.launch import process_info
 from megatron.mpu import join
@@ -38,6 +42,9 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
     return [tokens[i : i + n].tolist() for i, n in enumerate(lengths)]
 
 
+GIVEN = prompts([1, 6, 17, 32])
+
+
 def model_of(args: NeoXArgs) -> Model:
     """`load_model` on this rank."""
     process = process_info()
@@ -49,13 +56,17 @@ def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
     return model_of(golden_args(run, load=str(RUNS[run] / "ckpt"), vocab_file=TOKENIZER, **changes))
 
 
-def greedy(rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]) -> list[list[Completion]]:
-    """For the pool: 32 tokens after prompts of several lengths, of each run."""
+def greedy(
+    rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]
+) -> list[tuple[list[Completion], Tensor]]:
+    """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the logits of the first `[rows, vocab]`."""
     found = []
+    tokens = pad_sequence([torch.tensor(prompt) for prompt in GIVEN], batch_first=True)
+    lengths = torch.tensor([len(prompt) for prompt in GIVEN])
     for run in runs:
         model = golden_model(run, changes)
-        given = prompts([1, 6, 17, 32])
-        found.append(complete(model, given, Sampling(), maximum_tokens=32, seeds=range(len(given))))
+        completions = complete(model, GIVEN, Sampling(), maximum_tokens=32, seeds=range(len(GIVEN)))
+        found.append((completions, next_logits(model, tokens, lengths)))
     return found
 
 
@@ -67,9 +78,9 @@ def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) ->
 
 
 def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -> list[Completion]:
-    """For the pool: greedy tokens of a checkpoint that one of our runs wrote."""
+    """For the pool: sampled tokens of a checkpoint that one of our runs wrote."""
     model = model_of(NeoXArgs.from_dict(values))
-    return complete(model, prompts([5, 11]), Sampling(), maximum_tokens=count, seeds=[0, 1])
+    return complete(model, prompts([5, 11]), Sampling(1.0), maximum_tokens=count, seeds=[0, 1])
 
 
 def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:

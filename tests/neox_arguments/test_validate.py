@@ -178,11 +178,17 @@ def test_what_training_needs(problems_of):
 
 
 def test_what_generation_needs(problems_of):
-    enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer"}
+    enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer", "maximum_tokens": 31}
     assert problems_of(enough, NeoXArgs.check_generation) == ()
     assert (
         problems_of(enough | {"text_gen_type": "input-file", "sample_input_file": "p"}, NeoXArgs.check_generation) == ()
     )
-    assert len(problems_of({}, NeoXArgs.check_generation)) == 2
+    from_save = {**enough, "load": None, "save": "x", "checkpoint_factor": 1}
+    assert problems_of(from_save, NeoXArgs.check_generation) == ()
+    assert len(problems_of({"maximum_tokens": 31}, NeoXArgs.check_generation)) == 2
+    (problem,) = problems_of(enough | {"maximum_tokens": 32}, NeoXArgs.check_generation)
+    assert "32 leaves no place for a context in max_position_embeddings 32" in problem
+    (problem,) = problems_of(enough | {"prompt_end": ""}, NeoXArgs.check_generation)
+    assert "prompt_end: is empty; it separates prompts, as \"\\n\" (in double quotes) does" in problem
     (problem,) = problems_of(enough | {"text_gen_type": "input-file"}, NeoXArgs.check_generation)
     assert "sample_input_file: is required" in problem

@@ -1,0 +1,212 @@
+"""The loop over tokens: the same text in every layout and batch, no token that does not exist, the end of document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.generation import Completion, Sampling, complete, samples
+from megatron.generation.complete import next_logits
+from megatron.generation.model import Model
+from megatron.generation.samples import Prompt, Sample, sample
+from megatron.launch import process_info
+from megatron.model import build_stage, init_stage
+from megatron.model.init import stage_parameters
+from megatron.mpu import join
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.runs import GIVEN, LAYOUTS, QUIET, TOKENIZER, golden_model, sampled, written
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, config, run_to_end
+
+SAMPLED = {"temperature": 0.9, "top_k": 100, "top_p": 0.95}
+
+
+def rows(found: Any) -> list[tuple]:
+    """What must not depend on the layout: everything but time."""
+    return [(s.context, s.text, s.length, s.finished, s.message) for s in found]
+
+
+def test_samples_are_the_same_in_every_layout() -> None:
+    run = "llama_pp1_mp1"
+    one = run_ranks(sampled, 1, run, {**LAYOUTS["one process"][1], **SAMPLED})[0]
+    other = run_ranks(sampled, 1, run, {**LAYOUTS["one process"][1], **SAMPLED, "seed": 1})[0]
+    assert rows(one) != rows(other), "the seed must matter"
+    assert len({s.text for s in one}) == 5
+    for name in ("tp2+sp", "pp2", "dp2", "tp2 x pp2"):
+        ranks, layout = LAYOUTS[name]
+        for everyone in run_ranks(sampled, ranks, run, {**layout, **SAMPLED}):
+            assert rows(everyone) == rows(one), name
+
+
+def shared_out(rank: int, world_size: int) -> int:
+    """For the pool: how many rows this rank ran."""
+    ran = []
+
+    def counting(model: Model, prompts: Any, *rest: Any, **more: Any) -> list[Completion]:
+        ran.append(len(prompts))
+        return complete(model, prompts, *rest, **more)
+
+    samples.complete = counting  # type: ignore[attr-defined] # this process is the pool's throw-away fork
+    sampled(rank, world_size, "neox_pp1_mp1", LAYOUTS["dp2"][1])
+    return sum(ran)
+
+
+def test_data_parallel_ranks_share_the_prompts() -> None:
+    assert run_ranks(shared_out, 2) == [3, 2]
+
+
+def batched(rank: int, world_size: int) -> tuple[list[Completion], list[Completion]]:
+    """For the pool: prompts together and one by one, sampled."""
+    model = golden_model("neox_pp1_mp1", LAYOUTS["one process"][1])
+    sampling, seeds = Sampling(1.0), [3, 1, 4, 1]
+    together = complete(model, GIVEN, sampling, maximum_tokens=12, seeds=seeds)
+    single = [
+        complete(model, [prompt], sampling, maximum_tokens=12, seeds=[seed])[0]
+        for prompt, seed in zip(GIVEN, seeds, strict=True)
+    ]
+    return together, single
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    together, single = run_ranks(batched, 1)[0]
+    assert [c.tokens for c in together] == [c.tokens for c in single]
+    assert len({tuple(c.tokens) for c in together}) == 4
+
+
+def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list[list[int]], list[bool], list[tuple]]:
+    """For the pool: greedy and sampled tokens of a model whose head prefers the given vocabulary rows."""
+    model = golden_model("neox_pp1_mp1", LAYOUTS["one process"][1])
+    param = {f"{layer}.{name}": value for layer, name, value in stage_parameters(model.stage)}
+    with torch.no_grad():
+        param["7.norm.weight"].zero_()
+        param["7.norm.bias"].fill_(1.0)  # so that the logits are the row sums of the head
+        param["8.final_linear.weight"].zero_()
+        for token, value in bias.items():
+            param["8.final_linear.weight"][token] = value
+    steps: list[tuple] = []
+    done = complete(model, GIVEN, Sampling(1.0), maximum_tokens=4, seeds=range(4), on_tokens=lambda *s: steps.append(s))
+    return [c.tokens for c in done], [c.finished for c in done], steps
+
+
+def test_padding_of_the_vocabulary_is_never_sampled() -> None:
+    tokens, _, steps = run_ranks(steered, 1, {380: 9.0, 383: 9.0, 7: 3.0})[0]
+    assert tokens == [[7] * 4] * 4
+    assert steps == [(0, 4, 0), (1, 4, 0), (2, 4, 0), (3, 4, 4)]
+
+
+def test_the_end_of_document_ends_a_row() -> None:
+    tokens, finished, steps = run_ranks(steered, 1, {0: 9.0})[0]  # <|endoftext|>
+    assert (tokens, finished, steps) == ([[]] * 4, [True] * 4, [(0, 4, 4)])
+
+
+def unstarted(rank: int, world_size: int) -> list[Sample]:
+    """For the pool: a prompt whose greedy continuation is the end of the document, for transformers too."""
+    model = golden_model("llama_pp1_mp1", LAYOUTS["one process"][1])
+    return sample(model, [Prompt("g", GIVEN[0], "cut")], QUIET)
+
+
+def test_a_sample_that_does_not_start_says_so() -> None:
+    (found,) = run_ranks(unstarted, 1)[0]
+    assert (found.context, found.text, found.length, found.finished) == ("g", None, 0, True)
+    assert found.message is not None and found.message.startswith("cut; WARNING: text generation did not start")
+
+
+def test_not_a_number_is_refused() -> None:
+    with pytest.raises(AssertionError, match="the model gives NaN as logits in fp32"):
+        run_ranks(steered, 1, {9: float("nan")})
+
+
+def learned_positions(rank: int, world_size: int) -> Tensor:
+    """For the pool: next logits of a model with an odd number of learned positions, all of them used."""
+    args = NeoXArgs.from_dict(
+        {
+            "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16,
+            "max_position_embeddings": 17, "pos_emb": "learned", "padded_vocab_size": 512, "tokenizer_type":
+            "CharLevelTokenizer", "model_parallel_size": world_size, "sequence_parallel": world_size > 1,
+        }
+    ).for_world(world_size)  # fmt: skip
+    groups = join(args, process_info(), QUIET)
+    stage = build_stage(args, groups).eval()
+    init_stage(stage, args, groups)
+    model = Model(args, groups, CharLevelTokenizer(), stage, torch.float32)
+    return next_logits(model, torch.arange(34).view(2, 17), torch.tensor([17, 5]))
+
+
+def test_sequence_parallel_lengths_need_not_divide() -> None:
+    one = run_ranks(learned_positions, 1)[0]
+    for logits in run_ranks(learned_positions, 2):
+        torch.testing.assert_close(logits, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of two steps at tp2, tied, whose vocabulary is padded to 440 there and would be to 396 at tp1."""
+    save = tmp_path_factory.mktemp("run")
+    values = config(
+        LLAMA, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,
+        save=str(save), checkpoint_factor=2,
+    )  # fmt: skip
+    run_ranks(run_to_end, 2, values)
+    return values
+
+
+# In bf16 tensor parallelism rounds other partial sums, stages change nothing.
+@pytest.mark.parametrize(("precision", "layouts"), [("fp32", ("tp2", "pp2")), ("bfloat16", ("pp2",))])
+def test_own_checkpoint_in_other_layouts(own_run: dict[str, Any], precision: str, layouts: tuple[str, ...]) -> None:
+    texts = []
+    for name in ("one process", *layouts):
+        ranks, layout = LAYOUTS[name]
+        found = run_ranks(written, ranks, {**own_run, **layout, "precision": precision}, 8)
+        texts += [[c.tokens for c in completions] for completions in found]
+    assert all(text == texts[0] for text in texts)
+    assert len(texts[0][0]) == 8
+
+
+def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> None:
+    source = Path(own_run["save"])
+    copy = tmp_path / "global_step2"
+    copy.mkdir()
+    for file in (source / "global_step2").iterdir():
+        if file.is_file():
+            (copy / file.name).write_bytes(file.read_bytes())
+    layer = copy / "layer_03-model_01-model_states.pt"
+    content = bytearray(layer.read_bytes())
+    content[len(content) // 2] ^= 1
+    layer.write_bytes(content)
+    values = {**own_run, **LAYOUTS["one process"][1], "load": str(tmp_path), "iteration": 2}
+    with pytest.raises(AssertionError, match=rf"{CheckpointError.__name__}: .*layer_03-model_01.*\(checksum\)"):
+        run_ranks(written, 1, values, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"iteration": 7}, "no checkpoint of iteration 7; it holds steps 2"),
+        ({"num_kv_heads": 4}, "kv_heads is 2 in the checkpoint, 4 here"),
+        ({"tokenizer_type": "CharLevelTokenizer"}, "was trained with another tokenizer"),
+        ({"padded_vocab_size": 396}, "set padded_vocab_size: 440"),
+    ],
+)
+def test_weights_of_another_model_are_refused(own_run: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(written, 1, {**own_run, **LAYOUTS["one process"][1], **changes}, 1)
+
+
+def test_other_architectures_load(tmp_path: Path) -> None:
+    """NeoX blocks with their bias summed over ranks, trained by us at tp2 x pp2, read by one process."""
+    values = config(
+        NEOX, model_parallel_size=2, pipe_parallel_size=2, train_iters=1, save=str(tmp_path), checkpoint_factor=1,
+        no_weight_tying=True, vocab_file=TOKENIZER,
+    )  # fmt: skip
+    run_ranks(run_to_end, 4, values)
+    one = run_ranks(written, 1, {**values, **LAYOUTS["one process"][1]}, 8)[0]
+    four = run_ranks(written, 4, values, 8)
+    assert len(one[0].tokens) == 8
+    assert all([c.tokens for c in found] == [c.tokens for c in one] for found in four)

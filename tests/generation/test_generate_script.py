@@ -1,0 +1,138 @@
+"""generate.py as it is typed: prompts, JSON lines, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.tokenizer import HFTokenizer
+from tests.checkpointing.golden import RUNS
+from tests.generation.runs import TOKENIZER, command
+from tests.pool import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = RUNS["llama_pp1_mp1"]
+FIELDS = ["context", "text", "length", "finished", "message", "duration_seconds"]
+GENERATION = """\
+text_gen_type: unconditional
+num_samples: 3
+maximum_tokens: 20
+temperature: 0.8
+top_p: 0.95
+sample_output_file: {folder}/samples.txt
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Configuration files in a folder, as people give them: a model as it was trained, and how to write text."""
+    (tmp_path / "model.yml").write_text((RUN / "llama_pp1_mp1.yml").read_text())
+    (tmp_path / "text_generation.yml").write_text(GENERATION.format(folder=tmp_path))
+    overrides = [f"vocab_file={TOKENIZER}", f"load={RUN / 'ckpt'}", "compat_ffn_width=upstream"]
+    return ["-d", str(tmp_path), "model", "text_generation.yml", "--set", f"log_dir={tmp_path}/logs", *overrides]
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    return run_ranks(command, 1, argv, init=False)[0]
+
+
+def test_unconditional_without_an_optimizer_or_deepspeed(words: list[str], tmp_path: Path) -> None:
+    check = (
+        "import sys, generate\n"
+        f"code = generate.main({words!r})\n"
+        "print(code, [name for name in sys.modules if name.startswith(('deepspeed', 'megatron.training'))])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", check], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert f"are in {tmp_path}/samples.txt" in done.stdout
+    samples = lines(tmp_path / "samples.txt")
+    assert [list(sample) for sample in samples] == [FIELDS] * 3
+    assert len({sample["text"] for sample in samples}) == 3
+    for sample in samples:
+        assert sample["context"] == "" and sample["message"] is None
+        assert sample["finished"] == (sample["length"] < 20)
+        assert 0 < sample["duration_seconds"] < 60
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.yml", "samples.txt", "text_generation.yml"]
+
+
+def test_two_ranks_through_deepy(words: list[str], tmp_path: Path) -> None:
+    """Row 14 with prompts; the same file as one process writes."""
+    (tmp_path / "in.txt").write_text("Once upon a time\n\n  The cat \nA")
+    more = ["text_gen_type=input-file", "pipe_parallel_size=2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    deepy = [sys.executable, str(ROOT / "deepy.py"), "--num_gpus", "2", str(ROOT / "generate.py")]
+    argv = [*words, *more, "-i", f"{tmp_path}/in.txt"]
+    unset = ["--set", "sample_output_file=null"]
+    done = subprocess.run([*deepy, *argv, *unset], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    samples = lines(tmp_path / "in.txt.output.jsonl")
+    assert [sample["context"] for sample in samples] == ["Once upon a time", "The cat", "A"]
+    assert all(sample["text"] for sample in samples)
+    assert run(*argv, "-o", f"{tmp_path}/one.jsonl", "--set", "pipe_parallel_size=1")[0] == 0
+    for sample in (one := lines(tmp_path / "one.jsonl")) + samples:
+        del sample["duration_seconds"]
+    assert one == samples
+
+
+def test_prompt_end_and_long_contexts(words: list[str], tmp_path: Path) -> None:
+    long = "the quick brown fox " * 20
+    (tmp_path / "in.txt").write_text(f"two\nlines<END>{long}<END>  <END>")
+    more = ["text_gen_type=input-file", "prompt_end=<END>", "temperature=0", "top_k=3", "maximum_tokens=60"]
+    code, out, err = run(*words, *more, "-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/out.jsonl")
+    assert (code, err) == (0, "")
+    assert "top_k and top_p change nothing at temperature 0" in out
+    first, second = lines(tmp_path / "out.jsonl")
+    assert first["context"] == "two\nlines"
+    tokens = len(HFTokenizer(TOKENIZER).tokenize(long.strip()))
+    assert second["context"] == long.strip() and second["length"] <= 60
+    assert second["message"].startswith(f"WARNING: only the last 4 of the context's {tokens} tokens were used")
+
+
+def test_prompts_that_are_not_read_are_mentioned(words: list[str], tmp_path: Path) -> None:
+    code, out, _ = run(*words, "num_samples=1", "maximum_tokens=1", "-i", "prompts.txt")
+    assert code == 0
+    assert "sample_input_file is not read: text_gen_type is unconditional" in out
+
+
+def test_batch_sizes_of_training_do_not_matter(words: list[str], tmp_path: Path) -> None:
+    code, _, err = run(*words, "num_samples=1", "maximum_tokens=1", "train_batch_size=1024")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("load={folder}/nothing", "generate.py: {folder}/nothing: no such directory; set `load`"),
+        ("vocab_file={folder}/nothing", "generate.py: {folder}/nothing: no such file (vocab_file"),
+        ("maximum_tokens=64", "generate.py: --set: maximum_tokens: 64 leaves no place for a context in max_position"),
+        ("prompt_end=''", "generate.py: --set: prompt_end: is empty"),
+        ("hidden_size=64", "hidden_size is 32 in the checkpoint, 64 here"),
+        ("model_parallel_size=2", "generate.py: --set: model_parallel_size: 1 ranks cannot be divided"),
+        ("distributed_backend=nccl", "generate.py: --set: distributed_backend: nccl needs a GPU"),
+        ("sample_output_file={folder}", "generate.py: --set: sample_output_file: {folder}: is a folder; name a file"),
+        ("sample_output_file={folder}/no/x", "there is no folder {folder}/no; make it first"),
+        ("sample_input_file={folder}/no.txt", "generate.py: --set: sample_input_file: {folder}/no.txt: No such file"),
+        ("sample_input_file={folder}/empty.txt", "holds no prompt (they are separated by prompt_end '\\n')"),
+        ("sample_input_file={folder}/binary.txt", "is not UTF-8 text (byte 1)"),
+    ],
+)
+def test_refused_in_one_line(words: list[str], tmp_path: Path, change: str, message: str) -> None:
+    (tmp_path / "empty.txt").write_text(" \n \n")
+    (tmp_path / "binary.txt").write_bytes(b"a\xff\n")
+    extra = ["text_gen_type=input-file"] if change.startswith("sample_input_file") else []
+    code, _, err = run(*words, change.format(folder=tmp_path), *extra)
+    assert code == 1
+    assert message.format(folder=tmp_path) in err
+    assert err.startswith("generate.py: ") and err.count("\n") == 1
+    assert not (tmp_path / "samples.txt").exists()
