@@ -60,7 +60,8 @@ def plan_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] 
     if args.hostfile and wanted is None:
         wanted = hostfile_slots(args.hostfile)
     world_size, devices = choose_ranks(visible_gpus(os.environ), wanted, args.include)
-    args = args.for_world(world_size)  # a world that does not fit is refused once, not by every rank
+    if script.stem != "generate":  # which needs no batch; what does not fit is refused once, not by every rank
+        args = args.for_world(world_size)
     port = None if args.origin("master_port") == "default" else args.master_port
     log_dir = Path(args.log_dir or (Path(args.save) / "logs" if args.save else "logs"))
     log_dir.mkdir(parents=True, exist_ok=True)
