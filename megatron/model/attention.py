@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.positions import Rope, apply_rope
-from megatron.mpu import Linear, ParallelGroups, fork_seed
+from megatron.mpu import Linear, ParallelGroups, seeded
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
@@ -83,25 +85,17 @@ def attend(
     """
     if inputs.cu_seqlens is not None:
         return _attend_varlen(q, k, v, inputs.cu_seqlens)
-    heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    grouped = k.shape[2] != q.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    grouped = k.shape[1] != q.shape[1]
     mask = None if inputs.mask is None else inputs.mask.to(q.dtype) if inputs.mask.is_floating_point() else inputs.mask
 
-    def run() -> Tensor:
-        return F.scaled_dot_product_attention(
-            *heads_first, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped
-        )
-
-    def with_kernels() -> Tensor:
-        if not backend.kernels:
-            return run()
-        with sdpa_kernel(list(backend.kernels), set_priority=True):
-            return run()
-
-    if dropout_p > 0.0:
-        with fork_seed(seed, q.device):
-            return with_kernels().permute(2, 0, 1, 3)
-    return with_kernels().permute(2, 0, 1, 3)
+    sdpa = partial(
+        F.scaled_dot_product_attention,
+        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped,
+    )  # fmt: skip
+    with sdpa_kernel(list(backend.kernels), set_priority=True) if backend.kernels else nullcontext():
+        out = seeded(sdpa, seed, q.device) if dropout_p > 0.0 else sdpa()
+    return out.permute(2, 0, 1, 3)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -109,10 +103,10 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tenso
     from torch.nn.attention.varlen import varlen_attn
 
     seq, batch, heads, head_dim = q.shape
-    flat = [x.transpose(0, 1).reshape(batch * seq, x.shape[2], head_dim) for x in (q, k, v)]
-    if k.shape[2] != heads:
-        flat[1:] = [x.repeat_interleave(heads // x.shape[1], dim=1) for x in flat[1:]]
-    out = varlen_attn(*flat, cu_seqlens, cu_seqlens, seq, seq, window_size=(-1, 0))
+    q, k, v = (x.transpose(0, 1).reshape(batch * seq, x.shape[2], head_dim) for x in (q, k, v))
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seq, seq, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out.view(batch, seq, heads, head_dim).transpose(0, 1)
 
@@ -126,7 +120,8 @@ class SelfAttention(nn.Module):
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
         super().__init__()
         size = groups.size("tensor")
-        self.heads, self.kv_heads, self.head_dim = args.num_attention_heads // size, args.kv_heads // size, args.head_dim
+        self.heads, self.kv_heads = args.num_attention_heads // size, args.kv_heads // size
+        self.head_dim = args.head_dim
         self.dropout_p = args.attention_dropout
         self.tensor_rank = groups.rank("tensor")
         self.backend = backend

@@ -40,7 +40,7 @@ class Block(nn.Module):
             x = x + self._drop(dense(attention), seeds[1])
             return x + self._drop(linear2(self.mlp.core(self.post_attention_layernorm(x))), seeds[2])
         mlp = self.mlp.core(self.post_attention_layernorm(x))
-        if self.hidden_dropout > 0.0:
+        if self.training and self.hidden_dropout > 0.0:
             return x + self._drop(dense(attention), seeds[1]) + self._drop(linear2(mlp), seeds[2])
         both = dense.sum_over_ranks(dense.partial(attention) + linear2.partial(mlp))
         return x + linear2.add_bias(dense.add_bias(both))

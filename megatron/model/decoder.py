@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,9 +20,9 @@ from megatron.model.attention import AttentionInputs, Backend, choose_backend, d
 from megatron.model.block import Block
 from megatron.model.norms import build_norm
 from megatron.model.positions import alibi_bias, rope_tables
+from megatron.model.weight_map import layer_params
 from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, dropout, mix_seed, scatter_to_sequence
 from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
-from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
@@ -37,7 +40,6 @@ class Embedding(nn.Module):
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         super().__init__()
-        assert args.padded_vocab_size is not None
         self.word_embeddings = VocabParallelEmbedding(
             args.padded_vocab_size, args.hidden_size, groups=groups, sequence_parallel=args.sequence_parallel
         )
@@ -63,7 +65,6 @@ class Head(nn.Module):
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         super().__init__()
-        assert args.padded_vocab_size is not None
         self.final_linear = Linear(
             args.hidden_size, args.padded_vocab_size, parallel="column", bias=False, groups=groups,
             sequence_parallel=args.sequence_parallel,
@@ -79,7 +80,6 @@ class TiedHead(nn.Module):
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, weight: nn.Parameter | None) -> None:
         super().__init__()
-        assert args.padded_vocab_size is not None
         self.group = groups.group("tensor")
         self.gather = gather_from_sequence if args.sequence_parallel else copy_to_tensor
         self.word_embeddings = nn.Module()
@@ -139,29 +139,28 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
 
 
 def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
-    """Cut the list into contiguous stages whose largest weight is smallest; earlier stages are filled first.
+    """Cut the list into contiguous stages whose largest weight is smallest, then whose smallest is largest; what is
+    left over goes to earlier stages, so equal blocks fall as in DeepSpeed's `partition_balanced`.
 
     Every stage has a block, whatever the weights: all stages must own the same parameter groups.
     """
     specs = layer_specs(args)
-    weights = _layer_weights(args, specs)
-
-    def cut(limit: int) -> list[tuple[LayerSpec, ...]] | None:
-        bounds, start = [], 0
-        for left in reversed(range(stages)):
-            stop, load = start, 0
-            while stop < len(specs) and load + weights[stop] <= limit:
-                if sum(spec.kind == "block" for spec in specs[stop + 1 :]) < left:
-                    break
-                load, stop = load + weights[stop], stop + 1
-            if not any(spec.kind == "block" for spec in specs[start:stop]):
-                return None
-            bounds.append(specs[start:stop])
-            start = stop
-        return bounds if start == len(specs) else None
-
-    runs = {sum(weights[i:j]) for i in range(len(specs)) for j in range(i + 1, len(specs) + 1)}
-    return next(found for limit in sorted(runs) if (found := cut(limit)) is not None)
+    weight = [0, *accumulate(_layer_weights(args, specs))]
+    blocks = [0, *accumulate(spec.kind == "block" for spec in specs)]
+    # By number of layers cut so far: (largest, -smallest weight of a stage, bounds of the stages).
+    cuts: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, -math.inf, (0,))}
+    for _ in range(stages):
+        ways = [
+            (max(largest, weight[stop] - weight[start]), max(smallest, weight[start] - weight[stop]), (*bounds, stop))
+            for start, (largest, smallest, bounds) in cuts.items()
+            for stop in range(start + 1, len(specs) + 1)
+            if blocks[stop] > blocks[start]
+        ]
+        cuts = {}
+        for way in sorted(ways, key=lambda way: (way[0], way[1], -way[2][-2])):
+            cuts.setdefault(way[2][-1], way)
+    bounds = cuts[len(specs)][2]
+    return [specs[start:stop] for start, stop in pairwise(bounds)]
 
 
 class Stage(nn.Module):
@@ -211,7 +210,10 @@ class Stage(nn.Module):
             # NeoX rounds the rotated width down to an even number of dimensions.
             rope = rope_tables(positions, int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base)
         if batch.cu_seqlens is not None:
-            if self.device_of_groups.type == "cuda" and args.pos_emb != "alibi" and args.attention_dropout == 0.0:
+            # The varlen kernel is flash attention, which knows neither biases nor fp32.
+            plain = args.pos_emb != "alibi" and args.attention_dropout == 0.0 and args.params_dtype != "fp32"
+            flash = self.device_of_groups.type == "cuda" and args.attention_backend in ("auto", "flash")
+            if plain and flash:
                 rows = torch.arange(batch.tokens.shape[0], device=batch.tokens.device, dtype=torch.int32)
                 cu_seqlens = (batch.cu_seqlens + seq * rows.unsqueeze(1)).flatten()
             else:
@@ -260,10 +262,22 @@ class Stage(nn.Module):
         return self.layers[str(head.index)](self.layers[str(norm.index)].norm(x))  # type: ignore[operator]
 
 
+def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
+    # torch.compile would only say so in the first step. On a GPU it is Triton that compiles its launchers.
+    names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
+    if not any(shutil.which(name) for name in names):
+        place = args.origin("compile")
+        raise ConfigError(
+            [f"{place}: compile: {args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"]
+        )
+
+
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
     backend = choose_backend(args.attention_backend, groups.device)
     if log is not None and args.attention_backend == "auto":
         log(f"attention_backend: auto chose {backend.name}")
+    if args.compile:
+        _check_compiler(args, groups.device)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
     return Stage(args, groups, specs, backend)

@@ -14,7 +14,7 @@ class _Norm(nn.Module):
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         super().__init__()
         self.shape = (args.hidden_size,)
-        # Under sequence parallelism a rank sees part of the sequence, so these replicated weights' gradients are summed.
+        # Under sequence parallelism a rank sees part of the sequence: gradients of these replicated weights are summed.
         self.group = groups.group("tensor") if args.sequence_parallel else None
 
     def _parameter(self, groups: ParallelGroups) -> nn.Parameter:

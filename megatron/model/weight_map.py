@@ -49,9 +49,9 @@ def _norm(args: NeoXArgs, name: str) -> list[ParamSpec]:
     return [ParamSpec(f"{name}.weight", hidden, init="ones"), ParamSpec(f"{name}.bias", hidden)]
 
 
-def _column(name: str, out: int, inp: int, bias: bool, blocks: Sequence[int] = (), init: str = "input") -> list[ParamSpec]:
+def _column(name: str, out: int, inp: int, bias: bool, blocks: Sequence[int] = ()) -> list[ParamSpec]:
     parts = tuple(blocks) or (out,)
-    specs = [ParamSpec(f"{name}.weight", (out, inp), 0, parts, init, weight_decay=True)]
+    specs = [ParamSpec(f"{name}.weight", (out, inp), 0, parts, "input", weight_decay=True)]
     if bias:
         specs.append(ParamSpec(f"{name}.bias", (out,), 0, parts))
     return specs

@@ -15,7 +15,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
     scatter_to_sequence,
 )
-from megatron.mpu.random import dropout, fork_seed, mix_seed
+from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
 
 __all__ = [
     "AXES",
@@ -36,6 +36,7 @@ __all__ = [
     "reduce_from_tensor",
     "reduce_scatter_to_sequence",
     "scatter_to_sequence",
+    "seeded",
     "together",
     "together_local",
     "token_logprobs",

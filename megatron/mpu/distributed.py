@@ -97,9 +97,9 @@ def together(groups: ParallelGroups, work: Callable[[], T]) -> list[T]:
         own = (None, problem)
     everyone: list[tuple[object, object]] = [own] * groups.world_size
     dist.all_gather_object(everyone, own)
-    for _, problem in everyone:
-        if isinstance(problem, Exception):
-            raise problem
+    for _, raised in everyone:
+        if isinstance(raised, Exception):
+            raise raised
     return [result for result, _ in everyone]  # type: ignore[misc]
 
 

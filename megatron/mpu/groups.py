@@ -96,8 +96,7 @@ def build_groups(
         if sizes[axis] == 1:
             continue
         for fixed in product(*others):
-            index = [*fixed[:position], slice(None), *fixed[position:]]
-            ranks = tuple(int(r) for r in grid[tuple(index)])
+            ranks = tuple(int(r) for r in grid[*fixed[:position], :, *fixed[position:]])
             handle = dist.new_group(ranks)  # every rank takes part in making every group
             if world_rank in ranks:
                 handles[axis], members[axis] = handle, ranks

@@ -1,10 +1,11 @@
-"""Seeds of dropout: a pure function of (batch seed, layer, place, rank), so that recomputation and resume repeat them."""
+"""Seeds of dropout: pure functions of batch seed, layer, place and rank, so recomputation and resume repeat masks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,15 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@torch.compiler.disable  # a compiled graph would draw other numbers, and be compiled again for every seed
+def seeded(function: Callable[[], Tensor], seed: int, device: torch.device) -> Tensor:
+    """`function()` with its random numbers from `seed` alone."""
+    with fork_seed(seed, device):
+        return function()
+
+
 def dropout(x: Tensor, p: float, seed: int, training: bool) -> Tensor:
     """Dropout whose mask is a function of `seed` alone; the identity for p = 0 or in evaluation."""
     if p == 0.0 or not training:
         return x
-    with fork_seed(seed, x.device):
-        return F.dropout(x, p)
+    return seeded(partial(F.dropout, x, p), seed, x.device)

@@ -162,6 +162,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "steps_per_print": None,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device at every micro-batch
         "pipeline": {
             "pipe_partitioned": False,
             "grad_partitioned": False,

@@ -1,6 +1,7 @@
 """Initial weights: the same model in every layout, with NeoX's distributions."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import Weights, groups_of, small
 from tests.pool import run_ranks
 
-WIDE = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "padded_vocab_size": 512}
+WIDE: dict[str, Any] = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "padded_vocab_size": 512}
 CPU = torch.device("cpu")
-LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 4, "num_attention_heads": 8}
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "learned", "num_layers": 4},
-    "llama": {**LLAMA, "num_layers": 4, "no_weight_tying": True},
-}
+    "llama": {
+        "norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 4, "num_attention_heads": 8,
+        "num_layers": 4, "no_weight_tying": True,
+    },
+}  # fmt: skip
 
 
 def initialised(args: NeoXArgs, groups: ParallelGroups) -> Weights:
@@ -48,7 +51,8 @@ def test_every_layout_starts_from_the_same_model(world_size: int, layouts: list[
     ranks = run_ranks(on_ranks, world_size, configs)
     for i, values in enumerate(configs):
         args = small(**values)
-        whole = initialised(small(**{**values, "pipe_parallel_size": 0, "model_parallel_size": 1}), ParallelGroups.single())
+        one_process = small(**{**values, "pipe_parallel_size": 0, "model_parallel_size": 1})
+        whole = initialised(one_process, ParallelGroups.single())
         seen = [found[i] for found in ranks]
         for layer, specs in layer_params(args).items():
             for spec in specs:

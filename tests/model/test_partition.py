@@ -43,7 +43,10 @@ def test_first_stage_embeds_and_last_stage_has_the_head() -> None:
         assert [spec.kind for spec in parts[-1][-2:]] == ["norm", "head"]
 
 
-@pytest.mark.parametrize("method", ["uniform", "parameters", "type:transformer|mlp", "type:embedding", "type:norm|linear"])
+METHODS = ["uniform", "parameters", "type:transformer|mlp", "type:embedding", "type:norm|linear"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_stage_has_a_block(method: str) -> None:
     for layers, stages in CASES:
         for tied in (True, False):

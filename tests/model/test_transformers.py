@@ -25,7 +25,7 @@ from megatron.data import Batch
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import Weights, small, stage_with
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
@@ -120,7 +120,10 @@ def test_llama(kv_heads: int, tied: bool, attention_bias: bool, mlp_bias: bool) 
     _llama("silu", "swiglu", kv_heads, tied, attention_bias, mlp_bias)
 
 
-@pytest.mark.parametrize("theirs, ours", [("gelu", "geglu"), ("relu", "reglu"), ("linear", "bilinear"), ("sigmoid", "glu")])
+GATES = {"gelu": "geglu", "relu": "reglu", "linear": "bilinear", "sigmoid": "glu"}
+
+
+@pytest.mark.parametrize("theirs, ours", GATES.items())
 def test_llama_with_other_gates(theirs: str, ours: str) -> None:
     _llama(theirs, ours, 2, False, False, True)
 
@@ -181,7 +184,8 @@ def test_gpt2_learned_positions_and_tanh_gelu(tied: bool) -> None:
             **both(state, at + "ln_1", "input_layernorm"),
             **both(state, at + "ln_2", "post_attention_layernorm"),
         }
-        for theirs, ours in (("attn.c_proj", "attention.dense"), ("mlp.c_fc", "mlp.linear1"), ("mlp.c_proj", "mlp.linear2")):
+        linears = {"attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.linear1", "mlp.c_proj": "mlp.linear2"}
+        for theirs, ours in linears.items():
             block[f"{ours}.weight"] = state[f"{at}{theirs}.weight"].t()
             block[f"{ours}.bias"] = state[f"{at}{theirs}.bias"]
         weights[i + 2] = block
@@ -195,7 +199,7 @@ def test_gpt2_learned_positions_and_tanh_gelu(tied: bool) -> None:
 def test_bloom_alibi(heads: int) -> None:
     hidden = 8 * heads
     config = BloomConfig(vocab_size=64, hidden_size=hidden, n_layer=2, n_head=heads)
-    model = BloomForCausalLM(config)
+    model: Any = BloomForCausalLM(config)
     model.transformer.word_embeddings_layernorm = nn.Identity()  # BLOOM's own addition
     state = randomised(model)
     weights: Weights = {0: {"word_embeddings.weight": state["transformer.word_embeddings.weight"]}}

@@ -14,7 +14,8 @@ SEQ, BATCH, VOCAB = 6, 3, 32
 def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (with large offsets a row, which must cancel), labels of every part of the vocabulary, gradient."""
     generator = torch.Generator().manual_seed(3)
-    logits = 4 * torch.randn(SEQ, BATCH, VOCAB, generator=generator) + 60 * torch.randn(SEQ, BATCH, 1, generator=generator)
+    logits = 4 * torch.randn(SEQ, BATCH, VOCAB, generator=generator)
+    logits += 60 * torch.randn(SEQ, BATCH, 1, generator=generator)
     labels = torch.randint(0, VOCAB, (SEQ, BATCH), generator=generator)
     labels.view(-1)[:4] = torch.tensor([0, VOCAB - 1, VOCAB // 2, VOCAB // 2 - 1])
     return logits.to(dtype), labels, torch.randn(SEQ, BATCH, generator=generator)

@@ -48,7 +48,7 @@ def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> N
         ends = [p for p in topology.get_axis_comm_lists("pipe") if rank in p]
         ends_of_own = {ends[0][0], ends[0][-1]} if ends else {rank}
         assert seen["embedding"] == (sum(2**end for end in ends_of_own) if rank in ends_of_own else 2**rank)
-        assert seen["none"] == [axis for axis in AXES if dict(zip(AXES, (pipe, data, 1, 1, tensor)))[axis] == 1]
+        assert seen["none"] == [axis for axis, size in zip(AXES, (pipe, data, 1, 1, tensor), strict=True) if size == 1]
 
 
 def wrong_world(rank: int, world_size: int) -> str:

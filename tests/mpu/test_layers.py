@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, build_groups
+from megatron.mpu.layers import Parallel
 from tests.pool import run_ranks
 
 SEQ, BATCH, IN, OUT, VOCAB = 8, 2, 12, 16, 24
+PARALLEL: tuple[Parallel, ...] = ("column", "row", "none")
 
 
 class Result(NamedTuple):
@@ -37,15 +39,13 @@ def _groups(world_size: int) -> ParallelGroups:
     return build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
 
 
-def linears(rank: int, world_size: int) -> dict[tuple[str, bool, bool], Result]:
+def linears(rank: int, world_size: int) -> dict[tuple[Parallel, bool, bool], Result]:
     groups, found = _groups(world_size), {}
     part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
-    for parallel in ("column", "row", "none"):
+    for parallel in PARALLEL:
         for bias in (False, True):
             for sequence in (False, True) if parallel != "none" else (False,):
-                layer = Linear(
-                    IN, OUT, parallel=parallel, bias=bias, groups=groups, sequence_parallel=sequence  # type: ignore[arg-type]
-                )
+                layer = Linear(IN, OUT, parallel=parallel, bias=bias, groups=groups, sequence_parallel=sequence)
                 x, grad, weight, offset = X, GRAD, WEIGHT, BIAS
                 if parallel == "column":
                     weight, offset, grad = (
@@ -64,9 +64,10 @@ def linears(rank: int, world_size: int) -> dict[tuple[str, bool, bool], Result]:
                 y.backward(grad)
                 grad_bias = layer.bias.grad if layer.bias is not None else None
                 assert layer.weight.grad is not None
-                assert layer.weight.tensor_model_parallel == (world_size > 1 and parallel != "none")
+                marks = {name: param.tensor_model_parallel for name, param in layer.named_parameters()}  # type: ignore[attr-defined]
+                assert marks["weight"] == (world_size > 1 and parallel != "none")
                 if layer.bias is not None:
-                    assert layer.bias.tensor_model_parallel == (world_size > 1 and parallel == "column")
+                    assert marks["bias"] == (world_size > 1 and parallel == "column")
                 found[parallel, bias, sequence] = Result(y.detach(), x.grad, layer.weight.grad, grad_bias)
     return found
 

@@ -40,23 +40,23 @@ def run_all(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_mappings_equal_the_whole_computation(world_size: int) -> None:
     ranks, part = run_ranks(run_all, world_size), SEQ // world_size
-    x, grad = ([_values(name, r) for r in range(world_size)] for name in ("x", "grad"))
+    x, grad = (torch.stack([_values(name, r) for r in range(world_size)]) for name in ("x", "grad"))
     own = [slice(r * part, (r + 1) * part) for r in range(world_size)]
-    gathered = torch.cat([x[r][own[r]] for r in range(world_size)])
+    gathered, gathered_grad = (torch.cat([t[r][own[r]] for r in range(world_size)]) for t in (x, grad))
     for r, found in enumerate(ranks):
         expected: dict[str, tuple[Tensor, Tensor]] = {
             # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather. A sum
             # that every rank uses alike passes its gradient on as it is.
-            "copy_to_tensor": (x[r], sum(grad)),  # type: ignore[dict-item]
-            "reduce_from_tensor": (sum(x), grad[r]),  # type: ignore[dict-item]
-            "gather_from_sequence": (gathered, sum(grad)[own[r]]),  # type: ignore[index]
-            "reduce_scatter_to_sequence": (sum(x)[own[r]], torch.cat([grad[i][own[i]] for i in range(world_size)])),  # type: ignore[index]
-            "scatter_to_sequence": (x[0][own[r]], torch.cat([grad[i][own[i]] for i in range(world_size)])),
+            "copy_to_tensor": (x[r], grad.sum(0)),
+            "reduce_from_tensor": (x.sum(0), grad[r]),
+            "gather_from_sequence": (gathered, grad.sum(0)[own[r]]),
+            "reduce_scatter_to_sequence": (x.sum(0)[own[r]], gathered_grad),
+            "scatter_to_sequence": (x[0][own[r]], gathered_grad),
         }
         assert found.keys() == expected.keys()
         for name, (y, gradient) in expected.items():
-            torch.testing.assert_close(found[name][0], y, rtol=1e-12, atol=1e-12, msg=lambda m: f"{name}: {m}")  # noqa: B023
-            torch.testing.assert_close(found[name][1], gradient, rtol=1e-12, atol=1e-12, msg=lambda m: f"{name} gradient: {m}")  # noqa: B023, E501
+            for label, seen, wanted in (("output", found[name][0], y), ("gradient", found[name][1], gradient)):
+                assert torch.allclose(seen, wanted, rtol=1e-12, atol=1e-12), f"{name}: {label} of rank {r}"
 
 
 def leaves_inputs_alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
