@@ -48,7 +48,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 	$(RUN) tools/docs/config_reference.py --check
 
 bench: $(ENV)  ## tokens per second of the quickstart model in several layouts
-	$(RUN) tools/bench.py
+	$(RUN) benchmarks/layouts.py
 
 docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py

@@ -48,7 +48,7 @@ def main() -> int:
             try:
                 speed = f"{tokens_per_second(ranks, settings, options.steps, Path(folder)):,.0f}"
             except RuntimeError as problem:
-                sys.stderr.write(f"bench.py: {name}: the run failed\n{problem}\n")
+                sys.stderr.write(f"layouts.py: {name}: the run failed\n{problem}\n")
                 return 1
         print(f"{name:30} {speed:>8}", flush=True)
     return 0
