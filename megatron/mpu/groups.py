@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from types import MappingProxyType
 
 import torch
@@ -91,19 +90,16 @@ def build_groups(
     handles: dict[str, dist.ProcessGroup | None] = {}
     members: dict[str, tuple[int, ...]] = {}
     for position, axis in enumerate(AXES):
-        others = [range(n) for i, n in enumerate(sizes.values()) if i != position]
         handles[axis], members[axis] = None, (world_rank,)
         if sizes[axis] == 1:
             continue
-        for fixed in product(*others):
-            ranks = tuple(int(r) for r in grid[*fixed[:position], :, *fixed[position:]])
+        for ranks in grid.movedim(position, -1).reshape(-1, sizes[axis]).tolist():
             handle = dist.new_group(ranks)  # every rank takes part in making every group
             if world_rank in ranks:
-                handles[axis], members[axis] = handle, ranks
+                handles[axis], members[axis] = handle, tuple(ranks)
     embedding = None
     if pipe > 1:
-        for fixed in product(*(range(n) for n in list(sizes.values())[1:])):
-            ranks = (int(grid[(0, *fixed)]), int(grid[(pipe - 1, *fixed)]))
+        for ranks in grid[[0, -1]].view(2, -1).t().tolist():
             handle = dist.new_group(ranks)
             if world_rank in ranks:
                 embedding = handle

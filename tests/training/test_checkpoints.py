@@ -175,7 +175,9 @@ def test_log_scale(factor: float) -> None:
 
     from megatron.training.callbacks import SaveCallback
 
-    args = SimpleNamespace(checkpoint_scale="log", checkpoint_factor=factor, extra_save_iters=None)
+    args = SimpleNamespace(
+        save="x", train_iters=1000, checkpoint_scale="log", checkpoint_factor=factor, extra_save_iters=None
+    )
     save = SaveCallback(SimpleNamespace(args=args))  # type: ignore[arg-type]
     powers = {int(factor**k) for k in range(40)}
     assert [i for i in range(1, 300) if save.is_due(i)] == [i for i in range(1, 300) if i in powers]

@@ -59,7 +59,8 @@ def test_line(scale: float | None, peak: float | None) -> None:
     bar: Any = __import__("tqdm").tqdm(disable=True)
     log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
     for i, loss in ((1, 3.0), (2, 5.0), (3, 4.0), (4, 8.0)):
-        log.on_step_end(step := Step(i, 8 * i, 256 * i, StepResult(torch.tensor(loss), 1.5, skipped=i == 3)))
+        log.on_step_end(step := Step(i, 8 * i, 32, StepResult(torch.tensor(loss), 1.5, skipped=i == 3)))
+    log.settle()
     flops = neox_flops(args, 3)
     share = (100 * flops / (peak * 1e12),) * 2 if peak else None
     common = {"utilization": share, "scale": scale}

@@ -60,14 +60,14 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
         pass
 
     training = begin(values)
-    on_step_end = SaveCallback.on_step_end
+    save = SaveCallback.save
 
-    def save_and_stop(self: SaveCallback, step: Any) -> None:
-        on_step_end(self, step)
-        if step.iteration == steps:
+    def save_and_stop(self: SaveCallback) -> None:
+        save(self)
+        if training.progress.iteration == steps:
             raise Stop
 
-    SaveCallback.on_step_end = save_and_stop  # type: ignore[method-assign] # this process is the pool's throw-away fork
+    SaveCallback.save = save_and_stop  # type: ignore[method-assign] # this process is the pool's throw-away fork
     try:
         train(training)
     except Stop:

@@ -1,0 +1,95 @@
+"""Small models under the training engine, for tests on ranks of the pool."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.model import layer_params, unshard
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import language_modelling
+from megatron.training.engine import Engine
+from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
+
+LR = 0.5
+NEOX: dict[str, Any] = {"gpt_j_residual": True, "rotary_pct": 0.5, "num_layers": 4}
+LLAMA: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "intermediate_size": 48,
+    "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "no_weight_tying": True,
+    "num_layers": 4,
+}
+ALIBI: dict[str, Any] = {"pos_emb": "alibi", "num_layers": 4}
+LEARNED: dict[str, Any] = {"pos_emb": "learned", "num_layers": 4}
+MODELS: dict[str, dict[str, Any]] = {"neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED}
+SGD: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": LR}},
+    "gradient_clipping": 0.0,
+    "weight_decay": 0.0,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+}
+
+
+class Step(NamedTuple):
+    """One rank's view of one optimizer step. logprobs: before it; weights: after it, this rank's part."""
+
+    loss: Tensor
+    logprobs: list[Tensor]
+    tensor_rank: int
+    weights: Weights
+
+
+def engine_for(values: dict[str, Any], world_size: int) -> Engine:
+    args = small(**SGD, **values).for_world(world_size)
+    groups = groups_of(args, world_size)
+    return Engine(args, groups, stage_with(args, random_weights(args), groups), language_modelling)
+
+
+def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Step]:
+    """For the pool: of every configuration one SGD step over two micro-batches of documents."""
+    found = []
+    for values in configs:
+        engine = engine_for(values, world_size)
+        batches = [document_batch(engine.args, seed=seed) for seed in (1, 2)]
+        logprobs = engine.token_logprobs(batches)
+        loss = engine.train_step(batches, LR).loss
+        found.append(Step(loss.detach(), logprobs, engine.groups.rank("tensor"), engine.weights()))
+        engine.close()
+    return found
+
+
+def whole_weights(args: NeoXArgs, parts: list[Step]) -> dict[tuple[int, str], Tensor]:
+    found = {}
+    for layer, specs in layer_params(args).items():
+        for spec in specs:
+            by_rank: dict[int, Tensor] = {}
+            for part in parts:
+                value = part.weights.get(layer, {}).get(spec.name)
+                if value is not None:
+                    # Also the last stage's copy of a tied embedding.
+                    assert torch.equal(by_rank.setdefault(part.tensor_rank, value), value), f"{spec.name}: copies"
+            found[layer, spec.name] = unshard([by_rank[rank] for rank in sorted(by_rank)], spec)
+    return found
+
+
+def assert_same_step(args: NeoXArgs, ours: list[Step], reference: Step) -> None:
+    """Losses and log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
+    for part in ours:
+        torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
+        for own, theirs in zip(part.logprobs, reference.logprobs, strict=True):
+            torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-5)
+    before, expected = random_weights(args), whole_weights(args, [reference])
+    for (layer, name), after in whole_weights(args, ours).items():
+        gradient = before[layer][name] - expected[layer, name]
+        difference = (after - expected[layer, name]).norm()
+        assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
+        # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
+        allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
+        assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"

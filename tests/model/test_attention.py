@@ -1,0 +1,112 @@
+"""Attention against its formula, and what is handed to the kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask
+from megatron.model.positions import alibi_bias
+from megatron.neox_arguments import ConfigError
+from tests.model.stages import document_batch, documents, random_batch, random_weights, small, stage_with
+
+CPU = torch.device("cpu")
+BACKEND = choose_backend("auto", CPU)
+SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Softmax over `[batch, heads, query, key]` scores in float64."""
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / math.sqrt(q.shape[-1]) + bias
+    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("name", ["auto", "math", "flash"])
+@pytest.mark.parametrize("kind", ["causal", "documents", "alibi", "alibi and documents"])
+def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(SEQ, BATCH, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads))
+    bias = torch.full((SEQ, SEQ), float("-inf"), dtype=torch.float64).triu(1).expand(BATCH, HEADS, SEQ, SEQ)
+    starts = torch.tensor([[0, 3, 7, *[SEQ] * (SEQ - 2)], [0, 1, *[SEQ] * (SEQ - 1)]], dtype=torch.int32)
+    mask = None
+    if "documents" in kind:
+        mask = document_mask(starts, SEQ)
+        bias = bias.masked_fill(~mask, float("-inf"))
+    if "alibi" in kind:
+        slopes = alibi_bias(SEQ, HEADS, 0, HEADS, CPU)
+        bias = bias + slopes.double()
+        mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
+    out = attend(q, k, v, AttentionInputs(mask=mask), backend=choose_backend(name, CPU))
+    torch.testing.assert_close(out.double(), by_formula(q, k, v, bias), rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_stays_bf16_with_a_bias() -> None:
+    q = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16)
+    out = attend(q, q, q, AttentionInputs(mask=alibi_bias(SEQ, HEADS, 0, HEADS, CPU)), backend=BACKEND)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pos_emb", ["rotary", "learned", "none", "alibi"])
+def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = F.scaled_dot_product_attention, []
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    args = small(pos_emb=pos_emb, attention_dropout=0.1)
+    stage = stage_with(args, random_weights(args)).train()
+    stage(None, random_batch(args))
+    assert len(seen) == args.num_layers
+    for mask, is_causal in seen:
+        assert (mask is None) == is_causal == (pos_emb != "alibi")
+    seen.clear()
+    stage(None, document_batch(args))
+    assert len({id(mask) for mask, _ in seen if mask is not None}) == 1, "one mask for all blocks"
+    assert not any(is_causal for _, is_causal in seen)
+
+
+@pytest.mark.parametrize(
+    "changes, varlen",
+    [
+        ({}, True),
+        ({"attention_backend": "flash"}, True),
+        ({"precision": "fp32"}, False),
+        ({"attention_backend": "math"}, False),
+        ({"pos_emb": "alibi"}, False),
+        ({"attention_dropout": 0.1}, False),
+    ],
+)
+def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(changes: dict[str, Any], varlen: bool) -> None:
+    args = small(**{"precision": "bfloat16", **changes})
+    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
+    stage.device_of_groups = torch.device("cuda")  # only asked for its type
+    assert batch.positions is not None and batch.cu_seqlens is not None
+    inputs = stage._attention_inputs(batch, batch.positions)
+    assert (inputs.cu_seqlens is not None, inputs.mask is None) == (varlen, varlen)
+    if inputs.cu_seqlens is not None:
+        flat = sorted(set(inputs.cu_seqlens.tolist()))
+        starts = [row * args.seq_length + first for row, first, _ in documents(batch)]
+        assert flat == [*starts, 2 * args.seq_length]
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn"])
+def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend: {name} needs a GPU"):
+        choose_backend(name, CPU)
+
+
+@pytest.mark.parametrize("name, flash", [("math", False), ("flash", True)])
+def test_the_named_kernel_runs(name: str, flash: bool) -> None:
+    q = torch.randn(SEQ, BATCH, HEADS, DIM)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attend(q, q, q, AttentionInputs(), backend=choose_backend(name, CPU))
+    assert any("flash_attention" in event.key for event in profile.key_averages()) == flash

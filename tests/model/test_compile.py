@@ -1,0 +1,100 @@
+"""`compile: block` computes what the eager blocks compute, once compiled for all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.model import build_stage
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError
+from megatron.objectives import language_modelling
+from tests.model.stages import document_batch, gradients, groups_of, random_batch, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else every rank starts a pool of compiling processes
+Found = tuple[Tensor, dict[tuple[int, str], Tensor], int]
+
+
+def prepare(backend: str) -> None:
+    """Compile with `backend`: aot_eager traces as inductor does, forward and backward, without 20 s of g++."""
+    real = nn.Module.compile
+    nn.Module.compile = partialmethod(real, backend=backend)  # type: ignore[assignment]
+
+
+def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], steps: int) -> list[Found]:
+    """Eager and compiled: the last step's loss and gradients, and graphs made after the second step."""
+    from torch._dynamo.utils import counters
+
+    prepare(backend)
+    found = []
+    for compile_ in (False, "block"):
+        args = small(**values, compile=compile_)
+        groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
+        stage = stage_with(args, random_weights(args), groups).train()
+        early = 0
+        for step in range(steps):
+            batch = random_batch(args, seed=step + 1)
+            stage.zero_grad()
+            loss = language_modelling(stage(None, batch), batch, groups.group("tensor")).loss_sum
+            loss.backward()
+            early = counters["stats"]["unique_graphs"] if step < 2 else early
+        found.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))
+    assert early > 0, "nothing was compiled"
+    return found
+
+
+TP2 = {"num_layers": 2, "model_parallel_size": 2}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    # More blocks than dynamo would compile anew.
+    "one process": (1, "aot_eager", {"num_layers": 12, "gpt_j_residual": True}),
+    # In full: inductor's own random numbers would be others.
+    "dropout": (1, "inductor", {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_backend": "math"}),
+    "tp2+sp": (2, "aot_eager", TP2 | {"sequence_parallel": True, "checkpoint_activations": True}),
+    "tp2": (2, "aot_eager", TP2 | {"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_eager(case: str) -> None:
+    world_size, backend, values = CASES[case]
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("torch.compile on a CPU needs g++ (or $CXX)")
+    for eager, compiled in run_ranks(losses, world_size, backend, values, 6, env=ENV, timeout=240):
+        torch.testing.assert_close(compiled[0], eager[0], rtol=1e-5, atol=0)
+        for key, gradient in eager[1].items():
+            assert (compiled[1][key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, key
+        assert compiled[2] == 0, "compiled again for a later step"
+
+
+def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    prepare("aot_eager")
+    stages = []
+    for compile_ in (False, "block"):
+        args = small(compile=compile_)
+        stages.append(stage_with(args, random_weights(args)))
+    batches = [random_batch(args), document_batch(args), random_batch(args, seq=8), random_batch(args, rows=1, seq=11)]
+    with torch.no_grad():
+        return [(stages[0](None, batch), stages[1](None, batch)) for batch in batches]
+
+
+def test_documents_and_other_lengths() -> None:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("torch.compile on a CPU needs g++ (or $CXX)")
+    found = run_ranks(other_shapes, 1, env=ENV, timeout=240)[0]
+    for eager, compiled in found:
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_compiler_it_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"compile: block needs g\+\+, not found on the PATH; set compile: false"):
+        build_stage(small(compile="block"), ParallelGroups.single())
+    build_stage(small(), ParallelGroups.single())

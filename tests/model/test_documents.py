@@ -1,0 +1,79 @@
+"""Packed documents: boundaries and positions mean the same in every layout, and documents do not see each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.data import Batch
+from megatron.model.attention import document_mask
+from megatron.mpu import token_logprobs
+from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps
+from tests.model.stages import document_batch, documents, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{"checkpoint_activations": True}, {"checkpoint_activations": True, "checkpoint_num_layers": 3}],
+    2: [TP2, TP2 | SP, PP2, PP2 | {"checkpoint_activations": True}, TP2 | SP | {"checkpoint_activations": True}],
+    4: [TP2 | PP2, TP2 | PP2 | SP],
+}
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Step]:
+    return run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_layout_equals_one_process(world_size: int, references: list[Step]) -> None:
+    cells = [(i, {**model, **layout}) for i, model in enumerate(MODELS.values()) for layout in LAYOUTS[world_size]]
+    ranks = run_ranks(sgd_steps, world_size, [values for _, values in cells])
+    for n, (i, values) in enumerate(cells):
+        args = small(**{**values, "model_parallel_size": 1, "pipe_parallel_size": 0})
+        assert_same_step(args, [steps[n] for steps in ranks], references[i])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_packed_row_is_its_documents_alone(name: str) -> None:
+    args = small(**MODELS[name])
+    stage, batch = stage_with(args, random_weights(args)), document_batch(args, rows=3)
+    packed = token_logprobs(stage(None, batch), batch.labels.t(), None).t()
+    assert len(documents(batch)) > 5
+    blind = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
+    leaking = token_logprobs(stage(None, blind), batch.labels.t(), None).t()
+    for row, first, last in documents(batch):
+        assert batch.positions is not None
+        whole = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
+        alone = whole.map(lambda t: t[row : row + 1, first:last])  # noqa: B023
+        expected = token_logprobs(stage(None, alone), alone.labels.t(), None).t()[0]
+        torch.testing.assert_close(packed[row, first:last], expected, rtol=1e-5, atol=1e-5)
+        if first:
+            assert (leaking[row, first:last] - expected).abs().max() > 1e-3, "boundaries make no difference"
+
+
+@pytest.mark.parametrize("name", ["neox", "learned"])
+@torch.no_grad()
+def test_positions_are_read(name: str) -> None:
+    args = small(**MODELS[name])
+    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
+    plain = Batch(batch.tokens, batch.labels, batch.loss_weights)
+    counted = torch.arange(args.seq_length).expand_as(batch.tokens)
+    expected = stage(None, plain)
+    explicit = Batch(batch.tokens, batch.labels, batch.loss_weights, counted.clone())
+    assert torch.equal(stage(None, explicit), expected)
+    elsewhere = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
+    assert (stage(None, elsewhere) - expected).abs().max() > 1e-3
+
+
+def test_document_mask() -> None:
+    starts = torch.tensor([[0, 2, 3, 6, 6, 6, 6], [0, 6, 6, 6, 6, 6, 6]], dtype=torch.int32)
+    expected = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    for row, bounds in enumerate(([0, 2, 3, 6], [0, 6])):
+        for query in range(6):
+            first = max(start for start in bounds if start <= query)
+            expected[row, 0, query, first : query + 1] = True
+    assert torch.equal(document_mask(starts, 6), expected)

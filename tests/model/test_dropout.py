@@ -1,0 +1,133 @@
+"""Dropout: recomputation repeats its masks, and ranks that hold the same activations drop the same of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model.attention import AttentionInputs
+from tests.model.runs import LLAMA, NEOX, Step, assert_same_step, sgd_steps
+from tests.model.stages import groups_of, random_batch, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+RECOMPUTE: list[dict[str, Any]] = [
+    {},
+    {"checkpoint_activations": True, "checkpoint_num_layers": 1},
+    {"checkpoint_activations": True, "checkpoint_num_layers": 2},
+]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "tp2+sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputation_is_bit_equal(layout: str) -> None:
+    world_size, keys = LAYOUTS[layout]
+    for model in (NEOX, LLAMA):
+        configs = [{**model, **DROPOUT, **keys, **recompute} for recompute in RECOMPUTE]
+        plain = {**model, **keys}
+        for steps in run_ranks(sgd_steps, world_size, [*configs, plain]):
+            first, *others, without = steps
+            for step in others:
+                assert torch.equal(step.loss, first.loss)
+                for layer, tensors in step.weights.items():
+                    for name, value in tensors.items():
+                        assert torch.equal(value, first.weights[layer][name]), f"gradient of {layer} {name}"
+            assert abs(without.loss - first.loss) > 1e-4, "dropout does nothing"
+            for own, theirs in zip(first.logprobs, without.logprobs, strict=True):
+                assert torch.equal(own, theirs), "dropout in evaluation"
+
+
+@pytest.mark.parametrize("together, kept", [(0, None), (1, 4), (3, 2), (9, 1)])
+def test_blocks_are_run_again_in_the_backward_pass(
+    together: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import megatron.model.decoder as decoder_module
+
+    pieces, runs = [], []
+    real = decoder_module.checkpoint
+
+    def count(*args: Any, **kwargs: Any) -> Tensor:
+        pieces.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(decoder_module, "checkpoint", count)
+    args = small(num_layers=4, checkpoint_activations=together > 0, checkpoint_num_layers=together or 1)
+    stage = stage_with(args, random_weights(args)).train()
+    for index in range(2, 6):
+        stage.layers[str(index)].register_forward_pre_hook(lambda module, inputs: runs.append(module))
+    out = stage(None, random_batch(args))
+    assert len(runs) == 4 and len(pieces) == (kept or 0)
+    out.sum().backward()
+    assert len(runs) == (8 if kept else 4)
+    with torch.no_grad():
+        stage(None, random_batch(args))
+    assert len(pieces) == (kept or 0), "nothing to recompute without gradients"
+
+
+def test_hidden_dropout_is_the_same_for_any_layout_of_whole_activations() -> None:
+    for model in (NEOX, LLAMA):
+        values = {**model, "hidden_dropout": 0.2}
+        reference: Step = run_ranks(sgd_steps, 1, [values])[0][0]
+        layouts = [LAYOUTS["tp2"][1], LAYOUTS["pp2"][1]]
+        ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in layouts])
+        for i in range(len(layouts)):
+            assert_same_step(small(**values), [steps[i] for steps in ranks], reference)
+
+
+def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
+    """What is dropped after the embedding, and attention over heads that have the same weights on every rank."""
+    args = small(
+        model_parallel_size=2, sequence_parallel=sequence, hidden_dropout=0.5, attention_dropout=0.5, num_layers=1
+    )
+    groups, batch = groups_of(args, world_size), random_batch(args)
+    stage = stage_with(args, random_weights(args), groups).train()
+    positions = torch.arange(args.seq_length).expand_as(batch.tokens)
+    with torch.no_grad():
+        embedded = stage.layers["0"](batch.tokens, positions, 5) == 0
+        attention = stage.layers["2"].attention
+        attention.query_key_value.weight.fill_(0.1)  # type: ignore[union-attr,operator]
+        attention.query_key_value.bias.fill_(1.0)  # type: ignore[union-attr,operator]
+        x = torch.ones(args.seq_length // (2 if sequence else 1), 2, args.hidden_size)
+        return embedded, attention.core(x, AttentionInputs(), 7)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_masks_differ_between_tensor_ranks_only_where_their_values_do(sequence: bool) -> None:
+    (first, attention), (second, other) = run_ranks(masks, 2, sequence)
+    assert 0.4 < first.float().mean() < 0.6
+    assert torch.equal(first, second) != sequence, "whole activations share a mask, parts of the sequence do not"
+    assert not torch.equal(attention, other), "every rank's heads have their own mask"
+
+
+def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.model.attention as attention_module
+    import megatron.model.block as block_module
+    import megatron.model.decoder as decoder_module
+
+    seeds: list[int] = []
+
+    def record(x: Tensor, p: float, seed: int, training: bool) -> Tensor:
+        seeds.append(seed)
+        return x
+
+    def record_attention(function: Callable[[], Tensor], seed: int, device: torch.device) -> Tensor:
+        seeds.append(seed)
+        return function()
+
+    monkeypatch.setattr(block_module, "dropout", record)
+    monkeypatch.setattr(decoder_module, "dropout", record)
+    monkeypatch.setattr(attention_module, "seeded", record_attention)
+    args = small(num_layers=3, **DROPOUT)
+    stage = stage_with(args, random_weights(args)).train()
+    for seed in (0, 1):
+        stage(None, random_batch(args, seed=seed))
+    assert len(seeds) == len(set(seeds)) == 2 * (1 + 3 * 3)

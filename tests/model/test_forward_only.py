@@ -1,0 +1,83 @@
+"""One forward-only call gives the same values on every rank of any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model import forward_only, next_token_logits
+from megatron.mpu import ParallelGroups, token_logprobs
+from tests.model.stages import document_batch, groups_of, random_batch, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+MODEL = {"num_layers": 4}
+
+
+Values = tuple[list[Tensor], list[Tensor]]
+
+
+def _read_all(values: dict[str, Any], world_size: int) -> Values:
+    """Log-probabilities and next-token logits of eight micro-batches of three shapes."""
+    args = small(**MODEL, **values)
+    groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
+    stage = stage_with(args, random_weights(args), groups)
+    batches = [random_batch(args, rows=1 + i % 3, seed=i, seq=16 if i % 2 else 8) for i in range(7)]
+    batches.append(document_batch(args))
+    tensor = groups.group("tensor")
+    vocab = args.padded_vocab_size
+    assert vocab is not None
+    logprobs = forward_only(
+        stage, batches, args, groups, lambda logits, batch: token_logprobs(logits, batch.labels.t(), tensor).t(),
+        dtype=torch.float32, shape=lambda batch: tuple(batch.tokens.shape),
+    )  # fmt: skip
+    read = next_token_logits(groups, lambda batch: torch.arange(batch.tokens.shape[0]) + 3)
+    logits = forward_only(
+        stage, iter(batches), args, groups, read,
+        dtype=torch.float32, shape=lambda batch: (batch.tokens.shape[0], vocab),
+    )  # fmt: skip
+    assert not any(value.requires_grad for value in (*logprobs, *logits))
+    return logprobs, logits
+
+
+def read_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Values]:
+    return [_read_all(layout, world_size) for layout in layouts]
+
+
+@pytest.mark.parametrize(
+    "world_size, layouts",
+    [
+        (2, [(2, 1, False), (0, 2, False), (0, 2, True)]),
+        (4, [(4, 1, False), (2, 2, False), (2, 2, True), (2, 1, False)]),
+    ],
+)
+def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> None:
+    keys = [
+        {"pipe_parallel_size": pipe, "model_parallel_size": tensor, "sequence_parallel": sequence}
+        for pipe, tensor, sequence in layouts
+    ]
+    expected = _read_all({}, 1)
+    assert len(expected[0]) == 8
+    for found in run_ranks(read_all, world_size, keys):
+        for seen in found:
+            for own, theirs in zip((*seen[0], *seen[1]), (*expected[0], *expected[1]), strict=True):
+                torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_no_batches_no_values() -> None:
+    args = small()
+    stage, groups = stage_with(args, random_weights(args)), ParallelGroups.single()
+    none = forward_only(stage, [], args, groups, lambda logits, _: logits, dtype=torch.float32, shape=lambda _: ())
+    assert none == []
+
+
+def test_next_token_logits_are_of_their_position() -> None:
+    args = small()
+    stage, batch = stage_with(args, random_weights(args)), random_batch(args, rows=3)
+    with torch.no_grad():
+        whole = stage(None, batch)
+    positions = torch.tensor([0, 7, 15])
+    read = next_token_logits(ParallelGroups.single(), lambda _: positions)
+    assert torch.equal(read(whole, batch), torch.stack([whole[p, row] for row, p in enumerate(positions)]))

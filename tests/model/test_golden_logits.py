@@ -1,0 +1,96 @@
+"""GPT-NeoX's own checkpoints give GPT-NeoX's own logits, in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import load_weights
+from megatron.data import Batch
+from megatron.model import build_stage, forward_only
+from megatron.model.init import stage_parameters
+from megatron.mpu import ParallelGroups, gather_from_tensor
+from tests.checkpointing.golden import RUNS, checkpoint, golden_args
+from tests.model.stages import groups_of
+from tests.pool import run_ranks
+
+TOLERANCE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
+
+
+def golden_logits(run: str, step: int) -> Tensor:
+    return torch.from_numpy(np.load(RUNS[run] / f"logits_step{step}.npy"))
+
+
+def fixed_input(run: str) -> Batch:
+    windows = torch.from_numpy(np.load(RUNS[run].parent / "fixed_input_2x65.npy"))
+    return Batch(windows[:, :-1], windows[:, 1:], torch.ones_like(windows[:, 1:]))
+
+
+@torch.no_grad()
+def logits_of(run: str, step: int, groups: ParallelGroups | None = None, **changes: object) -> Tensor:
+    """`[batch, seq, vocab]`, whole on every rank."""
+    if groups is None:
+        changes, groups = {"pipe_parallel_size": 0, "model_parallel_size": 1}, ParallelGroups.single()
+    args = golden_args(run, **changes)
+    stage = build_stage(args, groups).eval()
+    params = stage_parameters(stage)
+    weights = load_weights(
+        checkpoint(run, step), args, layers=sorted({layer for layer, _, _ in params}),
+        tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"),
+    )  # fmt: skip
+    for layer, name, param in params:
+        param.copy_(weights[layer][name])
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        return gather_from_tensor(logits, groups.group("tensor")).transpose(0, 1)
+
+    vocab = args.padded_vocab_size
+    assert vocab is not None
+    batch = fixed_input(run)
+    return forward_only(
+        stage, [batch], args, groups, read, dtype=torch.float32, shape=lambda batch: (*batch.tokens.shape, vocab)
+    )[0]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("run", RUNS)
+def test_one_process(run: str, step: int) -> None:
+    expected = golden_logits(run, step)
+    assert expected.shape == (2, 64, 384)
+    torch.testing.assert_close(logits_of(run, step), expected, **TOLERANCE)
+
+
+def test_steps_differ() -> None:
+    """A training of three steps moves the logits by far more than the tolerance."""
+    for run in RUNS:
+        assert (golden_logits(run, 3) - golden_logits(run, 0)).abs().max() > 0.1
+
+
+def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[list[Tensor]]:
+    run, found = "neox_pp2_mp2", []
+    for layout in layouts:
+        groups = groups_of(golden_args(run, **layout), world_size)
+        found.append([logits_of(run, step, groups, **layout) for step in (0, 3)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "world_size, layouts",
+    [
+        (2, [(0, 2, False), (0, 2, True), (2, 1, False)]),
+        (4, [(2, 2, False), (2, 2, True), (4, 1, False), (1, 4, False)]),
+    ],
+)
+def test_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> None:
+    keys = [
+        {"pipe_parallel_size": pipe, "model_parallel_size": tensor, "sequence_parallel": sequence}
+        for pipe, tensor, sequence in layouts
+    ]
+    for found in run_ranks(on_ranks, world_size, keys):
+        for logits in found:
+            for step, own in zip((0, 3), logits, strict=True):
+                torch.testing.assert_close(own, golden_logits("neox_pp2_mp2", step), **TOLERANCE)

@@ -1,0 +1,154 @@
+"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.guards import NonFiniteError, SpikeGuard
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, begin, bit_equal, config, run_to_end
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+
+
+def poison(training: Any, steps: set[int], bad: float) -> None:
+    """Let this rank's last MLP hand a bad gradient down, in the micro-batches of these steps."""
+    linear = [module for name, module in training.engine.stage.named_modules() if name.endswith("mlp.linear1")][-1]
+
+    def on_forward(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if training.progress.iteration + 1 in steps and output.requires_grad:
+            output.register_hook(lambda grad: grad * bad)
+
+    linear.register_forward_hook(on_forward)
+
+
+def run_poisoned(rank: int, world_size: int, values: dict[str, Any], steps: set[int], bad: float) -> tuple[Any, Any]:
+    """For the pool: the message of a run whose last rank is poisoned, and this rank's weights afterwards."""
+    from megatron.training import train
+
+    training = begin(values)
+    if rank == world_size - 1:
+        poison(training, steps, bad)
+    message = None
+    try:
+        train(training)
+    except NonFiniteError as problem:
+        message = str(problem)
+    return message, training.engine.weights(master=True)
+
+
+def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+    values = config(NEOX, layout, num_layers=2, train_micro_batch_size_per_gpu=4, train_iters=6, checkpoint_factor=4)
+    return {**values, "save": str(tmp_path / "run"), **more}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    bad = math.inf if name == "dp2" else math.nan
+    values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
+    found = run_ranks(run_poisoned, ranks, values, {5}, bad, timeout=20)
+    good = run_ranks(run_to_end, ranks, {**values, "save": None, "train_iters": 4, "lr_decay_iters": 6})
+    for (message, weights), (_, expected) in zip(found, good, strict=True):
+        assert message == found[0][0] and message.startswith("step 5: rank ")
+        assert f"rank {ranks - 1}: gradient of " in message and "weights are those of step 4" in message
+        assert bit_equal(weights, expected)
+    assert (tmp_path / "run" / "latest").read_text() == "global_step4", "the last good state is saved"
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
+
+
+def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
+    """For the pool: a loss that is infinite while its gradient is finite."""
+    from megatron.objectives import LossOutput, language_modelling
+    from megatron.training import train
+
+    training = begin(values)
+
+    def objective(logits: Any, batch: Any, group: Any) -> LossOutput:
+        out = language_modelling(logits, batch, group)
+        return LossOutput(out.loss_sum + (math.inf if training.progress.iteration == 2 else 0.0), out.weight_sum)
+
+    training.engine.objective = objective
+    if training.engine._pipe is not None:
+        training.engine._pipe.objective = objective
+    try:
+        train(training)
+    except NonFiniteError as problem:
+        return str(problem)
+    return None
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipe_parallel_size": 2}, {"zero_optimization": {"stage": 1}}])
+def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Path) -> None:
+    found = run_ranks(bad_loss, 2, _values(tmp_path, layout), timeout=20)
+    assert found[0] == found[1] and "rank 1: loss is not finite" in str(found[0]) and "step 3" in str(found[0])
+
+
+def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
+    values = _values(tmp_path, {}, on_nonfinite="skip", nonfinite_limit=2)
+    message, _ = run_ranks(run_poisoned, 1, values, {3, 5}, math.nan)[0]
+    assert message is None
+    rows = [json.loads(line) for line in (tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [math.isnan(row["train/lm_loss"]) for row in rows] == [False, False, True, False, True, False]
+    message, _ = run_ranks(run_poisoned, 1, {**values, "save": str(tmp_path / "b")}, {3, 4, 5}, math.nan)[0]
+    assert "on_nonfinite: skip, 3 steps in a row" in message and "weights are those of step 4" in message
+
+
+def test_spike_guard_window() -> None:
+    guard = SpikeGuard(6.0)
+    for i in range(SpikeGuard.LEAST):
+        guard.decide(1.0 + 0.01 * (i % 2))
+        assert not guard.skips
+    guard.decide(1.02)
+    assert not guard.skips
+    guard.decide(1.2)
+    assert guard.skips and guard.skipped == 1
+    guard.decide(1.005)
+    assert not guard.skips, "the spike did not enter the window"
+
+
+def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool], bool]:
+    """For the pool: steps with labels of chance after a trained model; which of them were left out."""
+    from dataclasses import replace
+
+    from megatron.training.loop import batches_of
+
+    training = begin(values)
+    batches, skips, unchanged = batches_of(training), [], True
+    for step in range(40):
+        micro_batches = next(batches)
+        if step == 38:
+            micro_batches = [replace(b, labels=(b.labels * 7 + 13) % 380) for b in micro_batches]
+        before = training.engine.weights()
+        training.engine.train_step(micro_batches, 1e-3)
+        assert training.engine.spikes is not None
+        skips.append(training.engine.spikes.skips)
+        if skips[-1]:
+            unchanged = unchanged and bit_equal(before, training.engine.weights())
+    return skips, unchanged
+
+
+@pytest.mark.parametrize("name", ["plain", "pp2", "zero2"])
+def test_spike_is_left_out(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)
+    found = run_ranks(spiky, ranks, values, timeout=120)
+    for skips, unchanged in found:
+        assert skips[38] and sum(skips) <= 2 and unchanged
+        assert skips == found[0][0], "all ranks leave out the same steps"

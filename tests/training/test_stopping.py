@@ -1,0 +1,106 @@
+"""A run told to stop finishes its step, saves and says so; the next start goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import run_ranks
+from tests.training.runs import NEOX, begin, bit_equal, config, run_to_end
+from tests.training.test_resume import losses
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "zero1": (2, {"zero_optimization": {"stage": 1}}),
+}
+
+
+def run_with_signal(rank: int, world_size: int, values: dict[str, Any], number: int, at: int, to: int) -> str:
+    """For the pool: rank `to` gets a signal during step `at`; the last line of the log."""
+    import logging
+
+    from megatron.training import train
+
+    training = begin(values)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron").addHandler(handler)
+    train_step = training.engine.train_step
+
+    def step(batches: Any, lr: float) -> Any:
+        if training.progress.iteration + 1 == at and rank == to:
+            os.kill(os.getpid(), number)
+        return train_step(batches, lr)
+
+    training.engine.train_step = step  # type: ignore[method-assign]
+    train(training)
+    return lines[-1] if lines else ""
+
+
+def _values(tmp_path: Path, layout: dict[str, Any], name: str = "run", **more: Any) -> dict[str, Any]:
+    values = config(NEOX, layout, num_layers=2, train_micro_batch_size_per_gpu=4, train_iters=6, checkpoint_factor=100)
+    return {**values, "save": str(tmp_path / name), "load": str(tmp_path / name), **more}
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("plain", signal.SIGINT), ("plain", signal.SIGUSR1), *((name, signal.SIGTERM) for name in LAYOUTS)],
+)
+def test_signal_to_one_rank_stops_all(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    lines = run_ranks(run_with_signal, ranks, _values(tmp_path, layout), number, 3, ranks - 1)
+    stopped = 3 if ranks == 1 else 4  # other ranks hear of it one step later
+    assert lines[0] == f"run stopped at iteration {stopped}: signal {number.name}"
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["iteration"], status["reason"]) == ("stopped", stopped, f"signal {number.name}")
+    went_on = run_ranks(run_to_end, ranks, _values(tmp_path, layout))
+    through = run_ranks(run_to_end, ranks, _values(tmp_path, layout, "through"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "through")
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(went_on, through, strict=True))
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"
+
+
+def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?i)sigterm|signal 15|-15"):
+        run_ranks(two_signals, 1, _values(tmp_path, {}))
+    assert not (tmp_path / "run" / "latest").exists()
+
+
+def two_signals(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    """For the pool: both in one step."""
+    from megatron.training import train
+
+    training = begin(values)
+    train_step = training.engine.train_step
+
+    def step(batches: Any, lr: float) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(batches, lr)
+
+    training.engine.train_step = step  # type: ignore[method-assign]
+    train(training)
+
+
+def test_exit_interval(tmp_path: Path) -> None:
+    run_ranks(run_to_end, 2, _values(tmp_path, {}, exit_interval=4))
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 4, "exit_interval 4")
+    assert (tmp_path / "run" / "latest").read_text() == "global_step4"
+
+
+def test_time_limits(tmp_path: Path) -> None:
+    run_ranks(run_to_end, 1, _values(tmp_path, {}, exit_duration_in_mins=1e-6))
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["iteration"], status["reason"]) == (1, "exit_duration_in_mins 1e-06")
+    run_ranks(run_to_end, 2, _values(tmp_path, {}, "timed", save_interval_in_mins=1e-6))
+    saved = sorted(p.name for p in (tmp_path / "timed").glob("global_step*"))
+    assert len(saved) >= 4 and saved[-1] == "global_step6"
