@@ -18,7 +18,7 @@ def main() -> int:
         return launch_local(command.user_script, command.args)
     except (ConfigError, LaunchError) as problem:
         for line in str(problem).splitlines():
-            print(f"deepy.py: {line}", file=sys.stderr)
+            print(f"deepy.py: error: {line}", file=sys.stderr)
         return 1
 
 

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         generate(args, process)
     except (ConfigError, LaunchError, TokenizerError, CheckpointError) as problem:
         for line in str(problem).splitlines():
-            print(f"generate.py: {line}", file=sys.stderr)
+            print(f"generate.py: error: {line}", file=sys.stderr)
         return 1
     return 0
 

@@ -24,14 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        from megatron.training import start, train
+        from megatron.training import NonFiniteError, start, train
 
         training = start(args, process)
-        train(training)
+        try:
+            train(training)
+        except NonFiniteError as problem:
+            print(f"train.py: error: {problem}", file=sys.stderr)
+            return 1
         training.close()
     except (ConfigError, LaunchError, DataError, TokenizerError, CheckpointError) as problem:
         for line in str(problem).splitlines():
-            print(f"train.py: {line}", file=sys.stderr)
+            print(f"train.py: error: {line}", file=sys.stderr)
         return 1
     return 0
 

@@ -4,7 +4,7 @@ Nothing here talks to other ranks or to DeepSpeed: the engine calls these functi
 """
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, replace_file, save_tensors, write_bytes
 from megatron.checkpointing.layout import (
     find_checkpoint,
     layer_file,
@@ -24,6 +24,6 @@ from megatron.checkpointing.weights import load_weights, local_layer_state
 __all__ = [
     "CheckpointError", "FileRecord", "Layout", "Manifest", "begin", "check_model", "find_checkpoint",
     "layer_file", "list_checkpoints", "load_tensors", "load_weights", "local_layer_state", "model_file", "model_keys",
-    "publish", "read_latest", "read_manifest", "restore_rng", "rng_state", "save_tensors", "step_of",
+    "publish", "read_latest", "read_manifest", "replace_file", "restore_rng", "rng_state", "save_tensors", "step_of",
     "step_tag", "sum_bias_masters", "torch_adam_state", "verify", "write_bytes", "zero_adam_state", "zero_file",
 ]  # fmt: skip

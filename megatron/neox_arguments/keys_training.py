@@ -31,6 +31,13 @@ class TrainingKeys:
     seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0)
     eval_interval: int = key(1000, "Iterations between validations", ge=1)
     eval_iters: int = key(100, "Batches of one validation; 0 for none", ge=0)
+    exit_interval: int | None = key(None, "Stop, with a checkpoint, at multiples of this many iterations", ge=1)
+    exit_duration_in_mins: float | None = key(None, "Stop, with a checkpoint, after this long", gt=0)
+    on_nonfinite: Literal["stop", "skip"] = key("stop", "A step whose loss or gradient is NaN or Inf: end or leave out")
+    nonfinite_limit: int = key(10, "on_nonfinite: skip: steps left out in a row before the run ends", ge=1)
+    skip_step_above_sigma: float | None = key(
+        None, "Leave out steps whose loss is this many standard deviations above the recent ones", gt=0
+    )
     checkpoint_activations: bool = key(False, "Recompute activations in the backward pass instead of keeping them")
     checkpoint_num_layers: int = key(1, "Blocks recomputed together", ge=1)
     partition_activations: bool = key(
@@ -51,6 +58,9 @@ class CheckpointKeys:
         "linear", "Save every checkpoint_factor iterations, or at its powers"
     )
     checkpoint_factor: int | float | None = key(None, "See checkpoint_scale", gt=0)
+    save_interval_in_mins: float | None = key(
+        None, "Also save when this long has passed since the last timed save", gt=0
+    )
     extra_save_iters: tuple[int, ...] | None = key(None, "Further iterations to save at; 0 is the start")
     keep_last_n_checkpoints: int | None = key(None, "Delete older checkpoints", ge=1)
     finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")

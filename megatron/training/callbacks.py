@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate
 from megatron.training.flops import neox_flops, readable_flops
+from megatron.training.loggers import MetricLogger
 from megatron.training.setup import Training
 
 
@@ -23,16 +24,33 @@ class Step:
 
     iteration: int
     consumed_samples: int
-    consumed_tokens: int
+    seq_length: int
     result: StepResult | None
     row: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.row |= {
-            "iteration": self.iteration,
-            "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-        }
+        self.row["iteration"] = self.iteration
+        self.row["consumed_samples"] = self.consumed_samples
+        self.row["consumed_tokens"] = self.consumed_samples * self.seq_length
+
+
+class Reading:
+    """Values on their way from the device to the host; nobody waits until they are read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = values
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """The values; waits for the work that makes them, not for what was queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
 
 
 class Stopwatch:
@@ -58,16 +76,22 @@ class Stopwatch:
 
 
 class LogCallback:
-    """NeoX's log line every `log_interval` steps. Losses stay on the device until then."""
+    """NeoX's log line and the metrics row, every `log_interval` steps. Losses stay on the device; those of a logged
+    step are read when the next step has been started, or when something else has to wait for the device anyway."""
 
-    def __init__(self, training: Training, bar: tqdm, stopwatch: Stopwatch) -> None:
-        self.training, self.bar, self.stopwatch = training, bar, stopwatch
-        self.steps = 0
+    def __init__(
+        self, training: Training, bar: tqdm, stopwatch: Stopwatch, loggers: Sequence[MetricLogger] = ()
+    ) -> None:
+        self.training, self.bar, self.stopwatch, self.loggers = training, bar, stopwatch, loggers
+        self.steps = self.skipped = 0
         self.losses: list[torch.Tensor] = []
-        self.skipped = 0
+        self.norm: torch.Tensor | float | None = None
+        self.pending: tuple[Step, Reading] | None = None
         self.told_memory = False
 
     def on_step_end(self, step: Step) -> None:
+        """Take the step's values; settle the logged step before it, begin to read this one if it is logged."""
+        self.settle()
         assert step.result is not None
         self.steps += 1
         self.skipped += int(step.result.skipped)
@@ -75,25 +99,41 @@ class LogCallback:
             self.losses.append(step.result.loss)
         if step.iteration % self.training.args.log_interval:
             return
-        # Reading waits for the device, so the lap covers all the work of its steps.
-        losses = torch.stack(self.losses).tolist() if self.losses else [math.nan]
+        norm = step.result.grad_norm
+        on_device = [*self.losses, torch.as_tensor(math.nan if norm is None else norm, device=step.result.loss.device)]
+        self.pending = (step, Reading(torch.stack([value.float() for value in on_device])))
+        self.losses = []
+
+    def settle(self, write: bool = True) -> None:
+        """Finish the step whose values were on their way: its line, and its row unless the caller adds to it."""
+        if self.pending is None:
+            return
+        (step, reading), self.pending = self.pending, None
+        *losses, norm = reading.read()
         seconds = self.stopwatch.lap() / self.steps
-        self._fill(step, losses[-1], seconds)
+        losses = losses or [math.nan]
+        self._fill(step, losses[-1], norm, seconds)
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
             with self.bar.external_write_mode():
                 self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds))
                 self._memory(step.iteration)
-        self.steps, self.skipped, self.losses = 0, 0, []
+        self.steps = self.skipped = 0
+        if write:
+            self.write(step)
 
-    def _fill(self, step: Step, loss: float, seconds: float) -> None:
+    def write(self, step: Step) -> None:
+        """Hand a step's row to the loggers, if it says more than where the run is."""
+        if any("/" in name for name in step.row):
+            for target in self.loggers:
+                target.write(step.row)
+
+    def _fill(self, step: Step, loss: float, norm: float, seconds: float) -> None:
         args = self.training.args
-        assert step.result is not None
         row = step.row
         row["train/lm_loss"] = loss
         row["train/learning_rate"] = self.training.schedule(step.iteration)
-        if step.result.grad_norm is not None:
-            row["train/grad_norm"] = float(step.result.grad_norm)
+        row["train/grad_norm"] = norm
         row["runtime/iteration_time"] = seconds
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds
         row["runtime/steps_per_sec"] = 1.0 / seconds
@@ -169,11 +209,16 @@ class ValidationCallback:
     def __init__(self, training: Training, bar: tqdm) -> None:
         self.training, self.bar = training, bar
 
+    def is_due(self, step: Step) -> bool:
+        """Whether this step is followed by a validation."""
+        args = self.training.args
+        return step.iteration == args.train_iters or step.iteration % args.eval_interval == 0
+
     def on_step_end(self, step: Step) -> None:
-        last = step.iteration == self.training.args.train_iters
-        if last or step.iteration % self.training.args.eval_interval == 0:
+        """Validate, and test after the last step, if it is time."""
+        if self.is_due(step):
             validate(self.training, "valid", step.iteration, step.row, self.bar)
-        if last:
+        if step.iteration == self.training.args.train_iters:
             validate(self.training, "test", step.iteration, step.row, self.bar)
 
 
@@ -186,7 +231,9 @@ class SaveCallback:
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint is written after this iteration."""
         args = self.training.args
-        if iteration in (args.extra_save_iters or ()):
+        if args.save is None:
+            return False
+        if iteration == args.train_iters or iteration in (args.extra_save_iters or ()):
             return True
         factor = args.checkpoint_factor
         if not factor or iteration == 0:
@@ -198,15 +245,7 @@ class SaveCallback:
             power *= factor
         return int(power) == iteration
 
-    def at_start(self) -> None:
-        """The checkpoint of iteration 0, where `extra_save_iters` asks for it."""
-        if self.is_due(0):
-            self._save()
-
-    def on_step_end(self, step: Step) -> None:
-        if self.is_due(step.iteration) or step.iteration == self.training.args.train_iters:
-            self._save()
-
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint of the run as it is now."""
         if self.training.args.save is not None:
             self.training.checkpointer.save(self.training.progress)

@@ -114,9 +114,7 @@ class Checkpointer:
             files={record.name: record for per_rank in records for record in per_rank},
         )
         keep, configs = self.args.keep_last_n_checkpoints, self.args.config_files
-        path = on_rank_zero(
-            self.groups, lambda: publish(temporary, save, progress.iteration, manifest, configs, keep)
-        )
+        path = on_rank_zero(self.groups, lambda: publish(temporary, save, progress.iteration, manifest, configs, keep))
         self.saved_at = progress.iteration
         self.logger.info(f"saved checkpoint {path}")
 

@@ -37,6 +37,7 @@ from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import ParallelGroups, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LossOutput
+from megatron.training.guards import GradientWatch, SpikeGuard
 from megatron.training.optimizers import (
     assert_same_groups,
     build_optimizer,
@@ -52,7 +53,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens (not yet read from the
-    device); grad_norm: before clipping; skipped: the optimizer refused non-finite gradients, weights are unchanged."""
+    device); grad_norm: before clipping; skipped: gradients were not finite, weights are unchanged."""
 
     loss: Tensor
     grad_norm: Tensor | float | None
@@ -106,11 +107,12 @@ class _PipeStage(nn.Module):
     """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in the order
     of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
 
-    def __init__(self, stage: Stage, objective: Objective, groups: ParallelGroups) -> None:
+    def __init__(self, stage: Stage, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
         super().__init__()
         self.stage = stage
         self.objective = objective
         self.groups = groups
+        self.watch = watch
         self.batches: Iterator[Batch] = iter(())
         self.batch: Batch | None = None
         self.loss_scale: Tensor | None = None
@@ -124,7 +126,8 @@ class _PipeStage(nn.Module):
 
     def loss(self, logits: Tensor, _: Any) -> Tensor:
         assert self.batch is not None and self.loss_scale is not None
-        return self.objective(logits, self.batch, self.groups.group("tensor")).loss_sum * self.loss_scale
+        loss_sum = self.objective(logits, self.batch, self.groups.group("tensor")).loss_sum
+        return loss_sum * self.loss_scale * self.watch.note_loss(loss_sum)
 
 
 class _TiedPipelineModule(PipelineModule):
@@ -196,6 +199,10 @@ class Engine:
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
         self.files = CheckpointEngine()
+        self.watch = GradientWatch(
+            [(name.removeprefix("layers."), p) for name, p in stage.named_parameters()], groups.device
+        )
+        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         optimizer = build_optimizer(stage, args)
         self._ordered = [param for group in optimizer.param_groups for param in group["params"]]
         self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -214,13 +221,15 @@ class Engine:
                 dist_init_required=False,
             )[0]
         self._ds.checkpoint_engine = self.files
+        if self.spikes is not None:
+            self._guard_steps(optimizer, self.spikes)
         self._params = stage_parameters(stage)
         if self.dtype != torch.float32:
             self._master_from_init()
 
     def _wrap_pipeline(self) -> _PipeStage:
         groups = self.groups
-        pipe = _PipeStage(self.stage, self.objective, groups)
+        pipe = _PipeStage(self.stage, self.objective, groups, self.watch)
         topology = PipeModelDataParallelTopology(
             num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
         )
@@ -238,6 +247,7 @@ class Engine:
 
     def train_step(self, batches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over this rank's micro-batches of it."""
+        self.watch.clear()
         batches = [batch.to(self.groups.device) for batch in batches]
         weight = torch.stack([batch.loss_weights.sum() for batch in batches]).sum().float()
         if self.groups.group("data") is not None:
@@ -246,28 +256,63 @@ class Engine:
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         loss = self._pipe_step(batches, scale) if self._pipe is not None else self._plain_step(batches, scale)
-        skipped = bool(getattr(self._ds.optimizer, "overflow", False))
-        norm = self._norm if self.zero_stage == 0 else self._ds.get_global_grad_norm()
-        return StepResult(loss, norm, skipped)
+        if self.zero_stage == 0:
+            return StepResult(loss, self._norm, self._skipped)
+        return StepResult(loss, self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow))
 
     def _plain_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
         self._ds.train()
-        total = torch.zeros((), device=self.groups.device)
+        self._total = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
             logits = self._ds(None, batch)
-            loss = self.objective(logits, batch, self.groups.group("tensor")).loss_sum * scale
-            total += loss.detach()
+            loss_sum = self.objective(logits, batch, self.groups.group("tensor")).loss_sum
+            loss = loss_sum * scale * self.watch.note_loss(loss_sum)
+            self._total += loss.detach()
             self._ds.backward(loss)
             if self.zero_stage == 0 and i == len(batches) - 1:
-                params = [param for _, _, param in self._params]
-                self._norm = gradient_norm(params, self.groups)
-                if self.args.gradient_clipping > 0.0:
-                    clip_gradients(params, self._norm, self.args.gradient_clipping)
+                self._clip_or_drop()
             self._ds.step()
-        total /= len(batches) * self.groups.size("data")
+        return self._mean_loss(self._total)
+
+    def _clip_or_drop(self) -> None:
+        """What the ZeRO optimizers do in their step: clip, or drop a gradient that is not finite."""
+        params = [param for _, _, param in self._params]
+        self._norm = gradient_norm(params, self.groups)
+        self._skipped = not bool(self._norm.isfinite())
+        if self._skipped:
+            for param in params:
+                param.grad = None
+        elif self.args.gradient_clipping > 0.0:
+            clip_gradients(params, self._norm, self.args.gradient_clipping)
+
+    def _mean_loss(self, total: Tensor) -> Tensor:
+        """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two means."""
+        assert self.args.gradient_accumulation_steps is not None
+        mean = total.detach() / (self.args.gradient_accumulation_steps * self.groups.size("data"))
         if self.groups.group("data") is not None:
-            dist.all_reduce(total, group=self.groups.group("data"))
-        return total
+            dist.all_reduce(mean, group=self.groups.group("data"))
+        return mean
+
+    def _guard_steps(self, optimizer: torch.optim.Optimizer, guard: SpikeGuard) -> None:
+        """Ask the guard between backward and update; DeepSpeed goes through the same motions, weights stay."""
+        update, take_step = optimizer.step, self._ds._take_model_step
+
+        def guarded_update(closure: Any = None) -> Any:
+            return None if guard.skips else update(closure)
+
+        def guarded_step(*args: Any, **kwargs: Any) -> None:
+            loss = torch.zeros((), device=self.groups.device)
+            if self._pipe is None:
+                loss = self._mean_loss(self._total)
+            elif self.groups.is_last_stage:
+                loss = self._mean_loss(self._ds.total_loss)
+            if self.groups.group("pipe") is not None:
+                dist.broadcast(loss, src=self.groups.members["pipe"][-1], group=self.groups.group("pipe"))
+            guard.decide(float(loss))
+            take_step(*args, **kwargs)
+
+        optimizer.step = guarded_update  # type: ignore[method-assign]
+        self._ds._take_model_step = guarded_step
 
     def _pipe_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
         assert self._pipe is not None

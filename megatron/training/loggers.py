@@ -64,15 +64,17 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """One Weights & Biases run; one call a row."""
+    """One Weights & Biases run, the same one after a restart; one call a row."""
 
-    def __init__(self, args: NeoXArgs) -> None:
+    def __init__(self, args: NeoXArgs, run_id: str) -> None:
         try:
             import wandb
         except ImportError as problem:
             place = args.origin("use_wandb")
             raise ConfigError([f"{place}: use_wandb needs wandb: pip install 'neox[wandb]'"]) from problem
         self._run: Any = wandb.init(
+            id=run_id,
+            resume="allow",
             project=args.wandb_project,
             group=args.wandb_group,
             name=args.wandb_run_name,
@@ -95,7 +97,7 @@ def log_directory(args: NeoXArgs) -> Path | None:
     return Path(args.save).expanduser() / "logs" if args.save is not None else None
 
 
-def build_loggers(args: NeoXArgs, iteration: int) -> list[MetricLogger]:
+def build_loggers(args: NeoXArgs, iteration: int, run_id: str) -> list[MetricLogger]:
     """The loggers the configuration asks for; for rank 0."""
     loggers: list[MetricLogger] = []
     directory = log_directory(args)
@@ -104,5 +106,5 @@ def build_loggers(args: NeoXArgs, iteration: int) -> list[MetricLogger]:
     if args.tensorboard_dir is not None:
         loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration))
     if args.use_wandb:
-        loggers.append(WandbLogger(args))
+        loggers.append(WandbLogger(args, run_id))
     return loggers

@@ -1,16 +1,27 @@
-"""The training loop: steps, and callbacks asked at the end of each: log, validate, write metrics, save."""
+"""The training loop: steps, and what follows each: log, validate, write metrics, save, stop."""
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from tqdm import tqdm
 
+from megatron.checkpointing import replace_file
 from megatron.data import Batch, train_loader
+from megatron.mpu import on_rank_zero
 from megatron.training.callbacks import LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback, validate
-from megatron.training.loggers import Row, build_loggers
+from megatron.training.engine import StepResult
+from megatron.training.guards import NonFiniteError, report
+from megatron.training.loggers import build_loggers
 from megatron.training.setup import Training
+from megatron.training.stopping import StopCondition
+
+# As upstream: a dynamic loss scale that never finds a step it can take is a broken run.
+FP16_OVERFLOWS_IN_A_ROW = 50
 
 
 def batches_of(training: Training) -> Iterator[list[Batch]]:
@@ -28,49 +39,116 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
 
 
 def train(training: Training) -> None:
-    """Train to `train_iters`: log, validate and save on the way, validate, test and save at the end."""
+    """Train to `train_iters`, or until told to stop: log, validate and save on the way, validate, test and save at
+    the end. Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf."""
     args, progress, logger = training.args, training.progress, training.logger
-    is_chief = training.groups.world_rank == 0
     if progress.iteration >= args.train_iters:
         logger.info(f"nothing left to do: train_iters is {args.train_iters}")
-        logger.info(f"run finished at iteration {progress.iteration}")
+        _finish(training, f"run finished at iteration {progress.iteration}", "finished", None)
         return
-    loggers = build_loggers(args, progress.iteration) if is_chief else []
-
-    def write(row: Row) -> None:
-        if len(row) > 3:  # more than where we are
-            for target in loggers:
-                target.write(row)
-
-    save = SaveCallback(training)
+    is_chief = training.groups.world_rank == 0
     bar = tqdm(
         total=args.train_iters, initial=progress.iteration, unit="step", file=sys.stderr,
         disable=not (is_chief and sys.stderr.isatty()), dynamic_ncols=True,
     )  # fmt: skip
-    if progress.iteration == 0:
-        step = Step(0, 0, 0, None)
-        validate(training, "valid", 0, step.row, bar)
-        write(step.row)
-        save.at_start()
-    batches = batches_of(training)
+    stop = StopCondition(args, training.groups)
+    loggers = build_loggers(args, progress.iteration, training.checkpointer.run_id) if is_chief else []
     stopwatch = Stopwatch()
-    log, validation = LogCallback(training, bar, stopwatch), ValidationCallback(training, bar)
+    log = LogCallback(training, bar, stopwatch, loggers)
+    validation, save = ValidationCallback(training, bar), SaveCallback(training)
+    reason: str | None = None
     try:
-        while progress.iteration < args.train_iters:
+        if progress.iteration == 0:
+            _before_first_step(training, log, save, bar)
+        batches = batches_of(training)
+        overflows = 0
+        while progress.iteration < args.train_iters and reason is None:
             result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
-            progress.iteration += 1
-            progress.consumed_samples += args.train_batch_size
-            progress.skipped += int(result.skipped)
-            tokens = progress.consumed_samples * args.seq_length
-            step = Step(progress.iteration, progress.consumed_samples, tokens, result)
+            if result.skipped:
+                overflows += 1
+                _check_skip(training, overflows)
+            else:
+                overflows = 0
+            _advance(training, result)
+            step = Step(progress.iteration, progress.consumed_samples, args.seq_length, result)
             log.on_step_end(step)
-            with stopwatch.pause():
-                validation.on_step_end(step)
-                write(step.row)
-                save.on_step_end(step)
+            reason, timed_save = stop.ask(progress.iteration)
+            if reason is not None or timed_save or validation.is_due(step) or save.is_due(step.iteration):
+                log.settle(write=False)
+                with stopwatch.pause():
+                    validation.on_step_end(step)
+                    log.write(step)
+                    if reason is not None or timed_save or save.is_due(step.iteration):
+                        save.save()
             bar.update()
+        log.settle()
     finally:
+        stop.close()
         bar.close()
         for target in loggers:
             target.close()
-    logger.info(f"run finished at iteration {progress.iteration}")
+    done = progress.iteration >= args.train_iters
+    text = f"run finished at iteration {progress.iteration}"
+    if not done:
+        text = f"run stopped at iteration {progress.iteration}: {reason}"
+    _finish(training, text, "finished" if done else "stopped", None if done else reason)
+
+
+def _before_first_step(training: Training, log: LogCallback, save: SaveCallback, bar: tqdm) -> None:
+    """What a run looks like before it has learned anything."""
+    step = Step(0, 0, training.args.seq_length, None)
+    validate(training, "valid", 0, step.row, bar)
+    log.write(step)
+    if save.is_due(0):
+        save.save()
+
+
+def _advance(training: Training, result: StepResult) -> None:
+    progress = training.progress
+    progress.iteration += 1
+    progress.consumed_samples += training.args.train_batch_size
+    progress.skipped += int(result.skipped)
+
+
+def _check_skip(training: Training, in_a_row: int) -> None:
+    """Decide on a step that the optimizer left out; all ranks come here together."""
+    args, iteration = training.args, training.progress.iteration + 1
+    if training.engine.loss_scale is not None:
+        if in_a_row > FP16_OVERFLOWS_IN_A_ROW:
+            raise NonFiniteError(f"step {iteration}: {in_a_row} fp16 overflows in a row; the loss scale cannot recover")
+        return
+    text = report(training.engine.watch, iteration, training.groups)
+    if args.on_nonfinite == "skip" and in_a_row <= args.nonfinite_limit:
+        training.logger.info(
+            f"{text}; left out (on_nonfinite: skip, {in_a_row} of at most {args.nonfinite_limit} in a row)"
+        )
+        return
+    if args.save is not None:
+        training.checkpointer.save(training.progress)
+    limit = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
+    text = f"{text}; weights are those of step {training.progress.iteration} (on_nonfinite: {args.on_nonfinite}{limit})"
+    _write_status(training, "failed", text)
+    raise NonFiniteError(text)
+
+
+def _finish(training: Training, text: str, status: str, reason: str | None) -> None:
+    _write_status(training, status, reason)
+    training.logger.info(text)
+
+
+def _write_status(training: Training, status: str, reason: str | None) -> None:
+    """`<save>/status.json`, which launchers read: finished, stopped (start again to go on) or failed, and why."""
+    args = training.args
+    if args.save is None:
+        return
+    state = {
+        "status": status,
+        "reason": reason,
+        "iteration": training.progress.iteration,
+        "train_iters": args.train_iters,
+        "run_id": training.checkpointer.run_id,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    path = Path(args.save) / "status.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    on_rank_zero(training.groups, lambda: replace_file(path, (json.dumps(state, indent=1) + "\n").encode()))

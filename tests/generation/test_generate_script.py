@@ -113,16 +113,16 @@ def test_batch_sizes_of_training_do_not_matter(words: list[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("load={folder}/nothing", "generate.py: {folder}/nothing: no such directory; set `load`"),
-        ("vocab_file={folder}/nothing", "generate.py: {folder}/nothing: no such file (vocab_file"),
-        ("maximum_tokens=64", "generate.py: --set: maximum_tokens: 64 leaves no place for a context in max_position"),
-        ("prompt_end=''", "generate.py: --set: prompt_end: is empty"),
+        ("load={folder}/nothing", "generate.py: error: {folder}/nothing: no such directory; set `load`"),
+        ("vocab_file={folder}/nothing", "generate.py: error: {folder}/nothing: no such file (vocab_file"),
+        ("maximum_tokens=64", "generate.py: error: --set: maximum_tokens: 64 leaves no place for a context in max_position"),
+        ("prompt_end=''", "generate.py: error: --set: prompt_end: is empty"),
         ("hidden_size=64", "hidden_size is 32 in the checkpoint, 64 here"),
-        ("model_parallel_size=2", "generate.py: --set: model_parallel_size: 1 ranks cannot be divided"),
-        ("distributed_backend=nccl", "generate.py: --set: distributed_backend: nccl needs a GPU"),
-        ("sample_output_file={folder}", "generate.py: --set: sample_output_file: {folder}: is a folder; name a file"),
+        ("model_parallel_size=2", "generate.py: error: --set: model_parallel_size: 1 ranks cannot be divided"),
+        ("distributed_backend=nccl", "generate.py: error: --set: distributed_backend: nccl needs a GPU"),
+        ("sample_output_file={folder}", "generate.py: error: --set: sample_output_file: {folder}: is a folder; name a file"),
         ("sample_output_file={folder}/no/x", "there is no folder {folder}/no; make it first"),
-        ("sample_input_file={folder}/no.txt", "generate.py: --set: sample_input_file: {folder}/no.txt: No such file"),
+        ("sample_input_file={folder}/no.txt", "generate.py: error: --set: sample_input_file: {folder}/no.txt: No such file"),
         ("sample_input_file={folder}/empty.txt", "holds no prompt (they are separated by prompt_end '\\n')"),
         ("sample_input_file={folder}/binary.txt", "is not UTF-8 text (byte 1)"),
     ],
@@ -134,5 +134,5 @@ def test_refused_in_one_line(words: list[str], tmp_path: Path, change: str, mess
     code, _, err = run(*words, change.format(folder=tmp_path), *extra)
     assert code == 1
     assert message.format(folder=tmp_path) in err
-    assert err.startswith("generate.py: ") and err.count("\n") == 1
+    assert err.startswith("generate.py: error: ") and err.count("\n") == 1
     assert not (tmp_path / "samples.txt").exists()

@@ -59,7 +59,7 @@ def test_print_config_starts_nothing(deepy, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nothing.py", "model.yml"), "deepy.py: nothing.py: no such script"),
+        (("nothing.py", "model.yml"), "deepy.py: error: nothing.py: no such script"),
         (("script.py", "model.yml", "--set", "hidden_sice=9"), "hidden_sice"),
         (("script.py", "model.yml", "--num_gpus", "3", "--set", "model_parallel_size=2"), "3 ranks cannot be divided"),
         (("script.py", "model.yml", "--include", "localhost:0"), "this machine shows none"),
@@ -69,4 +69,4 @@ def test_refused_in_one_line(deepy, words, message):
     done = deepy(*words)
     assert (done.returncode, done.stdout) == (1, "")
     assert message in done.stderr
-    assert done.stderr.startswith("deepy.py: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("deepy.py: error: ") and done.stderr.count("\n") == 1

@@ -189,6 +189,6 @@ def test_what_generation_needs(problems_of):
     (problem,) = problems_of(enough | {"maximum_tokens": 32}, NeoXArgs.check_generation)
     assert "32 leaves no place for a context in max_position_embeddings 32" in problem
     (problem,) = problems_of(enough | {"prompt_end": ""}, NeoXArgs.check_generation)
-    assert "prompt_end: is empty; it separates prompts, as \"\\n\" (in double quotes) does" in problem
+    assert 'prompt_end: is empty; it separates prompts, as "\\n" (in double quotes) does' in problem
     (problem,) = problems_of(enough | {"text_gen_type": "input-file"}, NeoXArgs.check_generation)
     assert "sample_input_file: is required" in problem

@@ -146,9 +146,7 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int) -> None:
         if job.init:
             import torch.distributed as dist
 
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=job.world_size
-            )
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=job.world_size)
         fn, args, kwargs = pickle.loads(job.call)
         outcome = (True, time.monotonic(), pickle.dumps(fn(rank, job.world_size, *args, **kwargs)))
     except BaseException:

@@ -123,7 +123,11 @@ def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
     for layer, specs in layer_params(args).items():
         weights[layer] = {}
         for spec in specs:
-            by_rank = {p.tensor_rank: p.weights[layer][spec.name] for p in parts if layer in p.weights}
+            by_rank: dict[int, Tensor] = {}
+            for part in parts:  # a tied embedding stands on two stages, everything on all data ranks
+                own = part.weights.get(layer, {}).get(spec.name)
+                if own is not None:
+                    assert by_rank.setdefault(part.tensor_rank, own).equal(own), f"copies of {layer}.{spec.name} differ"
             weights[layer][spec.name] = unshard([by_rank[r] for r in sorted(by_rank)], spec)
     return Curve(parts[0].losses, parts[0].norms, weights)
 

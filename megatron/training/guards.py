@@ -1,0 +1,89 @@
+"""Steps that must not change weights: NaN and Inf, found on the rank and in the parameter where they arise at the
+price of two small kernels a gradient, and losses far above the recent ones."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.mpu import ParallelGroups, together
+
+
+class NonFiniteError(RuntimeError):
+    """A step gave NaN or Inf; no rank's weights were changed by it."""
+
+
+class GradientWatch:
+    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this rank."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
+        self._names = [name for name, _ in named]
+        self._marks = torch.zeros(len(named), device=device)  # NaN marks a parameter
+        self._loss = torch.zeros((), device=device)
+        self._rows = list(self._marks.unbind())
+        for row, (_, param) in zip(self._rows, named, strict=True):
+            param.register_hook(self._hook(row))
+
+    @staticmethod
+    def _hook(row: Tensor) -> Callable[[Tensor], None]:
+        def note(grad: Tensor) -> None:
+            # 0 * sum: nothing while the sum is finite, NaN as soon as one element is not.
+            row.add_(grad.sum(dtype=torch.float32), alpha=0)
+
+        return note
+
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """1 for a finite loss, NaN for another: multiplied in, it carries a non-finite loss into the gradients, where
+        every engine's check sees it."""
+        mark = loss.detach().float() * 0
+        self._loss += mark
+        return mark + 1
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._marks.zero_()
+        self._loss.zero_()
+
+    def finding(self) -> str | None:
+        """What this rank saw, in words; waits for the device."""
+        if math.isnan(float(self._loss)):
+            return "loss is not finite"
+        marked = self._marks.isnan().nonzero()
+        return f"gradient of {self._names[int(marked[0])]} is not finite" if len(marked) else None
+
+
+class SpikeGuard:
+    """Skips the update of a step whose loss lies more than `sigma` standard deviations above those of the last 128
+    steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do not enter the comparison."""
+
+    WINDOW, LEAST = 128, 32
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+        self.skips = False
+        self.skipped = 0
+        self._losses: deque[float] = deque(maxlen=self.WINDOW)
+
+    def decide(self, loss: float) -> None:
+        """Set `skips` for the step with this loss."""
+        limit = math.inf
+        if len(self._losses) >= self.LEAST:
+            limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)
+        self.skips = loss > limit
+        if self.skips:
+            self.skipped += 1
+        elif math.isfinite(loss):
+            self._losses.append(loss)
+
+
+def report(watch: GradientWatch, iteration: int, groups: ParallelGroups) -> str:
+    """One line that names rank, step and what was found; all ranks call it together."""
+    found = [(rank, text) for rank, text in enumerate(together(groups, watch.finding)) if text]
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]) or "the gradient norm is not finite"
+    more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
+    return f"step {iteration}: {where}{more}"

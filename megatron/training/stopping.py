@@ -1,0 +1,100 @@
+"""When a run stops before its last step: signals, limits of steps and time, agreed by all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class SignalWatch:
+    """Remembers the first stop signal; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._previous = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = number
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class Agreement:
+    """The largest of each value over all ranks, exchanged on the CPU beside the next step.
+
+    Nobody waits: what is handed in after one step comes out after the next, on every rank alike.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._group = dist.new_group(backend="gloo") if groups.world_size > 1 else None
+        self._work: dist.Work | None = None
+        self._values: torch.Tensor | None = None
+
+    def exchange(self, values: list[int]) -> list[int] | None:
+        """Hand in this step's values; returns what all ranks handed in after the step before, None the first time.
+        A single process gets its own values back at once."""
+        if self._group is None:
+            return values
+        agreed = None
+        if self._work is not None and self._values is not None:
+            self._work.wait()
+            agreed = self._values.tolist()
+        self._values = torch.tensor(values, dtype=torch.int64)
+        self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return agreed
+
+    def close(self) -> None:
+        """Take up what is still under way."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class StopCondition:
+    """Asked at the end of every step: is it time to stop, and is it time to save by the clock?"""
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        self.args = args
+        self._signals = SignalWatch()
+        self._agreement = Agreement(groups)
+        self._decides = groups.world_rank == 0  # whose clock counts
+        self._begun = self._saved = time.monotonic()
+
+    def ask(self, iteration: int) -> tuple[str | None, bool]:
+        """(why the run stops after this iteration or None, whether a timed save is due); the same on every rank."""
+        args, now = self.args, time.monotonic()
+        timed_out = args.exit_duration_in_mins is not None and now - self._begun >= args.exit_duration_in_mins * 60
+        save = args.save_interval_in_mins is not None and now - self._saved >= args.save_interval_in_mins * 60
+        clock = [int(timed_out), int(save)] if self._decides else [0, 0]
+        agreed = self._agreement.exchange([self._signals.received, *clock])
+        if args.exit_interval is not None and iteration % args.exit_interval == 0:
+            return f"exit_interval {args.exit_interval}", False
+        if agreed is None:
+            return None, False
+        number, timed_out, save = agreed[0], bool(agreed[1]), bool(agreed[2])
+        if save:
+            self._saved = now
+        if number:
+            return f"signal {signal.Signals(number).name}", save
+        return f"exit_duration_in_mins {args.exit_duration_in_mins}" if timed_out else None, save
+
+    def close(self) -> None:
+        """Give the signals back and end the exchange under way."""
+        self._agreement.close()
+        self._signals.close()
