@@ -15,15 +15,49 @@ from megatron.checkpointing.layout import (
     step_tag,
     zero_file,
 )
-from megatron.checkpointing.manifest import Layout, Manifest, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.manifest import (
+    Layout,
+    Manifest,
+    check_model,
+    model_keys,
+    read_manifest,
+    saved_model,
+    verify,
+)
 from megatron.checkpointing.optimizer_state import sum_bias_masters, torch_adam_state, zero_adam_state
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.rng import restore_rng, rng_state
 from megatron.checkpointing.weights import load_weights, local_layer_state
 
 __all__ = [
-    "CheckpointError", "FileRecord", "Layout", "Manifest", "begin", "check_model", "find_checkpoint",
-    "layer_file", "list_checkpoints", "load_tensors", "load_weights", "local_layer_state", "model_file", "model_keys",
-    "publish", "read_latest", "read_manifest", "replace_file", "restore_rng", "rng_state", "save_tensors", "step_of",
-    "step_tag", "sum_bias_masters", "torch_adam_state", "verify", "write_bytes", "zero_adam_state", "zero_file",
-]  # fmt: skip
+    "CheckpointError",
+    "FileRecord",
+    "Layout",
+    "Manifest",
+    "begin",
+    "check_model",
+    "find_checkpoint",
+    "layer_file",
+    "list_checkpoints",
+    "load_tensors",
+    "load_weights",
+    "local_layer_state",
+    "model_file",
+    "model_keys",
+    "publish",
+    "read_latest",
+    "read_manifest",
+    "replace_file",
+    "restore_rng",
+    "rng_state",
+    "save_tensors",
+    "saved_model",
+    "step_of",
+    "step_tag",
+    "sum_bias_masters",
+    "torch_adam_state",
+    "verify",
+    "write_bytes",
+    "zero_adam_state",
+    "zero_file",
+]

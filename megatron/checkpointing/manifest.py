@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, file_sha256
+from megatron.checkpointing.files import FileRecord, file_sha256, load_tensors
+from megatron.checkpointing.layout import model_file
 from megatron.neox_arguments import NeoXArgs
 
 FORMAT_VERSION = 1
@@ -21,6 +22,7 @@ MANIFEST = "manifest.json"
 _MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn_size", "padded_vocab_size", "norm",
     "activation", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "no_weight_tying",
+    "layernorm_epsilon", "rms_norm_epsilon", "bias_gelu_fusion",
 )  # fmt: skip
 
 
@@ -39,7 +41,7 @@ class Layout:
 @dataclass(frozen=True)
 class Manifest:
     """model: `model_keys(args)`; tokenizer: fingerprint; data: fingerprint of each set; versions: of libraries;
-    created: ISO time; files: filled by the ranks, completed by `publish`."""
+    created: ISO time; config: the keys the user gave; files: filled by the ranks, completed by `publish`."""
 
     run_id: str
     iteration: int
@@ -51,6 +53,7 @@ class Manifest:
     data: Mapping[str, Any]
     versions: Mapping[str, str]
     created: str
+    config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
@@ -72,7 +75,7 @@ class Manifest:
                 )
             raw["layout"] = Layout(**raw["layout"])
             raw["files"] = {n: FileRecord(n, int(r["size"]), str(r["sha256"])) for n, r in raw["files"].items()}
-            return cls(**{f.name: raw[f.name] for f in fields(cls)})
+            return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name != "config"})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise CheckpointError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
 
@@ -120,6 +123,17 @@ def size_problems(path: Path, records: Iterable[FileRecord]) -> list[str]:
 def model_keys(args: NeoXArgs) -> dict[str, Any]:
     """What the weights mean: shapes and the keys that change the function without changing a shape."""
     return {key: getattr(args, key) for key in _MODEL_KEYS}
+
+
+def saved_model(path: str | Path) -> Mapping[str, Any]:
+    """What a checkpoint says of its model: all of `model_keys` in ours, a few keys in GPT-NeoX's, {} if nothing."""
+    manifest = read_manifest(path)
+    if manifest is not None:
+        return manifest.model
+    file = Path(path) / model_file(0)
+    state = load_tensors(file) if file.exists() else {}
+    saved = state.get("args") if isinstance(state, Mapping) else None
+    return saved if isinstance(saved, Mapping) else {}
 
 
 def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:

@@ -14,10 +14,9 @@ from megatron.checkpointing import (
     CheckpointError,
     check_model,
     find_checkpoint,
-    load_tensors,
     load_weights,
-    model_file,
     read_manifest,
+    saved_model,
     verify,
 )
 from megatron.model import Stage, build_stage
@@ -51,8 +50,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
-        # Rounded up for the tensor-parallel size of the run that wrote it, which need not be ours.
-        args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
+            args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = with_vocabulary(args, tokenizer)
     check_model(saved, args, str(path))
     _verify_weights(path, groups)
@@ -79,14 +77,9 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:
     """What a checkpoint says of its model: all of `model_keys` in ours, a few keys in GPT-NeoX's."""
     manifest = read_manifest(path)
-    if manifest is not None:
-        if manifest.tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint():
-            raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
-        return manifest.model
-    file = path / model_file(0)
-    state = load_tensors(file) if file.exists() else {}
-    saved = state.get("args") if isinstance(state, Mapping) else None
-    return saved if isinstance(saved, Mapping) else {}
+    if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint()):
+        raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
+    return saved_model(path)
 
 
 def _verify_weights(path: Path, groups: ParallelGroups) -> None:

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
+# torch 2.13 renames these and warns of the old names; 2.11 knows only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -24,14 +27,14 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    _all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    _reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 

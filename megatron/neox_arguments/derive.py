@@ -70,7 +70,9 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     kind, params = values["optimizer"]["type"], values["optimizer"]["params"]
     if params is None:
         return
-    defaults: dict[str, Any] = {"momentum": 0.0} if kind == "SGD" else {"betas": (0.9, 0.999), "eps": 1e-8}
+    defaults: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+    if kind in ("SGD", "Lion"):
+        defaults = {"momentum": 0.0} if kind == "SGD" else {"betas": (0.9, 0.99)}
     for name, value in params.items():
         if value is not None and name != "lr" and name not in defaults:
             path = f"optimizer.params.{name}"

@@ -10,9 +10,23 @@ from megatron.neox_arguments.declare import key
 class DataKeys:
     data_path: str | None = key(None, "Prefix of the one .bin/.idx pair that `split` divides")
     split: str = key("969, 30, 1", "Shares of training, validation and test documents of data_path")
-    train_data_paths: tuple[str, ...] | None = key(None, "Prefix of the training data (one, in a list)")
-    valid_data_paths: tuple[str, ...] | None = key(None, "Prefix of the validation data (one, in a list)")
-    test_data_paths: tuple[str, ...] | None = key(None, "Prefix of the test data (one, in a list)")
+    train_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the training data; several are blended")
+    valid_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the validation data; several are blended")
+    test_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the test data; several are blended")
+    train_data_weights: tuple[float, ...] | None = key(
+        None, "Share of the samples that each of train_data_paths gives, in any unit; unset: equal"
+    )
+    valid_data_weights: tuple[float, ...] | None = key(None, "As train_data_weights, of valid_data_paths")
+    test_data_weights: tuple[float, ...] | None = key(None, "As train_data_weights, of test_data_paths")
+    weight_by_num_documents: bool = key(
+        False, "Make the weights from document counts, proportional to (n / N) ^ weighted_sampler_alpha"
+    )
+    weighted_sampler_alpha: float = key(
+        1.0, "Exponent of weight_by_num_documents; below 1 small sets are seen more often, 0: all sets alike", ge=0
+    )
+    compat_weight_by_num_documents: bool = key(
+        False, "Multiply these weights by 1 - n / N, as GPT-NeoX does (two sets with alpha 1 always get half each)"
+    )
     data_impl: Literal["mmap", "infer"] = key(
         "mmap", "Storage of the data", later=("cached", "lazy"), no_effect=".bin/.idx files are always memory-mapped"
     )
@@ -20,7 +34,9 @@ class DataKeys:
         "packed", "How documents become samples", later=("pack_until_overflow", "unpacked")
     )
     dataset_impl: Literal["gpt2"] = key("gpt2", "Kind of dataset", later=("pairwise", "online"))
-    index_cache_dir: str | None = key(None, "Folder of the index maps; unset: a cache folder of the user")
+    index_cache_dir: str | None = key(
+        None, "Folder of the index maps; unset: index_cache in `save`, else beside the data"
+    )
     num_workers: int = key(2, "Processes that load data on each rank; 0: none", ge=0)
     eod_mask_loss: bool = key(False, "No loss where the input is the end-of-document token")
     mmap_warmup: bool = key(False, "Read the data once at start", no_effect="the page cache does this")

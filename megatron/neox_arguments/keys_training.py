@@ -11,15 +11,19 @@ from megatron.neox_arguments.sections import Optimizer
 @dataclass(frozen=True)
 class OptimizerKeys:
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
+    use_bnb_optimizer: bool = key(False, "Adam, AdamW: keep moments in 8 bits (needs bitsandbytes)")
     weight_decay: float = key(0.1, "Decoupled weight decay; norms and biases have none", ge=0)
     gradient_clipping: float = key(1.0, "Largest norm of the whole gradient; 0 for none", ge=0)
     compat_clip_one_is_off: bool = key(False, "Read gradient_clipping 1.0 as none, as GPT-NeoX did by mistake")
-    lr_decay_style: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "linear", "Shape of the learning rate after warm-up", later=("exponential",)
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "wsd"] = key(
+        "linear", "Shape of the learning rate after warm-up; wsd: constant, then lr_wsd_decay_style"
     )
     lr_decay_iters: int = key(None, "Iterations until min_lr; unset: lr_decay_fraction of train_iters, or all", ge=1)
     lr_decay_fraction: float | None = key(None, "lr_decay_iters in units of train_iters", gt=0, le=1)
     lr_wsd_decay_iters: int | None = key(None, "wsd: iterations of the final decay", ge=1)
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
+        "linear", "wsd: shape of the final decay, as Megatron's"
+    )
     min_lr: float = key(0.0, "Smallest learning rate after warm-up", ge=0)
     warmup: float = key(0.01, "Share of lr_decay_iters in which the learning rate rises", ge=0, le=1)
 
@@ -67,6 +71,6 @@ class CheckpointKeys:
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
     no_load_optim: bool = key(False, "Do not load the optimizer's state")
     no_load_rng: bool = key(False, "Do not load the states of the random number generators")
-    restart: bool = key(False, "Start from `load` although `save` already holds a checkpoint of this run")
+    restart: bool = key(False, "Start from `load`, or afresh, although `save` holds a checkpoint of this run")
     load_fallback: bool = key(False, "If the newest checkpoint is damaged, load the one before")
     allow_changed_data: bool = key(False, "Resume although the data is not what the checkpoint was trained on")

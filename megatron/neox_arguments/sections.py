@@ -13,17 +13,17 @@ _BF16_SCALE = "bf16 needs no loss scale"
 @dataclass(frozen=True)
 class OptimizerParams:
     lr: float = key(REQUIRED, "Peak learning rate", ge=0)
-    betas: tuple[float, ...] = key(None, "Adam, AdamW: decay rates of the two moments; [0.9, 0.999] when unset")
+    betas: tuple[float, ...] = key(None, "Adam, AdamW, Lion: decay rates; [0.9, 0.999] when unset, Lion [0.9, 0.99]")
     eps: float = key(None, "Adam, AdamW: term added to the denominator; 1e-8 when unset", gt=0)
     momentum: float = key(None, "SGD: momentum; 0 when unset", ge=0)
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    type: Literal["Adam", "AdamW", "SGD"] = key(
+    type: Literal["Adam", "AdamW", "SGD", "Lion"] = key(
         "Adam",
         "Optimizer. Adam is AdamW: weight decay is decoupled, as in GPT-NeoX",
-        later=("OneBitAdam", "CPU_Adam", "CPU_Torch_Adam", "SM3", "madgrad_wd", "Lion"),
+        later=("OneBitAdam", "CPU_Adam", "CPU_Torch_Adam", "SM3", "madgrad_wd"),
     )
     params: Mapping[str, Any] = key(REQUIRED, "Parameters of the optimizer", section=OptimizerParams)
 

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.read import show
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
@@ -166,10 +168,6 @@ def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
 def _data(args: "NeoXArgs", problems: Problems) -> None:
     names = ("train_data_paths", "valid_data_paths", "test_data_paths")
     present = [name for name in names if getattr(args, name) is not None]
-    for name in present:
-        paths = getattr(args, name)
-        if len(paths) != 1:
-            problems.add(name, f"expected one path, got {len(paths)}: blending of several sets is not built yet")
     if present and args.data_path is not None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
     elif 0 < len(present) < 3:
@@ -182,6 +180,30 @@ def _data(args: "NeoXArgs", problems: Problems) -> None:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
         problems.add("split", f'expected up to three shares like "969, 30, 1", got "{args.split}"')
+    _blend(args, problems)
+
+
+def _blend(args: "NeoXArgs", problems: Problems) -> None:
+    for name in ("train", "valid", "test"):
+        key, paths = f"{name}_data_weights", getattr(args, f"{name}_data_paths")
+        weights, origin = getattr(args, key), args.origin(f"{name}_data_paths")
+        if paths == ():
+            problems.add(f"{name}_data_paths", "expected at least one path, got none")
+        if weights is None:
+            continue
+        if args.weight_by_num_documents:
+            problems.add(key, f"weight_by_num_documents ({args.origin('weight_by_num_documents')}) sets it; remove one")
+        elif paths is None:
+            problems.add(key, f"weighs {name}_data_paths, which is not set; remove it")
+        elif len(weights) != len(paths):
+            problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
+        if any(weight <= 0 for weight in weights):
+            problems.add(key, f"expected numbers above 0, got {show(weights)}; leave out the path of a set not wanted")
+    if args.weight_by_num_documents and args.train_data_paths is None:
+        problems.add("weight_by_num_documents", "weighs the sets of train_data_paths, which is not set; remove it")
+    for key in ("weighted_sampler_alpha", "compat_weight_by_num_documents"):
+        if not args.weight_by_num_documents and getattr(args, key) != keys_of(type(args))[key].default:
+            problems.add(key, "only weight_by_num_documents: true reads it; remove it")
 
 
 def _vocab_file(args: "NeoXArgs", problems: Problems) -> None:

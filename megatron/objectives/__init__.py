@@ -1,7 +1,7 @@
-"""Objectives: pure functions from a model's output and a batch to (loss sum, weight sum, per-token values).
-Normalising by the optimizer step's total weight is the engine's work, so any split of the step gives the same loss.
-Chunking and vocabulary parallelism wrap them; they see tensors and return tensors."""
+"""Objectives: pairs of pure functions, a batch's weight and its summed loss. Normalising by the optimizer step's total
+weight is the engine's work; chunking and vocabulary parallelism wrap them. They see tensors and return tensors."""
 
-from megatron.objectives.language_modelling import LossOutput, language_modelling
+from megatron.objectives.language_modelling import LANGUAGE_MODELLING
+from megatron.objectives.objective import Objective
 
-__all__ = ["LossOutput", "language_modelling"]
+__all__ = ["LANGUAGE_MODELLING", "Objective"]

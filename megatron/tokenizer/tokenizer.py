@@ -1,6 +1,7 @@
 """Text <-> token ids."""
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -43,12 +44,6 @@ class Tokenizer(ABC):
         for name, content in sorted(self.files().items()):
             digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
         return digest.hexdigest()
-
-    def save_to(self, directory: str | Path) -> None:
-        """Write the tokenizer's files into `directory`."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        for name, content in self.files().items():
-            (Path(directory) / name).write_bytes(content)
 
 
 class HFTokenizer(Tokenizer):
@@ -148,8 +143,12 @@ def build_tokenizer(args: NeoXArgs) -> Tokenizer:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """vocab_size rounded up so that every tensor-parallel rank holds a multiple of `divisible_by` rows."""
-    multiple = divisible_by * tp
+    """vocab_size rounded up to a multiple of `divisible_by` that tensor-parallel ranks can share out equally.
+
+    Rows of padding take part in the softmax, so their number must not hang on the layout: GPT-NeoX, which rounds to
+    divisible_by * tp, gives another loss for another tp. Its checkpoints say their size, which is then taken.
+    """
+    multiple = math.lcm(divisible_by, tp)
     return -(-vocab_size // multiple) * multiple
 
 

@@ -5,7 +5,10 @@ Files and formats belong to `megatron.checkpointing`; here ranks agree, and the 
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
+import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +24,6 @@ from megatron.checkpointing import (
     Manifest,
     begin,
     check_model,
-    find_checkpoint,
     layer_file,
     list_checkpoints,
     load_weights,
@@ -29,7 +31,6 @@ from megatron.checkpointing import (
     model_file,
     model_keys,
     publish,
-    read_latest,
     read_manifest,
     restore_rng,
     rng_state,
@@ -47,6 +48,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.engine import Engine
 from megatron.training.schedules import Schedule
+from megatron.training.sources import Source
 
 
 @dataclass
@@ -69,15 +71,18 @@ class Checkpointer:
         schedule: Schedule,
         tokenizer: Tokenizer,
         train_samples: int,
+        source: Source,
         logger: logging.Logger,
     ) -> None:
         self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
-        self.tokenizer, self.logger = tokenizer, logger
+        self.tokenizer, self.source, self.logger = tokenizer, source, logger
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
         self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
         # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
-        self.order = {"train_samples": train_samples, "seq_length": args.seq_length, "split": args.split}
+        split = args.split.replace(" ", "")
+        self.order = {"train_samples": train_samples, "seq_length": args.seq_length, "split": split}
         self.saved_at: int | None = None
+        self._lock: Any = None
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
         self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
         self.layout = Layout(
@@ -97,8 +102,9 @@ class Checkpointer:
         assert save is not None
         if self.saved_at == progress.iteration:
             return
+        self._check_space(Path(save))
         temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
-        weights = self.engine.weights()
+        weights = self.engine.weights(keep=self.groups.rank("data") == 0)
         records = together(self.groups, lambda: self._write(temporary, weights, progress))
         manifest = Manifest(
             run_id=self.run_id,
@@ -111,12 +117,37 @@ class Checkpointer:
             data={"files": self.data, "order": self.order},
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=json.loads(self.args.to_json())["given"],
             files={record.name: record for per_rank in records for record in per_rank},
         )
         keep, configs = self.args.keep_last_n_checkpoints, self.args.config_files
         path = on_rank_zero(self.groups, lambda: publish(temporary, save, progress.iteration, manifest, configs, keep))
         self.saved_at = progress.iteration
         self.logger.info(f"saved checkpoint {path}")
+
+    def _check_space(self, save: Path) -> None:
+        """Refuse to begin a checkpoint that will not fit; what is there stays untouched."""
+        needed = sum(together(self.groups, self.engine.checkpoint_bytes))
+
+        def check() -> None:
+            save.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(save).free
+            if free < needed:
+                raise CheckpointError(
+                    f"{save}: a checkpoint takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+                    "make room, or set keep_last_n_checkpoints"
+                )
+
+        on_rank_zero(self.groups, check)
+
+    def lock(self) -> None:
+        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
+        if self.args.save is not None:
+            together(self.groups, self._take_lock)
+
+    def _take_lock(self) -> None:
+        if self.groups.world_rank == 0:
+            self._lock = _lock(Path(self.args.save or ""))
 
     def _write(self, path: Path, weights: Mapping[int, Mapping[str, Any]], progress: Progress) -> list[FileRecord]:
         files, groups = self.engine.files, self.groups
@@ -169,7 +200,8 @@ class Checkpointer:
     def resume(self) -> Progress:
         """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else afresh."""
         args = self.args
-        source, goes_on = on_rank_zero(self.groups, self._choose_source)
+        self.lock()
+        source, goes_on = self.source.path, self.source.goes_on
         if source is None:
             self.logger.info("starting from freshly initialised weights")
             return Progress()
@@ -190,18 +222,6 @@ class Checkpointer:
                 source = earlier
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
-
-    def _choose_source(self) -> tuple[Path | None, bool]:
-        """(checkpoint directory or None, whether it is this run's own `save`)."""
-        args = self.args
-        same = bool(args.load and args.save) and Path(args.load or "").resolve() == Path(args.save or "").resolve()
-        if args.save is not None and not args.restart and (read_latest(args.save) or list_checkpoints(args.save)):
-            return find_checkpoint(args.save, args.iteration if same or args.load is None else None), True
-        if args.load is None or (same and (args.restart or not list_checkpoints(args.load))):
-            if args.iteration is not None:
-                raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
-            return None, False
-        return find_checkpoint(args.load, args.iteration), False
 
     def _earlier(self, path: Path) -> Path | None:
         before = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
@@ -256,6 +276,9 @@ class Checkpointer:
             self.saved_at = iteration
             if manifest is not None:
                 self.run_id = manifest.run_id
+                changed = _changed(manifest.config, json.loads(args.to_json())["given"]) if manifest.config else []
+                if changed:
+                    self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
         return Progress(iteration, consumed, skipped)
 
     def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
@@ -265,10 +288,8 @@ class Checkpointer:
         check_model(manifest.model, self.args, str(path))
         what = "`save` holds another run" if goes_on else "cannot resume"
         if manifest.seed != self.args.seed:
-            raise CheckpointError(
-                f"{path}: {what}: seed {manifest.seed} there, {self.args.seed} here; "
-                "change seed or save, or set restart: true"
-            )
+            fix = "change seed or save, or set restart: true" if goes_on else "change seed, or set finetune: true"
+            raise CheckpointError(f"{path}: {what}: seed {manifest.seed} there, {self.args.seed} here; {fix}")
         if not self.args.allow_changed_data:
             changed = _changed(manifest.data["files"], self.data) + _changed(manifest.data["order"], self.order)
             if changed:
@@ -324,6 +345,18 @@ class Checkpointer:
             )
         # ZeRO 0: state by parameter, which flat partitions can take too.
         engine.set_adam_state(torch_adam_state(state.get("optimizer"), engine.parameter_shapes(), where))
+
+
+def _lock(save: Path) -> Any:
+    """An open, locked file; the lock ends with the process, however it ends."""
+    save.mkdir(parents=True, exist_ok=True)
+    file = (save / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as problem:
+        text = f"{save}: another run is writing there; wait for it to end, or set another save"
+        raise CheckpointError(text) from problem
+    return file
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +37,7 @@ from megatron.model import Hidden, Stage, forward_only, layer_params, shard
 from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import ParallelGroups, token_logprobs
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import LossOutput
+from megatron.objectives import Objective
 from megatron.training.guards import GradientWatch, SpikeGuard
 from megatron.training.optimizers import (
     assert_same_groups,
@@ -46,7 +47,6 @@ from megatron.training.optimizers import (
     set_learning_rate,
 )
 
-Objective = Callable[[Tensor, Batch, dist.ProcessGroup | None], LossOutput]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -126,7 +126,7 @@ class _PipeStage(nn.Module):
 
     def loss(self, logits: Tensor, _: Any) -> Tensor:
         assert self.batch is not None and self.loss_scale is not None
-        loss_sum = self.objective(logits, self.batch, self.groups.group("tensor")).loss_sum
+        loss_sum = self.objective.loss_sum(logits, self.batch, self.groups.group("tensor"))
         return loss_sum * self.loss_scale * self.watch.note_loss(loss_sum)
 
 
@@ -249,7 +249,7 @@ class Engine:
         """One optimizer step over this rank's micro-batches of it."""
         self.watch.clear()
         batches = [batch.to(self.groups.device) for batch in batches]
-        weight = torch.stack([batch.loss_weights.sum() for batch in batches]).sum().float()
+        weight = torch.stack([self.objective.weight(batch) for batch in batches]).sum()
         if self.groups.group("data") is not None:
             dist.all_reduce(weight, group=self.groups.group("data"))
         # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's tokens instead.
@@ -265,7 +265,7 @@ class Engine:
         self._total = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
             logits = self._ds(None, batch)
-            loss_sum = self.objective(logits, batch, self.groups.group("tensor")).loss_sum
+            loss_sum = self.objective.loss_sum(logits, batch, self.groups.group("tensor"))
             loss = loss_sum * scale * self.watch.note_loss(loss_sum)
             self._total += loss.detach()
             self._ds.backward(loss)
@@ -364,14 +364,15 @@ class Engine:
             safe_set_full_fp32_param(param, value.float().contiguous())
 
     @torch.no_grad()
-    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
+    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage, on CPU; fp32 master values if asked for.
-        All ranks of a data group call it together."""
+        All ranks of a data group call it together; one that does not `keep` them only helps to gather."""
         found: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in self._params:
             with self._gathered([param]):
                 value = safe_get_full_fp32_param(param) if master and self.zero_stage > 0 else param
-                found.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
+                if keep:
+                    found.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
         return found
 
     def _gathered(self, params: list[nn.Parameter], modifier_rank: int | None = None) -> Any:
@@ -392,6 +393,15 @@ class Engine:
             "ds_config": self._ds.config,
             "ds_version": deepspeed.__version__,
         }
+
+    def checkpoint_bytes(self) -> int:
+        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
+        elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._ordered)
+        first = self.groups.rank("data") == 0
+        weights = elements * torch.finfo(self.dtype).bits // 8 if first else 0
+        if self.zero_stage == 0:
+            return weights + (8 * elements if first else 0)
+        return weights + 12 * elements // self.groups.size("data")
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Restore this rank's optimizer state: `model_state()["optimizer"]` without ZeRO, else `zero_state()`'s

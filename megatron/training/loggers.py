@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,25 +22,37 @@ class MetricLogger(Protocol):
 
 
 class JsonlLogger:
-    """`metrics.jsonl`, one object a line in full precision. Rows after `iteration` are cut: each step stands once."""
+    """`metrics.jsonl`, one object a line in full precision, each step once.
 
-    def __init__(self, path: Path, iteration: int) -> None:
+    When a run goes on, its rows after `iteration` are cut. A file of another run (`log_dir` may be shared) is set aside
+    as `metrics.1.jsonl` and so on.
+    """
+
+    def __init__(self, path: Path, iteration: int, run_id: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["iteration"] <= iteration and iteration > 0:
-                        kept.append(line)
-                except (json.JSONDecodeError, KeyError):
-                    continue  # the last line of a run that was killed while writing
+        rows = list(self._rows(path)) if path.exists() else []
+        if any(row.get("run_id") != run_id for _, row in rows):
+            taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
+            os.replace(path, next(name for name in taken if not name.exists()))
+            rows = []
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.write_text("".join(line + "\n" for line, row in rows if row["iteration"] <= iteration))
         os.replace(temporary, path)
         self._file = path.open("a")
+        self._run_id = run_id
+
+    @staticmethod
+    def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a run that was killed while writing
+            if isinstance(row, dict) and "iteration" in row:
+                yield line, row
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({**row, "run_id": self._run_id}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -98,11 +111,18 @@ def log_directory(args: NeoXArgs) -> Path | None:
 
 
 def build_loggers(args: NeoXArgs, iteration: int, run_id: str) -> list[MetricLogger]:
-    """The loggers the configuration asks for; for rank 0."""
+    """The loggers the configuration asks for; for rank 0. Raises ConfigError for a folder that cannot be written."""
     loggers: list[MetricLogger] = []
     directory = log_directory(args)
+    folders = {"log_dir" if args.log_dir is not None else "save": directory, "tensorboard_dir": args.tensorboard_dir}
+    for key, folder in folders.items():
+        try:
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise ConfigError([f"{args.origin(key)}: {key}: {folder}: {problem.strerror}"]) from problem
     if directory is not None:
-        loggers.append(JsonlLogger(directory / "metrics.jsonl", iteration))
+        loggers.append(JsonlLogger(directory / "metrics.jsonl", iteration, run_id))
     if args.tensorboard_dir is not None:
         loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration))
     if args.use_wandb:

@@ -11,8 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.checkpointing import replace_file
-from megatron.data import Batch, train_loader
-from megatron.mpu import on_rank_zero
+from megatron.data import Batch, DataError, train_loader
+from megatron.mpu import on_rank_zero, together_local
 from megatron.training.callbacks import LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback, validate
 from megatron.training.engine import StepResult
 from megatron.training.guards import NonFiniteError, report
@@ -26,9 +26,16 @@ FP16_OVERFLOWS_IN_A_ROW = 50
 
 def batches_of(training: Training) -> Iterator[list[Batch]]:
     """The optimizer steps still to do, as lists of this rank's micro-batches."""
-    assert training.datasets.train is not None
+    args, dataset, progress = training.args, training.datasets.train, training.progress
+    assert dataset is not None
+    needed = progress.consumed_samples + (args.train_iters - progress.iteration) * args.train_batch_size
+    if len(dataset) < needed:
+        raise DataError(
+            f"{len(dataset)} training samples, but {needed} are needed to reach train_iters {args.train_iters} from "
+            f"iteration {progress.iteration}: the batch size has changed; lower train_iters"
+        )
     return train_loader(
-        training.datasets.train,
+        dataset,
         training.args,
         data_rank=training.groups.rank("data"),
         data_size=training.groups.size("data"),
@@ -52,7 +59,10 @@ def train(training: Training) -> None:
         disable=not (is_chief and sys.stderr.isatty()), dynamic_ncols=True,
     )  # fmt: skip
     stop = StopCondition(args, training.groups)
-    loggers = build_loggers(args, progress.iteration, training.checkpointer.run_id) if is_chief else []
+    run_id = training.checkpointer.run_id
+    loggers = together_local(
+        training.groups, lambda: build_loggers(args, progress.iteration, run_id) if is_chief else []
+    )
     stopwatch = Stopwatch()
     log = LogCallback(training, bar, stopwatch, loggers)
     validation, save = ValidationCallback(training, bar), SaveCallback(training)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.model import Stage, layer_params
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
@@ -41,14 +41,52 @@ def assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGr
 
 
 def build_optimizer(stage: Stage, args: NeoXArgs) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way) or SGD, from torch: nothing is compiled."""
+    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion: nothing is compiled.
+
+    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer.
+    """
     groups = parameter_groups(stage, args)
-    params = dict(args.optimizer["params"])
-    params.pop("weight_decay", None)
+    params = args.optimizer["params"]
+    if args.use_bnb_optimizer:
+        return _adam_8bit(groups, args)
     if args.optimizer_name == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=params.get("momentum", 0.0))
-    betas = tuple(params.get("betas", (0.9, 0.999)))
-    return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=params.get("eps", 1e-8), fused=True)
+        return torch.optim.SGD(groups, lr=args.lr, momentum=params["momentum"])
+    if args.optimizer_name == "lion":
+        return Lion(groups, lr=args.lr, betas=params["betas"])
+    return torch.optim.AdamW(groups, lr=args.lr, betas=params["betas"], eps=params["eps"], fused=True)
+
+
+def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
+    place = args.origin("use_bnb_optimizer")
+    if args.optimizer_name not in ("adam", "adamw"):
+        raise ConfigError([f"{place}: use_bnb_optimizer: is for Adam and AdamW, not {args.optimizer['type']}"])
+    try:
+        import bitsandbytes
+    except ImportError as problem:
+        raise ConfigError([f"{place}: use_bnb_optimizer needs bitsandbytes: pip install bitsandbytes"]) from problem
+    params = args.optimizer["params"]
+    return bitsandbytes.optim.AdamW8bit(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum as update, decoupled weight decay (arXiv 2302.06675, algorithm 2)."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            grads = [param.grad for param in params]
+            momenta = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in params]
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+            torch._foreach_add_(params, torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1)), alpha=-lr)
+            torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -14,7 +14,7 @@ class Schedule:
 
     Steps count from 0: `lr(k)` is used by update k + 1. The first update uses `lr(1)`, as upstream (a learning rate
     of 0 would waste it). Past `end` the value is clamped (upstream's cosine rises again there).
-    warmup: steps, may be fractional. decay: steps of the final decay of `wsd`.
+    warmup: steps, may be fractional. decay, decay_style: steps and shape of the final decay of `wsd` (Megatron-LM's).
     """
 
     start_lr: float
@@ -23,11 +23,12 @@ class Schedule:
     warmup: float
     end: int
     decay: int = 0
+    decay_style: str = "linear"
 
     def __call__(self, step: int) -> float:
         """Learning rate after `step` updates."""
         if self.warmup > 0 and step <= self.warmup:
-            return max(self.start_lr * max(1, step) / self.warmup, self.min_lr)
+            return self.start_lr * max(1, step) / self.warmup  # below min_lr too, as upstream
         step = min(step, self.end)
         length = self.end - self.warmup
         elapsed = step - self.warmup
@@ -38,9 +39,17 @@ class Schedule:
             return self.start_lr * (length - elapsed) / length
         if self.style == "cosine":
             return self.min_lr + (self.start_lr - self.min_lr) / 2.0 * (math.cos(math.pi * elapsed / length) + 1.0)
+        if self.style == "exponential":
+            return self.start_lr * math.exp(-0.693 * elapsed / length)  # half at the end
         if self.style == "wsd":
-            left = min((length - elapsed) / self.decay, 1.0)
-            return self.min_lr + (self.start_lr - self.min_lr) * left
+            share = max(0.0, elapsed - (length - self.decay)) / self.decay
+            shapes = {
+                "linear": 1.0 - share,
+                "cosine": 0.5 * (math.cos(math.pi * share) + 1.0),
+                "exponential": 2.0 * 0.5**share - 1.0,
+                "minus_sqrt": 1.0 - math.sqrt(share),
+            }
+            return self.min_lr + (self.start_lr - self.min_lr) * shapes[self.decay_style]
         return self.start_lr  # constant
 
     def state_dict(self, num_iters: int) -> dict[str, float | int | str]:
@@ -61,5 +70,5 @@ def build_schedule(args: NeoXArgs) -> Schedule:
         end = args.lr_decay_iters
     else:
         end = math.floor(args.train_iters * (args.lr_decay_fraction or 1.0))
-    decay = args.lr_wsd_decay_iters if args.lr_wsd_decay_iters is not None else max(1, end // 10)
-    return Schedule(args.lr, args.min_lr, args.lr_decay_style, args.warmup * end, end, decay)
+    decay = args.lr_wsd_decay_iters or 0  # required with wsd
+    return Schedule(args.lr, args.min_lr, args.lr_decay_style, args.warmup * end, end, decay, args.lr_wsd_decay_style)

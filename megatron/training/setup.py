@@ -11,12 +11,13 @@ from megatron.data import Datasets, build_datasets
 from megatron.model import Stage, build_stage, init_stage
 from megatron.mpu import ParallelGroups, Process, configure_logging, join, on_rank_zero
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
-from megatron.objectives import language_modelling
+from megatron.objectives import LANGUAGE_MODELLING
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.engine import Engine, zero_stage_used
 from megatron.training.gate import check_deepspeed
 from megatron.training.schedules import Schedule, build_schedule
+from megatron.training.sources import adopt_vocabulary, choose_source
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger 
     init_stage(stage, args, groups)
     if say is not None and zero_stage_used(args) != args.zero_stage:
         say("ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)")
-    return Engine(args, groups, stage, language_modelling)
+    return Engine(args, groups, stage, LANGUAGE_MODELLING)
 
 
 def start(args: NeoXArgs, process: Process) -> Training:
@@ -61,7 +62,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
             [f"{args.origin('precision')}: precision: fp16 needs a GPU; on CPU use --set precision=fp32 fp16=null"]
         )
     tokenizer = build_tokenizer(args)
-    args = with_vocabulary(args, tokenizer)
+    source = on_rank_zero(groups, lambda: choose_source(args))
+    args = with_vocabulary(adopt_vocabulary(args, source), tokenizer)
     logger.info(arguments_dump(args))
     for note in args.notes():
         logger.info(note)
@@ -71,6 +73,6 @@ def start(args: NeoXArgs, process: Process) -> Training:
     engine = build_engine(args, groups, logger)
     schedule = build_schedule(args)
     samples = len(datasets.train) if datasets.train is not None else 0
-    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, samples, logger)
+    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, samples, source, logger)
     progress = checkpointer.resume()
     return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger)

@@ -147,13 +147,13 @@ def test_sequence_parallel_lengths_need_not_divide() -> None:
 
 @pytest.fixture(scope="module")
 def own_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of two steps at tp2, tied, whose vocabulary is padded to 440 there and would be to 396 at tp1."""
+    """A run of two steps at tp2, tied, whose vocabulary is padded to 440 and would be to 396 by its other keys."""
     save = tmp_path_factory.mktemp("run")
     values = config(
         LLAMA, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,
         save=str(save), checkpoint_factor=2,
     )  # fmt: skip
-    run_ranks(run_to_end, 2, values)
+    run_ranks(run_to_end, 2, {**values, "padded_vocab_size": 440})
     return values
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.model import layer_params, unshard
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import language_modelling
+from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.engine import Engine
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    return Engine(args, groups, stage_with(args, random_weights(args), groups), language_modelling)
+    return Engine(args, groups, stage_with(args, random_weights(args), groups), LANGUAGE_MODELLING)
 
 
 def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Step]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
-from megatron.objectives import language_modelling
+from megatron.objectives import LANGUAGE_MODELLING
 from tests.model.stages import document_batch, gradients, groups_of, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 
@@ -42,7 +42,7 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
         for step in range(steps):
             batch = random_batch(args, seed=step + 1)
             stage.zero_grad()
-            loss = language_modelling(stage(None, batch), batch, groups.group("tensor")).loss_sum
+            loss = LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, groups.group("tensor"))
             loss.backward()
             early = counters["stats"]["unique_graphs"] if step < 2 else early
         found.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))

@@ -6,6 +6,7 @@ from megatron.neox_arguments import NeoXArgs, load
 
 ADAM = {"type": "Adam", "params": {"lr": 0.1}}
 PATHS = {"train_data_paths": ["t"], "valid_data_paths": ["v"], "test_data_paths": ["s"]}
+BLEND = PATHS | {"train_data_paths": ["t", "u"]}
 CASES = [
     # refused, accepted, start of the message
     ({"hidden_size": 66}, {"hidden_size": 68}, "hidden_size: 66 is not a multiple of num_attention_heads 4 (program)"),
@@ -75,7 +76,43 @@ CASES = [
     ({"extra_save_iters": [-1]}, {"extra_save_iters": [0]}, "extra_save_iters: expected iterations from 0 on"),
     (PATHS | {"data_path": "d"}, PATHS, "data_path: train_data_paths is set too (program)"),
     ({"train_data_paths": ["t"]}, PATHS, "train_data_paths: needs valid_data_paths, test_data_paths too"),
-    (PATHS | {"train_data_paths": ["t", "u"]}, PATHS, "train_data_paths: expected one path, got 2: blending"),
+    (PATHS | {"train_data_paths": []}, BLEND, "train_data_paths: expected at least one path, got none"),
+    (
+        BLEND | {"train_data_weights": [7, 2, 1]},
+        BLEND | {"train_data_weights": [7, 3]},
+        "train_data_weights: expected a weight for each of 2 paths (program), got 3",
+    ),
+    (
+        BLEND | {"train_data_weights": [1, 0]},
+        BLEND | {"train_data_weights": [1, 1e-9]},
+        "train_data_weights: expected numbers above 0, got [1.0, 0.0]",
+    ),
+    (
+        {"test_data_weights": [1]},
+        PATHS | {"test_data_weights": [1]},
+        "test_data_weights: weighs test_data_paths, which is not set",
+    ),
+    (
+        BLEND | {"valid_data_weights": [1], "weight_by_num_documents": True},
+        BLEND | {"weight_by_num_documents": True, "weighted_sampler_alpha": 0.3},
+        "valid_data_weights: weight_by_num_documents (program) sets it; remove one",
+    ),
+    (
+        {"data_path": "d", "weight_by_num_documents": True},
+        PATHS | {"weight_by_num_documents": True},
+        "weight_by_num_documents: weighs the sets of train_data_paths, which is not set",
+    ),
+    (BLEND | {"weighted_sampler_alpha": 0.3}, BLEND, "weighted_sampler_alpha: only weight_by_num_documents: true"),
+    (
+        BLEND | {"compat_weight_by_num_documents": True},
+        BLEND | {"compat_weight_by_num_documents": True, "weight_by_num_documents": True},
+        "compat_weight_by_num_documents: only weight_by_num_documents: true reads it",
+    ),
+    (
+        BLEND | {"weight_by_num_documents": True, "weighted_sampler_alpha": -1},
+        BLEND | {"weight_by_num_documents": True, "weighted_sampler_alpha": 0},
+        "weighted_sampler_alpha: expected a number at least 0, got -1",
+    ),
     ({"split": "a,b"}, {"split": "949/50/1"}, "split: expected up to three shares"),
     ({"split": "1,1,1,1"}, {"split": "100,0,0"}, "split: expected up to three shares"),
     (
@@ -117,9 +154,9 @@ CASES = [
         "optimizer.params.betas:",
     ),
     (
-        {"optimizer": {"type": "Lion", "params": {"lr": 1}}},
+        {"optimizer": {"type": "SM3", "params": {"lr": 1}}},
         {"optimizer": ADAM},
-        'optimizer.type: "Lion" of GPT-NeoX is not',
+        'optimizer.type: "SM3" of GPT-NeoX is not',
     ),
     (
         {"optimizer": {"params": {"lr": 1, "weight_decay": 1}}},

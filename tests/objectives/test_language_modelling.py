@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import build_groups
-from megatron.objectives import language_modelling
+from megatron.objectives import LANGUAGE_MODELLING
 from tests.pool import run_ranks
 
 SEQ, BATCH, VOCAB = 8, 2, 16
@@ -24,10 +24,10 @@ def sharded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     logits, batch = _case()
     own = logits.chunk(world_size, -1)[rank].contiguous().requires_grad_()
-    out = language_modelling(own, batch, group)
-    out.loss_sum.backward()
+    loss = LANGUAGE_MODELLING.loss_sum(own, batch, group)
+    loss.backward()
     assert own.grad is not None
-    return out.loss_sum.detach(), out.weight_sum, own.grad
+    return loss.detach(), LANGUAGE_MODELLING.weight(batch), own.grad
 
 
 def test_equals_float64_sum_of_weighted_tokens() -> None:
@@ -37,11 +37,11 @@ def test_equals_float64_sum_of_weighted_tokens() -> None:
     expected = (every * batch.loss_weights.t().reshape(-1)).sum()
     expected.backward()
     own = logits.clone().requires_grad_()
-    out = language_modelling(own, batch, None)
-    out.loss_sum.backward()
-    assert out.loss_sum.dtype == torch.float32
+    loss = LANGUAGE_MODELLING.loss_sum(own, batch, None)
+    loss.backward()
+    assert loss.dtype == torch.float32
     assert own.grad is not None
-    found = [(out.loss_sum.detach(), out.weight_sum, own.grad)]
+    found = [(loss.detach(), LANGUAGE_MODELLING.weight(batch), own.grad)]
     ranks = run_ranks(sharded, 2)
     found += [(loss, weight, torch.cat([grad for _, _, grad in ranks], -1)) for loss, weight, _ in ranks]
     for loss_sum, weight_sum, grad in found:
@@ -53,7 +53,8 @@ def test_equals_float64_sum_of_weighted_tokens() -> None:
 def test_a_batch_without_weight_is_zero_and_has_no_gradient() -> None:
     logits, batch = _case()
     logits.requires_grad_()
-    out = language_modelling(logits, Batch(batch.tokens, batch.labels, torch.zeros_like(batch.labels)), None)
-    out.loss_sum.backward()
-    assert float(out.loss_sum.detach()) == 0.0 and float(out.weight_sum) == 0.0
+    empty = Batch(batch.tokens, batch.labels, torch.zeros_like(batch.labels))
+    loss = LANGUAGE_MODELLING.loss_sum(logits, empty, None)
+    loss.backward()
+    assert float(loss.detach()) == 0.0 == float(LANGUAGE_MODELLING.weight(empty))
     assert logits.grad is not None and not logits.grad.any()

@@ -162,6 +162,37 @@ def test_damage_is_named_and_falls_back_only_when_told(trained: Path, tmp_path: 
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "steps 3 and 4 stand once"
 
 
+def test_one_run_at_a_time(trained: Path, tmp_path: Path) -> None:
+    """The lock belongs to a process: a dead run does not hold it."""
+    import fcntl
+
+    with (trained / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(AssertionError, match="another run is writing there"):
+            run(values(tmp_path))
+    run(values(tmp_path))
+
+
+def test_changed_keys_are_listed(trained: Path, tmp_path: Path) -> None:
+    lines = run_ranks(log_of, 1, values(tmp_path, train_iters=6, weight_decay=0.2))[0]
+    (line,) = [line for line in lines if line.startswith("keys changed")]
+    assert "train_iters was 4, is 6" in line and "weight_decay was 0.1, is 0.2" in line
+
+
+def log_of(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
+    """For the pool: the log of building a run."""
+    import contextlib
+    import io
+
+    from megatron.launch import process_info
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.training import start
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        start(NeoXArgs.from_dict(given), process_info())
+    return printed.getvalue().splitlines()
+
+
 def test_keep_last_and_extra(tmp_path: Path) -> None:
     given = values(tmp_path, checkpoint_factor=1, keep_last_n_checkpoints=2, extra_save_iters=[0])
     run(given)

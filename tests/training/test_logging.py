@@ -107,13 +107,21 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
 
 def test_rows_after_the_restored_step_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"iteration": {i}}}\n' for i in range(6)) + '{"iteration": 6, "trai')
-    log = JsonlLogger(path, iteration=3)
+    path.write_text("".join(f'{{"iteration": {i}, "run_id": "a"}}\n' for i in range(6)) + '{"iteration": 6, "trai')
+    log = JsonlLogger(path, 3, "a")
     log.write({"iteration": 4, "train/lm_loss": 1.0})
     log.close()
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
-    JsonlLogger(path, iteration=0).close()
-    assert path.read_text() == "", "a run from the start begins its own file"
+
+
+def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for run in ("a", "b", "c"):
+        log = JsonlLogger(path, 0, run)
+        log.write({"iteration": 1, "train/lm_loss": 1.0})
+        log.close()
+    kept = [json.loads((tmp_path / name).read_text())["run_id"] for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
+    assert kept == ["a", "b"] and json.loads(path.read_text())["run_id"] == "c"
 
 
 def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,15 +74,16 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
 
 def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
     """For the pool: a loss that is infinite while its gradient is finite."""
-    from megatron.objectives import LossOutput, language_modelling
+    from megatron.objectives import LANGUAGE_MODELLING, Objective
     from megatron.training import train
 
     training = begin(values)
 
-    def objective(logits: Any, batch: Any, group: Any) -> LossOutput:
-        out = language_modelling(logits, batch, group)
-        return LossOutput(out.loss_sum + (math.inf if training.progress.iteration == 2 else 0.0), out.weight_sum)
+    def loss_sum(logits: Any, batch: Any, group: Any) -> torch.Tensor:
+        loss = LANGUAGE_MODELLING.loss_sum(logits, batch, group)
+        return loss + (math.inf if training.progress.iteration == 2 else 0.0)
 
+    objective = Objective(LANGUAGE_MODELLING.weight, loss_sum)
     training.engine.objective = objective
     if training.engine._pipe is not None:
         training.engine._pipe.objective = objective

@@ -40,9 +40,34 @@ def test_constant() -> None:
 
 def test_wsd() -> None:
     """Warm-up, plateau, linear decay to min_lr over the last lr_wsd_decay_iters (arXiv 2404.06395)."""
-    schedule = Schedule(1.0, 0.1, "wsd", 10.0, 100, decay=20)
+    schedule = Schedule(1.0, 0.1, "wsd", 10.0, 100, 20)
     assert [schedule(s) for s in (0, 1, 5, 10, 40, 80)] == [0.1, 0.1, 0.5, 1.0, 1.0, 1.0]
     assert schedule(90) == pytest.approx(0.55) and schedule(100) == pytest.approx(0.1) == schedule(1000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "half"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
+)
+def test_wsd_shapes(shape: str, half: float) -> None:
+    """Megatron-LM's optimizer_param_scheduler: share of (lr - min_lr) left at half of the decay."""
+    schedule = Schedule(1.0, 0.1, "wsd", 0.0, 100, 20, shape)
+    assert schedule(80) == 1.0 and schedule(90) == pytest.approx(0.1 + 0.9 * half)
+    assert schedule(100) == pytest.approx(0.1)
+
+
+def test_exponential() -> None:
+    """start * exp(-0.693 t / T): upstream's, half at the end."""
+    meta = META["exponential_w10_N100_min"]
+    schedule = schedule_of(meta)
+    assert schedule(55) == pytest.approx(1e-3 * 2.718281828459045 ** (-0.693 * 45 / 90), rel=1e-12)
+    assert schedule(100) == pytest.approx(5e-4, rel=1e-3) and schedule(300) == schedule(100)
+
+
+def test_warmup_begins_below_min_lr() -> None:
+    """min_lr bounds the decay only: a 125M model warms up over 3200 steps from 1.9e-7 although min_lr is 6e-5."""
+    schedule = Schedule(6e-4, 6e-5, "cosine", 3200.0, 320000)
+    assert [schedule(s) for s in (1, 100, 3200)] == pytest.approx([1.875e-7, 1.875e-5, 6e-4], rel=1e-12)
 
 
 def test_length_from_keys() -> None:

@@ -1,0 +1,38 @@
+"""Where a run starts from: its own `save`, the checkpoint that `load` names, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpointing import CheckpointError, find_checkpoint, list_checkpoints, read_latest, saved_model
+from megatron.neox_arguments import NeoXArgs
+
+
+@dataclass(frozen=True)
+class Source:
+    """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`."""
+
+    path: Path | None
+    goes_on: bool
+
+
+def choose_source(args: NeoXArgs) -> Source:
+    """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises CheckpointError."""
+    same = bool(args.load and args.save) and Path(args.load or "").resolve() == Path(args.save or "").resolve()
+    if args.save is not None and not args.restart and (read_latest(args.save) or list_checkpoints(args.save)):
+        return Source(find_checkpoint(args.save, args.iteration if same or args.load is None else None), True)
+    if args.load is None or (same and (args.restart or not list_checkpoints(args.load))):
+        if args.iteration is not None:
+            raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
+        return Source(None, False)
+    return Source(find_checkpoint(args.load, args.iteration), False)
+
+
+def adopt_vocabulary(args: NeoXArgs, source: Source) -> NeoXArgs:
+    """`padded_vocab_size` of the checkpoint, where the configuration leaves it open."""
+    if args.padded_vocab_size is None and source.path is not None:
+        size = saved_model(source.path).get("padded_vocab_size")
+        if size:
+            return args.replace(padded_vocab_size=int(size))
+    return args

@@ -1,0 +1,88 @@
+"""Optimizers by their formulas, parameter groups, the gradient norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.model import build_stage
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.optimizers import Lion, build_optimizer, clip_gradients, gradient_norm
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, config, curves, furthest, whole
+
+
+def test_lion_by_hand() -> None:
+    """Algorithm 2 of arXiv 2302.06675 in numpy."""
+    rng = np.random.default_rng(0)
+    value, momentum = rng.normal(size=7), np.zeros(7)
+    param = torch.nn.Parameter(torch.tensor(value))
+    lion = Lion([param], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(5):
+        grad = rng.normal(size=7)
+        param.grad = torch.tensor(grad)
+        lion.step()
+        update = np.sign(0.9 * momentum + 0.1 * grad)
+        value = value - 0.01 * (update + 0.1 * value)
+        momentum = 0.99 * momentum + 0.01 * grad
+        np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"pipe_parallel_size": 2}), (2, {"zero_optimization": {"stage": 2}}), (2, {"model_parallel_size": 2})],
+)
+def test_lion_in_layouts(ranks: int, layout: dict[str, Any]) -> None:
+    """Few steps: the sign of a value near zero may differ between summation orders."""
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}
+    values = config(LLAMA, lion, train_micro_batch_size_per_gpu=4)
+    one = whole([run_ranks(curves, 1, [values], steps=4)[0][0]], values)
+    parts = [found[0] for found in run_ranks(curves, ranks, [{**values, **layout}], steps=4)]
+    loss, norm, weights = furthest(whole(parts, {**values, **layout}), one)
+    assert loss < 1e-5 and norm < 1e-4 and weights < 1e-3
+
+
+def _optimizer(**more: Any) -> torch.optim.Optimizer:
+    args = NeoXArgs.from_dict(config(NEOX, padded_vocab_size=384, **more))
+    return build_optimizer(build_stage(args, ParallelGroups.single()), args)
+
+
+def test_no_decay_for_norms_and_biases() -> None:
+    decayed, plain = _optimizer().param_groups
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in plain["params"]} == {1}
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert (decayed["name"], plain["name"]) == ("weight_decay_params", "no_weight_decay_params")
+
+
+def test_kinds() -> None:
+    assert isinstance(_optimizer(optimizer={"type": "Lion", "params": {"lr": 1e-4}}), Lion)
+    assert isinstance(_optimizer(optimizer={"type": "sgd", "params": {"lr": 1e-4}}), torch.optim.SGD)
+    adam = _optimizer(optimizer={"type": "adam", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}})
+    assert isinstance(adam, torch.optim.AdamW) and adam.defaults["betas"] == (0.8, 0.9)
+
+
+def test_8bit_needs_its_library_and_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="use_bnb_optimizer needs bitsandbytes: pip install bitsandbytes"):
+        _optimizer(use_bnb_optimizer=True)
+    with pytest.raises(ConfigError, match="is for Adam and AdamW, not Lion"):
+        _optimizer(use_bnb_optimizer=True, optimizer={"type": "Lion", "params": {"lr": 1e-4}})
+
+
+def test_norm_and_clip_equal_torch() -> None:
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    for param in params:
+        param.grad = torch.randn_like(param) * 10
+    twins = [torch.nn.Parameter(torch.zeros_like(p)) for p in params]
+    for twin, param in zip(twins, params, strict=True):
+        twin.grad = param.grad.clone()  # type: ignore[union-attr]
+    expected = torch.nn.utils.clip_grad_norm_(twins, 0.5)
+    norm = gradient_norm(params, ParallelGroups.single())
+    clip_gradients(params, norm, 0.5)
+    torch.testing.assert_close(norm, expected)
+    for twin, param in zip(twins, params, strict=True):
+        torch.testing.assert_close(param.grad, twin.grad)
