@@ -134,6 +134,7 @@ class LogCallback:
         row["train/lm_loss"] = loss
         row["train/learning_rate"] = self.training.schedule(step.iteration)
         row["train/grad_norm"] = norm
+        row["runtime/restarts"] = self.training.watchdog.restarts
         row["runtime/iteration_time"] = seconds
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds
         row["runtime/steps_per_sec"] = 1.0 / seconds
@@ -188,10 +189,9 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
     args = training.args
     if dataset is None or args.eval_iters == 0:
         return
-    found = evaluate(
-        training.engine, dataset, args.eval_iters * args.train_batch_size, args, training.groups, training.tokenizer.eod
-    )
-    name = "validation" if which == "valid" else "test"
+    name, samples = "validation" if which == "valid" else "test", args.eval_iters * args.train_batch_size
+    with training.watchdog.phase(f"computing the {name} loss"):
+        found = evaluate(training.engine, dataset, samples, args, training.groups, training.tokenizer.eod)
     row[f"{name}/lm_loss"] = found.lm_loss
     row[f"{name}/lm_loss_ppl"] = found.perplexity
     row[f"{name}/unigram_entropy"] = found.unigram_entropy
@@ -248,4 +248,5 @@ class SaveCallback:
     def save(self) -> None:
         """Write a checkpoint of the run as it is now."""
         if self.training.args.save is not None:
-            self.training.checkpointer.save(self.training.progress)
+            with self.training.watchdog.phase("saving"):
+                self.training.checkpointer.save(self.training.progress)

@@ -10,7 +10,8 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -105,7 +106,8 @@ class Checkpointer:
         self._check_space(Path(save))
         temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
         weights = self.engine.weights(keep=self.groups.rank("data") == 0)
-        records = together(self.groups, lambda: self._write(temporary, weights, progress))
+        with self._no_half_checkpoint(temporary):
+            records = together(self.groups, lambda: self._write(temporary, weights, progress))
         manifest = Manifest(
             run_id=self.run_id,
             iteration=progress.iteration,
@@ -121,9 +123,24 @@ class Checkpointer:
             files={record.name: record for per_rank in records for record in per_rank},
         )
         keep, configs = self.args.keep_last_n_checkpoints, self.args.config_files
-        path = on_rank_zero(self.groups, lambda: publish(temporary, save, progress.iteration, manifest, configs, keep))
+        with self._no_half_checkpoint(temporary):
+            iteration = progress.iteration
+            path = on_rank_zero(self.groups, lambda: publish(temporary, save, iteration, manifest, configs, keep))
         self.saved_at = progress.iteration
         self.logger.info(f"saved checkpoint {path}")
+
+    @contextmanager
+    def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
+        """What cannot be written leaves nothing behind, and the earlier checkpoints as they were."""
+        try:
+            yield
+        except (OSError, CheckpointError) as problem:
+            if self.groups.world_rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+            raise CheckpointError(
+                f"{temporary.parent}: the checkpoint could not be written ({reason}); earlier ones are untouched"
+            ) from problem
 
     def _check_space(self, save: Path) -> None:
         """Refuse to begin a checkpoint that will not fit; what is there stays untouched."""
@@ -349,8 +366,11 @@ class Checkpointer:
 
 def _lock(save: Path) -> Any:
     """An open, locked file; the lock ends with the process, however it ends."""
-    save.mkdir(parents=True, exist_ok=True)
-    file = (save / ".lock").open("w")
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        file = (save / ".lock").open("w")
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as problem:

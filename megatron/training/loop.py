@@ -71,6 +71,7 @@ def train(training: Training) -> None:
         if progress.iteration == 0:
             _before_first_step(training, log, save, bar)
         batches = batches_of(training)
+        training.watchdog.now("in the first step")
         overflows = 0
         while progress.iteration < args.train_iters and reason is None:
             result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
@@ -80,6 +81,7 @@ def train(training: Training) -> None:
             else:
                 overflows = 0
             _advance(training, result)
+            training.watchdog.step_done(progress.iteration)
             step = Step(progress.iteration, progress.consumed_samples, args.seq_length, result)
             log.on_step_end(step)
             reason, timed_save = stop.ask(progress.iteration)
@@ -134,7 +136,8 @@ def _check_skip(training: Training, in_a_row: int) -> None:
         )
         return
     if args.save is not None:
-        training.checkpointer.save(training.progress)
+        with training.watchdog.phase("saving"):
+            training.checkpointer.save(training.progress)
     limit = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
     text = f"{text}; weights are those of step {training.progress.iteration} (on_nonfinite: {args.on_nonfinite}{limit})"
     _write_status(training, "failed", text)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.data import Datasets, build_datasets
 from megatron.model import Stage, build_stage, init_stage
-from megatron.mpu import ParallelGroups, Process, configure_logging, join, on_rank_zero
+from megatron.mpu import ParallelGroups, Process, Watchdog, configure_logging, join, on_rank_zero
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
@@ -33,12 +33,14 @@ class Training:
     checkpointer: Checkpointer
     progress: Progress
     logger: logging.Logger
+    watchdog: Watchdog
 
     def close(self) -> None:
         """Release the engine and leave the process group."""
         self.engine.close()
         self.groups.barrier()
         dist.destroy_process_group()
+        self.watchdog.close()
 
 
 def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None) -> Engine:
@@ -56,6 +58,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     check_deepspeed()
     logger = configure_logging(process.rank)
     args = args.check_training().for_world(process.world_size)
+    watchdog = Watchdog(args, process.world_size, logger)
     groups = join(args, process, logger)
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
         raise ConfigError(
@@ -63,16 +66,19 @@ def start(args: NeoXArgs, process: Process) -> Training:
         )
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
-    args = with_vocabulary(adopt_vocabulary(args, source), tokenizer)
+    args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
     logger.info(arguments_dump(args))
     for note in args.notes():
         logger.info(note)
+    watchdog.now("reading the data")
     datasets = build_datasets(
         args, train_batch_size=args.train_batch_size, once=lambda work: on_rank_zero(groups, work)
     )
+    watchdog.now("building the model")
     engine = build_engine(args, groups, logger)
     schedule = build_schedule(args)
     samples = len(datasets.train) if datasets.train is not None else 0
     checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, samples, source, logger)
+    watchdog.now("loading a checkpoint")
     progress = checkpointer.resume()
-    return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger)
+    return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger, watchdog)

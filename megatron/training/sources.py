@@ -29,10 +29,19 @@ def choose_source(args: NeoXArgs) -> Source:
     return Source(find_checkpoint(args.load, args.iteration), False)
 
 
-def adopt_vocabulary(args: NeoXArgs, source: Source) -> NeoXArgs:
-    """`padded_vocab_size` of the checkpoint, where the configuration leaves it open."""
-    if args.padded_vocab_size is None and source.path is not None:
-        size = saved_model(source.path).get("padded_vocab_size")
-        if size:
-            return args.replace(padded_vocab_size=int(size))
-    return args
+def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArgs:
+    """`padded_vocab_size` of the checkpoint, where the configuration leaves it open.
+
+    vocab_size: of the tokenizer. Raises CheckpointError when the checkpoint's is smaller.
+    """
+    if args.padded_vocab_size is not None or source.path is None:
+        return args
+    size = saved_model(source.path).get("padded_vocab_size")
+    if not size:
+        return args
+    if size < vocab_size:
+        raise CheckpointError(
+            f"{source.path}: was trained with another tokenizer, of at most {size} tokens where this one has {vocab_size}; "
+            "set vocab_file to the one it was"
+        )
+    return args.replace(padded_vocab_size=int(size))

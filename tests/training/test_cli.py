@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,33 +65,3 @@ def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> Non
     for a, b in zip(rows, theirs, strict=True):
         assert a.get("train/lm_loss", 0) == pytest.approx(b.get("train/lm_loss", 0), rel=1e-5)
         assert a.get("validation/lm_loss", 0) == pytest.approx(b.get("validation/lm_loss", 0), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ("num_layer=3", r"--set: num_layer: unknown key; did you mean num_layers"),
-        ("precision=fp16", r"precision: fp16 needs a GPU; on CPU use --set precision=fp32 fp16=null"),
-        ("data_path=/nowhere/text_document", r"/nowhere/text_document.*\.idx"),
-        ("vocab_file=/nowhere.json", r"/nowhere.json: no such file"),
-        ("distributed_backend=nccl", r"distributed_backend: nccl needs a GPU"),
-        ("pipe_parallel_size=3", r"1 ranks cannot be divided"),
-        ("padded_vocab_size=64", r"smaller than the tokenizer's vocabulary"),
-        ("attention_backend=cudnn", r"attention_backend: cudnn needs a GPU"),
-    ],
-)
-def test_bad_input_is_one_clear_line(files: list[str], tmp_path: Path, change: str, line: str) -> None:
-    code, printed = run_ranks(call_train, 1, [*files, "--set", change], init=False)[0]
-    assert code == 1
-    assert re.search(line, printed), printed
-    assert "Traceback" not in printed and len(printed.strip().splitlines()) <= 2
-    assert not (tmp_path / "run" / "latest").exists()
-
-
-def call_train(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
-    """For the pool: train.py's exit code and what it prints for a person."""
-    import train
-
-    with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.redirect_stdout(io.StringIO()):
-        code = train.main(argv)
-    return code, printed.getvalue()

@@ -1,0 +1,129 @@
+"""No host sync in forward, backward, data or logging of unlogged steps; a logged step's values are read a step later.
+
+Every way of Python to wait for a tensor's value is made to raise, unless the engine's own norm or overflow check asks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import run_ranks
+from tests.training.runs import NEOX, begin, config
+
+WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
+# (end of file name, functions): DeepSpeed's own checks within the optimizer step, and torch's counter of Adam's steps.
+ENGINE = {
+    "deepspeed/runtime/utils.py": None,
+    "deepspeed/runtime/bf16_optimizer.py": {"step"},
+    "deepspeed/runtime/zero/stage_1_and_2.py": {
+        "step",
+        "scaled_global_norm",
+        "unscale_and_clip_grads",
+        "check_overflow",
+    },
+    "deepspeed/runtime/zero/stage3.py": {"step", "unscale_and_clip_grads", "_get_norm_groups", "get_grad_norm_direct"},
+    "torch/optim/optimizer.py": None,
+}
+DROP = {"megatron/training/engine.py": {"_clip_or_drop"}}  # ZeRO 0: what the ZeRO optimizers do in their step
+READ = {"megatron/training/callbacks.py": {"read"}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "plain bf16": (1, {"precision": "bfloat16"}),
+    "dp2": (2, {}),
+    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "pp2 bf16": (2, {"pipe_parallel_size": 2, "precision": "bfloat16"}),
+    "zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+
+
+class HostSync(AssertionError):
+    pass
+
+
+def _asked_by(places: dict[str, set[str] | None]) -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        for name, functions in places.items():
+            if frame.f_code.co_filename.endswith(name) and (functions is None or frame.f_code.co_name in functions):
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
+    """Make waiting raise in this process, which is the pool's throw-away fork."""
+
+    def guard(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _asked_by(READ):
+                seen.append("read")
+                assert _asked_by(allowed), "the deferred read came in a step that is not logged"
+            elif not _asked_by(allowed):
+                raise HostSync(f"Tensor.{name}")
+            return original(tensor, *args, **kwargs)
+
+        return wait
+
+    for name in WAITS:
+        setattr(torch.Tensor, name, guard(name, getattr(torch.Tensor, name)))
+
+
+def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
+    """For the pool: two free steps, then four without waiting; the number of deferred reads."""
+    from tqdm import tqdm
+
+    from megatron.training.callbacks import LogCallback, Step, Stopwatch
+    from megatron.training.loop import batches_of
+
+    training = begin(values)
+    batches, progress = batches_of(training), training.progress
+    log = LogCallback(training, tqdm(disable=True), Stopwatch())
+    seen: list[str] = []
+
+    def one() -> None:
+        result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+        progress.iteration += 1
+        log.on_step_end(Step(progress.iteration, 8 * progress.iteration, 32, result))
+
+    one()
+    one()
+    forbid({**ENGINE, **DROP, **(READ if values["log_interval"] == 1 else {})}, seen)
+    for _ in range(4):
+        one()
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_do_not_wait(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)
+    assert run_ranks(steps, ranks, {**values, "log_interval": 100}) == [0] * ranks
+    assert run_ranks(steps, ranks, {**values, "log_interval": 1}) == [4] * ranks
+
+
+def waiting_model(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    """For the pool: the same with a model that waits."""
+    from megatron.model.norms import LayerNorm
+
+    forward = LayerNorm.forward
+
+    def wait(self: Any, x: torch.Tensor) -> torch.Tensor:
+        float(x.sum())
+        return forward(self, x)
+
+    LayerNorm.forward = wait  # type: ignore[method-assign]
+    steps(rank, world_size, values)
+
+
+def test_the_test_can_fail() -> None:
+    values = config(NEOX, train_micro_batch_size_per_gpu=2, log_interval=100)
+    with pytest.raises(AssertionError, match=r"HostSync: Tensor.__float__"):
+        run_ranks(waiting_model, 1, values)
