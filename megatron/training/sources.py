@@ -41,7 +41,7 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
         return args
     if size < vocab_size:
         raise CheckpointError(
-            f"{source.path}: was trained with another tokenizer, of at most {size} tokens where this one has {vocab_size}; "
+            f"{source.path}: was trained with another tokenizer, of at most {size} tokens; this one has {vocab_size}; "
             "set vocab_file to the one it was"
         )
     return args.replace(padded_vocab_size=int(size))
