@@ -95,6 +95,8 @@ def _coerce_one(member: Any, value: Any) -> Any:
             raise _Mismatch(f"a list of {mismatch}") from None
     if member is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if member is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e3
     if not isinstance(value, member) or (isinstance(value, bool) and member is not bool):
         raise _Mismatch(member.__name__)
     if member is float and not math.isfinite(value):

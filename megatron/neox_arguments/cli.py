@@ -31,6 +31,7 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hosts and their slots"}),
     (("--include",), "include", {"metavar": "DEVICES", "help": "devices to use, as in localhost:2,3"}),
     (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks to start here"}),
+    (("--max-restarts", "--max_restarts"), "max_restarts", {"metavar": "N", "type": int, "help": "after failures"}),
     (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
     (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
     (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),

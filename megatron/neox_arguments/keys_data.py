@@ -44,9 +44,8 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    tokenizer_type: Literal["HFTokenizer", "CharLevelTokenizer"] | None = key(
-        None,
-        "Kind of tokenizer",
-        later=("GPT2BPETokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "TiktokenTokenizer"),
+    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "CharLevelTokenizer"] = key(
+        "GPT2BPETokenizer", "Kind of tokenizer", later=("HFGPT2Tokenizer", "SPMTokenizer", "TiktokenTokenizer")
     )
-    vocab_file: str | None = key(None, "The tokenizer's file")
+    vocab_file: str | None = key(None, "The tokenizer's file; GPT2BPETokenizer: its vocab.json")
+    merge_file: str | None = key(None, "GPT2BPETokenizer: its merges.txt")

@@ -27,21 +27,21 @@ class LoggingKeys:
 
 @dataclass(frozen=True)
 class TextgenKeys:
-    text_gen_type: Literal["unconditional", "input-file"] = key(
+    text_gen_type: Literal["unconditional", "input-file", "interactive"] = key(
         None,
-        "Where prompts come from; unset: input-file if sample_input_file is set",
-        later=("interactive", "precompute"),
+        "Where prompts come from, interactive: the terminal; unset: input-file if sample_input_file is set",
+        later=("precompute",),
     )
     temperature: float = key(0.0, "Divides the logits; 0: always the most likely token", ge=0)
     top_p: float = key(0.0, "Sample from the smallest set with this probability; 0: all tokens", ge=0, le=1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all tokens", ge=0)
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
-    prompt_end: str = key("\n", "What separates prompts in the input file")
+    prompt_end: str = key("\n", "What separates prompts in the input file, and ends one at the terminal")
     sample_input_file: str | None = key(None, "File with prompts")
     sample_output_file: str | None = key(
         "samples.txt", "File that samples are written to (JSON lines); unset with input-file: INPUT.output.jsonl"
     )
     num_samples: int = key(1, "Samples to generate without prompts", ge=1)
-    recompute: bool = key(False, "Generate without a cache", no_effect="generation has no cache yet")
+    recompute: bool = key(False, "Generate without a cache: every token runs the text before it again (slow)")
     eval_tasks: tuple[str, ...] | None = key(None, "Evaluation tasks", refuse=_NO_HARNESS.format("eval_tasks"))
     eval_results_prefix: str = key("", "Prefix of result files", refuse=_NO_HARNESS.format("eval_results_prefix"))

@@ -15,6 +15,13 @@ class RunnerKeys:
     num_gpus: int | None = key(None, "Ranks to start on this machine; unset: one a visible GPU, or one", ge=1)
     master_addr: str | None = key(None, "Address at which the ranks meet; unset: this machine")
     master_port: int = key(29500, "Port at which the ranks meet", ge=1, le=65535)
+    max_restarts: int = key(0, "Times that deepy.py starts a failed run again; it goes on from `save`", ge=0)
+    first_step_timeout_mins: float = key(
+        30.0, "How long ranks wait for each other until the first step is done, and while they save or validate", gt=0
+    )
+    collective_timeout_s: float = key(
+        300.0, "How long ranks wait for each other in later steps; never less than three times the longest step", gt=0
+    )
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class TrainingKeys:
     checkpoint_num_layers: int = key(1, "Blocks recomputed together", ge=1)
     partition_activations: bool = key(
         False,
-        "Split kept activations over tensor-parallel ranks; refused where there are several",
-        no_effect="one tensor-parallel rank has nothing to split",
+        "Split the inputs kept for recomputation over tensor-parallel ranks",
+        no_effect="they are kept whole: more memory, the same numbers; sequence_parallel splits them",
     )
     synchronize_each_layer: bool = key(
         False, "Wait for the device at each layer", no_effect="slows down, changes nothing"

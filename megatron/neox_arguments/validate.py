@@ -33,8 +33,6 @@ def validate_training(args: "NeoXArgs") -> Problems:
             "train_micro_batch_size_per_gpu",
             "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
         )
-    if args.tokenizer_type is None and args.padded_vocab_size is None:
-        problems.add("tokenizer_type", "is required for training, with vocab_file: the vocabulary's size comes from it")
     _vocab_file(args, problems)
     return problems
 
@@ -44,8 +42,6 @@ def validate_generation(args: "NeoXArgs") -> Problems:
     problems = Problems(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
-    if args.tokenizer_type is None:
-        problems.add("tokenizer_type", "is required for generation, with vocab_file")
     _vocab_file(args, problems)
     if args.text_gen_type == "input-file" and args.sample_input_file is None:
         problems.add("sample_input_file", "is required by text_gen_type: input-file (or use -i FILE)")
@@ -119,10 +115,6 @@ def _parallel(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}")
     if args.sequence_parallel and args.seq_length % tp:
         problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {_at(args, 'seq_length')}")
-    if args.partition_activations and tp > 1:
-        problems.add(
-            "partition_activations", f"is not built for {key} {_at(args, key)}; use sequence_parallel: true instead"
-        )
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
@@ -207,8 +199,11 @@ def _blend(args: "NeoXArgs", problems: Problems) -> None:
 
 
 def _vocab_file(args: "NeoXArgs", problems: Problems) -> None:
-    if args.tokenizer_type == "HFTokenizer" and args.vocab_file is None:
-        problems.add("vocab_file", f"is required by tokenizer_type {_at(args, 'tokenizer_type')}: its tokenizer.json")
+    needed = {"HFTokenizer": {"vocab_file": "tokenizer.json"}}
+    needed["GPT2BPETokenizer"] = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    for key, file in needed.get(args.tokenizer_type, {}).items():
+        if getattr(args, key) is None:
+            problems.add(key, f"is required by tokenizer_type {_at(args, 'tokenizer_type')}: its {file}")
 
 
 def _at(args: "NeoXArgs", key: str) -> str:

@@ -136,10 +136,8 @@ def make_tokenizer(kind: str, vocab_file: str | None = None, merge_file: str | N
 
 
 def build_tokenizer(args: NeoXArgs) -> Tokenizer:
-    """The run's tokenizer, from tokenizer_type and vocab_file."""
-    if args.tokenizer_type is None:
-        raise TokenizerError("tokenizer_type is not set; HFTokenizer with vocab_file: tokenizer.json is usual")
-    return make_tokenizer(args.tokenizer_type, args.vocab_file)
+    """The run's tokenizer, from tokenizer_type, vocab_file and merge_file."""
+    return make_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:

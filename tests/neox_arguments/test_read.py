@@ -114,7 +114,7 @@ def test_text_stays_text(write):
 
 
 @pytest.mark.parametrize(
-    "line", ["seed: true", "num_layers: 2.0", "data_path: 7", "split: [1]", "min_lr: .inf", "eval_iters: -1"]
+    "line", ["seed: true", "num_layers: 2.5", "data_path: 7", "split: [1]", "min_lr: .inf", "eval_iters: -1"]
 )
 def test_types_are_strict(write, line):
     text = "\n".join(row for row in MODEL.splitlines() if not row.startswith("num-layers")) + "\n" + line + "\n"

@@ -40,11 +40,6 @@ CASES = [
         "sequence_parallel: model_parallel_size 2 does not divide seq_length 31 (program)",
     ),
     (
-        {"partition_activations": True, "model_parallel_size": 2},
-        {"partition_activations": True},
-        "partition_activations: is not built for model_parallel_size 2",
-    ),
-    (
         {"pipe_partition_method": "best"},
         {"pipe_partition_method": "uniform"},
         "pipe_partition_method: expected uniform",
@@ -207,11 +202,13 @@ TRAINABLE = {
 
 def test_what_training_needs(problems_of):
     assert problems_of(TRAINABLE, NeoXArgs.check_training) == ()
-    for key in TRAINABLE:
+    for key in ("train_iters", "data_path", "train_micro_batch_size_per_gpu"):
         (problem,) = problems_of(TRAINABLE | {key: None}, NeoXArgs.check_training)
         assert problem.startswith(f"{key}: is required for training")
     (problem,) = problems_of(TRAINABLE | {"tokenizer_type": "HFTokenizer"}, NeoXArgs.check_training)
     assert problem.startswith("vocab_file: is required by tokenizer_type HFTokenizer")
+    found = problems_of(TRAINABLE | {"tokenizer_type": None}, NeoXArgs.check_training)
+    assert [line.split(":")[0] for line in found] == ["vocab_file", "merge_file"], "GPT-NeoX's default is GPT-2's"
 
 
 def test_what_generation_needs(problems_of):
@@ -222,7 +219,7 @@ def test_what_generation_needs(problems_of):
     )
     from_save = {**enough, "load": None, "save": "x", "checkpoint_factor": 1}
     assert problems_of(from_save, NeoXArgs.check_generation) == ()
-    assert len(problems_of({"maximum_tokens": 31}, NeoXArgs.check_generation)) == 2
+    assert len(problems_of({"maximum_tokens": 31}, NeoXArgs.check_generation)) == 3
     (problem,) = problems_of(enough | {"maximum_tokens": 32}, NeoXArgs.check_generation)
     assert "32 leaves no place for a context in max_position_embeddings 32" in problem
     (problem,) = problems_of(enough | {"prompt_end": ""}, NeoXArgs.check_generation)

@@ -106,10 +106,12 @@ def test_files_that_are_no_tokenizer(tmp_path: Path):
 
 
 def test_from_args():
-    tokenizer = build_tokenizer(SimpleNamespace(tokenizer_type="HFTokenizer", vocab_file=str(TOKENIZER)))  # type: ignore[arg-type]
+    tokenizer = build_tokenizer(
+        SimpleNamespace(tokenizer_type="HFTokenizer", vocab_file=str(TOKENIZER), merge_file=None)
+    )  # type: ignore[arg-type]
     assert isinstance(tokenizer, HFTokenizer) and tokenizer.vocab_size == 380
-    with pytest.raises(TokenizerError, match="tokenizer_type is not set"):
-        build_tokenizer(SimpleNamespace(tokenizer_type=None, vocab_file=None))  # type: ignore[arg-type]
+    with pytest.raises(TokenizerError, match="GPT2BPETokenizer needs merge_file"):
+        build_tokenizer(SimpleNamespace(tokenizer_type="GPT2BPETokenizer", vocab_file="v", merge_file=None))  # type: ignore[arg-type]
     with pytest.raises(TokenizerError, match=r"needs vocab_file \(--vocab-file\)"):
         make_tokenizer("HFTokenizer")
     with pytest.raises(TokenizerError, match=r"needs merge_file \(--merge-file\)"):
