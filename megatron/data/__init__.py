@@ -6,8 +6,10 @@ The names that need torch (Batch, collate, loaders) are imported on first use: t
 import importlib
 from typing import TYPE_CHECKING
 
+from megatron.data.blending import BlendedDataset, BlendMaps, build_blend, wanted_samples, weights_by_documents
 from megatron.data.datasets import (
     Datasets,
+    SampleSet,
     build_datasets,
     data_fingerprint,
     data_prefixes,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "BlendMaps",
+    "BlendedDataset",
     "DataError",
     "Datasets",
     "EncodeJob",
@@ -35,7 +39,9 @@ __all__ = [
     "IndexedDatasetWriter",
     "Output",
     "PackedDataset",
+    "SampleSet",
     "best_fitting_dtype",
+    "build_blend",
     "build_datasets",
     "build_packed",
     "collate",
@@ -47,6 +53,8 @@ __all__ = [
     "split_boundaries",
     "train_loader",
     "unigram_entropy",
+    "wanted_samples",
+    "weights_by_documents",
 ]
 
 _NEED_TORCH = {"Batch": "batch", "collate": "batch", "eval_batches": "loader", "train_loader": "loader"}

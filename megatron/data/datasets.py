@@ -2,15 +2,26 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron.data.blending import (
+    BlendedDataset,
+    BlendKey,
+    BlendMaps,
+    build_blend,
+    normalized,
+    wanted_samples,
+    weights_by_documents,
+)
+from megatron.data.cache import cached, load
 from megatron.data.errors import DataError
 from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.index_maps import IndexKey, build_packed, cached, load
+from megatron.data.index_maps import IndexKey, IndexMaps, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.neox_arguments import NeoXArgs
 
@@ -18,26 +29,37 @@ NAMES = ("train", "valid", "test")
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
 
+SampleSet = PackedDataset | BlendedDataset
+
 
 @dataclass(frozen=True)
 class Datasets:
     """The sets of one run; None where the split leaves no document or nothing is asked of the set."""
 
-    train: PackedDataset | None
-    valid: PackedDataset | None
-    test: PackedDataset | None
+    train: SampleSet | None
+    valid: SampleSet | None
+    test: SampleSet | None
 
 
 @dataclass(frozen=True)
 class _Part:
     """Sequences [first, last) of one `.bin/.idx` pair, and how many samples are wanted of them."""
 
-    name: str
     indexed: IndexedDataset
     first: int
     last: int
     num_samples: int
     origin: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One set: its parts, blended by weight when there are several, and how many samples are wanted in all."""
+
+    name: str
+    parts: tuple[_Part, ...]
+    weights: tuple[float, ...]
+    num_samples: int
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
@@ -81,51 +103,50 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
 def build_datasets(
     args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], None]], None]
 ) -> Datasets:
-    """The sets of `data_path` + `split`, or of `train/valid/test_data_paths` with one prefix each.
+    """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
 
     once: called on every rank with the writing of index maps that the cache does not hold; it runs that on one rank,
     lets the others wait, and raises on all what it raised there. Raises DataError on all ranks alike for data that
     cannot be used.
     """
-    parts = _parts(args, requested_samples(args, train_batch_size))
-    for part in parts:
-        _check_length(part, args.seq_length)
-    keys = {part.name: _key(part, args) for part in parts}
-    caches = {part.name: index_cache_dir(args, part.indexed.prefix) for part in parts}
+    plans = _plans(args, requested_samples(args, train_batch_size))
+    for plan in plans:
+        for part in plan.parts:
+            _check_length(plan.name, part, args.seq_length)
 
     def write() -> None:
-        for part in parts:
-            cached(caches[part.name], keys[part.name], lambda part=part: _maps(part, args))  # type: ignore[misc]
+        for plan in plans:
+            for part in plan.parts:
+                cached(_cache(part, args), _key(part, args), lambda part=part: _maps(part, args))  # type: ignore[misc]
+            if len(plan.parts) > 1:
+                cached(
+                    _cache(plan.parts[0], args),
+                    BlendKey(plan.weights, plan.num_samples),
+                    lambda plan=plan: build_blend(plan.weights, plan.num_samples),  # type: ignore[misc]
+                )
 
     once(write)
-    sets = {
-        part.name: PackedDataset(
-            part.name,
-            part.indexed,
-            load(caches[part.name], keys[part.name]),
-            args.seq_length,
-            part.first,
-            part.last,
-        )
-        for part in parts
-    }
+    sets = {plan.name: _load(plan, args) for plan in plans}
     return Datasets(*(sets.get(name) for name in NAMES))
 
 
-def data_prefixes(args: NeoXArgs) -> dict[str, str]:
-    """Set name (or "all" for `data_path`) -> prefix of its `.bin/.idx` pair."""
+def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
+    """Set name (or "all" for `data_path`) -> prefixes of its `.bin/.idx` pairs."""
     if args.data_path:
-        return {"all": args.data_path}
-    lists = dict(zip(NAMES, (args.train_data_paths, args.valid_data_paths, args.test_data_paths), strict=True))
-    for name, paths in lists.items():
-        if paths and len(paths) > 1:
-            raise DataError(
-                f"{name}_data_paths: {len(paths)} datasets, but blending is not built yet; "
-                "give one, or merge them into one .bin/.idx pair"
-            )
-    if not lists["train"]:
+        return {"all": (args.data_path,)}
+    lists = zip(NAMES, (args.train_data_paths, args.valid_data_paths, args.test_data_paths), strict=True)
+    prefixes = {name: paths for name, paths in lists if paths}
+    if "train" not in prefixes:
         raise DataError("no training data: set data_path (with split), or train_data_paths")
-    return {name: paths[0] for name, paths in lists.items() if paths}
+    return prefixes
+
+
+def blend_weights(args: NeoXArgs, name: str, documents: Sequence[int]) -> tuple[float, ...]:
+    """The weights of a set's members, which hold so many documents each."""
+    if args.weight_by_num_documents:
+        return weights_by_documents(documents, args.weighted_sampler_alpha, args.compat_weight_by_num_documents)
+    weights = (args.train_data_weights, args.valid_data_weights, args.test_data_weights)[NAMES.index(name)]
+    return weights or (1.0,) * len(documents)
 
 
 def fingerprint(prefix: str) -> dict[str, str | int]:
@@ -147,9 +168,18 @@ def fingerprint(prefix: str) -> dict[str, str | int]:
     }
 
 
-def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, str | int]]:
-    """Set name -> `fingerprint` of its files; independent of where the files lie."""
-    return {name: fingerprint(prefix) for name, prefix in data_prefixes(args).items()}
+def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
+    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
+    `train_1`, ..., each with its normalised weight."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, prefixes in data_prefixes(args).items():
+        if len(prefixes) == 1:
+            found[name] = fingerprint(prefixes[0])
+            continue
+        weights = blend_weights(args, name, [len(IndexedDataset(prefix)) for prefix in prefixes])
+        for i, (prefix, weight) in enumerate(zip(prefixes, normalized(weights).tolist(), strict=True)):
+            found[f"{name}_{i}"] = {**fingerprint(prefix), "weight": weight}
+    return found
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -164,37 +194,46 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _parts(args: NeoXArgs, wanted: tuple[int, int, int]) -> list[_Part]:
+def _plans(args: NeoXArgs, wanted: tuple[int, int, int]) -> list[_Plan]:
     prefixes = data_prefixes(args)
+    plans = []
     if "all" in prefixes:
-        indexed = IndexedDataset(prefixes["all"])
+        indexed = IndexedDataset(prefixes["all"][0])
         borders = split_boundaries(args.split, len(indexed))
-        parts = [
-            _Part(name, indexed, first, last, samples, f'{name} part of split "{args.split}" of {indexed.data_file}')
-            for name, first, last, samples in zip(NAMES, borders, borders[1:], wanted, strict=False)
-        ]
+        for name, first, last, samples in zip(NAMES, borders, borders[1:], wanted, strict=False):
+            origin = f'{name} part of split "{args.split}" of {indexed.data_file}'
+            plans.append(_Plan(name, (_Part(indexed, first, last, samples, origin),), (1.0,), samples))
     else:
-        parts = []
         for name, samples in zip(NAMES, wanted, strict=True):
             if name in prefixes:
-                indexed = IndexedDataset(prefixes[name])
-                # NeoX asks 0.5 % more of each member of a blend, also when it has one member only
-                more = math.ceil(samples * 1.0 * 1.005)
-                parts.append(_Part(name, indexed, 0, len(indexed), more, f"{indexed.data_file} ({name}_data_paths)"))
-    parts = [part for part in parts if part.last > part.first and part.num_samples > 0]
-    if args.train_iters > 0 and not any(part.name == "train" for part in parts):
+                members = [IndexedDataset(prefix) for prefix in prefixes[name]]
+                for indexed in members:
+                    if len(members) > 1 and not len(indexed):
+                        raise DataError(f"{indexed.data_file}: no document; take it out of {name}_data_paths")
+                weights = blend_weights(args, name, [len(indexed) for indexed in members])
+                parts = tuple(
+                    _Part(indexed, 0, len(indexed), share, f"{indexed.data_file} ({name}_data_paths)")
+                    for indexed, share in zip(members, wanted_samples(weights, samples), strict=True)
+                )
+                plans.append(_Plan(name, parts, weights, samples))
+    plans = [plan for plan in plans if plan.num_samples > 0 and plan.parts[0].last > plan.parts[0].first]
+    if args.train_iters > 0 and not any(plan.name == "train" for plan in plans):
         raise DataError(f"no document is left for training (data {prefixes}, split {args.split})")
-    return parts
+    return plans
 
 
-def _check_length(part: _Part, seq_length: int) -> None:
+def _check_length(name: str, part: _Part, seq_length: int) -> None:
     tokens = int(part.indexed.sizes[part.first : part.last].sum(dtype=np.int64))
     if tokens < seq_length + 1:
         raise DataError(
             f"{part.origin}: {tokens} tokens in {part.last - part.first} documents, but one sample takes "
             f"seq_length + 1 = {seq_length + 1}; use more data, another split, or a smaller seq_length"
-            + ("" if part.name == "train" else ", or eval_iters: 0")
+            + ("" if name == "train" else ", or eval_iters: 0")
         )
+
+
+def _cache(part: _Part, args: NeoXArgs) -> Path:
+    return index_cache_dir(args, part.indexed.prefix)
 
 
 def _key(part: _Part, args: NeoXArgs) -> IndexKey:
@@ -209,5 +248,16 @@ def _key(part: _Part, args: NeoXArgs) -> IndexKey:
     )
 
 
-def _maps(part: _Part, args: NeoXArgs):
+def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
     return build_packed(part.indexed.sizes, part.first, part.last, part.num_samples, args.seq_length, args.seed)
+
+
+def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
+    members = []
+    for part in plan.parts:
+        maps = load(_cache(part, args), _key(part, args), IndexMaps)
+        members.append(PackedDataset(plan.name, part.indexed, maps, args.seq_length, args.padded_vocab_size))
+    if len(members) == 1:
+        return members[0]
+    blend = load(_cache(plan.parts[0], args), BlendKey(plan.weights, plan.num_samples), BlendMaps)
+    return BlendedDataset(plan.name, members, blend)

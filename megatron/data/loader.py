@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.batch import Batch, collate
+from megatron.data.datasets import SampleSet
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.neox_arguments import NeoXArgs
 
@@ -29,21 +29,27 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
 
 @dataclass(frozen=True)
 class _MicroBatches(Dataset):
-    """A slice of sample numbers -> Batch; what the loader's workers run."""
+    """A slice of sample numbers -> Batch; what the loader's workers run.
 
-    dataset: PackedDataset
+    Bad data comes out as the error itself: raised in a worker, it would reach the user wrapped in a traceback.
+    """
+
+    dataset: SampleSet
     seed: int
     eod: int | None
     eod_mask_loss: bool
 
-    def __getitem__(self, samples: range) -> Batch:
-        windows = np.stack([self.dataset[index] for index in samples])
+    def __getitem__(self, samples: range) -> Batch | DataError:
+        try:
+            windows = np.stack([self.dataset[index] for index in samples])
+        except DataError as problem:
+            return problem
         seed = micro_batch_seed(self.seed, samples.start)
         return collate(windows, eod=self.eod, eod_mask_loss=self.eod_mask_loss, seed=seed)
 
 
 def train_loader(
-    dataset: PackedDataset,
+    dataset: SampleSet,
     args: NeoXArgs,
     *,
     data_rank: int,
@@ -55,7 +61,8 @@ def train_loader(
     """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an optimizer step.
 
     Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has handed out.
-    The `num_workers` processes start at once; closing or dropping the iterator ends them.
+    Raises DataError at the step that holds data which cannot be used. The `num_workers` processes start at once;
+    closing or dropping the iterator ends them.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
@@ -81,7 +88,7 @@ def train_loader(
 
 
 def eval_batches(
-    dataset: PackedDataset,
+    dataset: SampleSet,
     n_samples: int,
     micro_batch: int,
     data_rank: int,
@@ -103,10 +110,19 @@ def eval_batches(
         yield replace(batch, labels=batch.labels * real, loss_weights=batch.loss_weights * real)
 
 
-def _steps(micro_batches: Iterator[Batch], steps: int, accumulation: int) -> Iterator[list[Batch]]:
+def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:
     for _ in range(steps):
         # No name is bound to the list: a suspended generator would keep the batches alive
-        yield [next(micro_batches) for _ in range(accumulation)]
+        yield [_good(next(micro_batches)) for _ in range(accumulation)]
+
+
+def _good(item: Batch | DataError) -> Batch:
+    if isinstance(item, DataError):
+        try:
+            raise item
+        finally:
+            del item  # else this frame and the error hold each other, and the workers end late
+    return item
 
 
 def _as_is(item: Any) -> Any:

@@ -22,6 +22,13 @@ def notes(args: "NeoXArgs") -> list[str]:
             f"intermediate_size {args.ffn_size} ({args.origin('intermediate_size')}) is the true MLP width; GPT-NeoX "
             f"would build {other} from it (compat_ffn_width: upstream)"
         )
+    if args.weight_by_num_documents:
+        how = (
+            "multiplied by 1 - n/N as in GPT-NeoX"
+            if args.compat_weight_by_num_documents
+            else ("proportional to (n/N)^alpha; GPT-NeoX multiplies by 1 - n/N (compat_weight_by_num_documents)")
+        )
+        lines.append(f"weights from document counts are {how}")
     if args.given.get("gradient_clipping") and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
     return lines

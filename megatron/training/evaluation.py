@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.data import Batch, PackedDataset, eval_batches
+from megatron.data import Batch, SampleSet, eval_batches
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
@@ -30,7 +30,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine, dataset: PackedDataset, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
+    engine: Engine, dataset: SampleSet, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
 ) -> Evaluation:
     """Loss over the first `num_samples` samples (all, when there are fewer)."""
     totals = torch.zeros(2, dtype=torch.float64)

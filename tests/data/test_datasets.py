@@ -1,5 +1,6 @@
 """From config keys to sets."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,27 +9,48 @@ import numpy as np
 import pytest
 
 from megatron.data import (
+    BlendedDataset,
     DataError,
+    PackedDataset,
     build_datasets,
     data_fingerprint,
     fingerprint,
     split_boundaries,
     unigram_entropy,
 )
-from tests.data.samples import DATASET, golden_json, golden_maps, write_dataset
+from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
+
+A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")
 
 
 def make_args(**changes):
     values = {
-        "data_path": str(DATASET / "corpusA_text_document"), "split": "969,30,1", "train_data_paths": None,
+        "data_path": A, "split": "969,30,1", "train_data_paths": None,
         "valid_data_paths": None, "test_data_paths": None, "index_cache_dir": None, "save": None, "pack_impl": "packed",
+        "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
+        "weight_by_num_documents": False, "weighted_sampler_alpha": 1.0, "compat_weight_by_num_documents": False,
         "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
+        "padded_vocab_size": 380,
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 
 
+def make_blend(tmp_path: Path, **changes):
+    values = {
+        "data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0), "train_iters": 125,
+        "eval_iters": 0, "index_cache_dir": str(tmp_path / "cache"),
+    }  # fmt: skip
+    return make_args(**values | changes)
+
+
 def build(args, batch: int = 8):
     return build_datasets(args, train_batch_size=batch, once=lambda work: work())
+
+
+def build_train_blend(args) -> BlendedDataset:
+    train = build(args).train
+    assert isinstance(train, BlendedDataset)
+    return train
 
 
 def test_borders_equal_neox():
@@ -108,10 +130,6 @@ def test_a_set_smaller_than_a_batch(tmp_path: Path):
         ({"seq_length": 50000, "eval_iters": 0}, r"train part of split .*: 6864 tokens in 78 documents"),
         ({"data_path": None}, "no training data: set data_path"),
         ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
-        (
-            {"data_path": None, "train_data_paths": ("a", "b")},
-            "train_data_paths: 2 datasets, but blending is not built",
-        ),
         ({"split": "0,1,0"}, "no document is left for training"),
         ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
     ],
@@ -158,10 +176,111 @@ def test_another_split_or_other_data_under_the_same_name_is_no_stale_cache(tmp_p
     assert set(_train(args).maps.doc_idx) == set(range(10))
 
 
-def _train(args):
+def _train(args) -> PackedDataset:
     train = build(args).train
-    assert train is not None
+    assert isinstance(train, PackedDataset)
     return train
+
+
+def test_a_blend_equals_the_golden_one(tmp_path: Path):
+    golden = np.load(INDEXMAPS / "blending" / "blendable_A_B_total1000.npz")
+    train = build_train_blend(make_blend(tmp_path))
+    np.testing.assert_array_equal(train.maps.dataset_index, golden["dataset_index"][:1000])
+    np.testing.assert_array_equal(train.maps.dataset_sample_index, golden["dataset_sample_index"][:1000])
+    np.testing.assert_array_equal(np.stack([train[i] for i in range(20)]), golden["samples_first20"])
+    # Members hold as many samples as there (whose len is one short); upstream's blend then goes on to their sum and
+    # takes 784 of the first one's 773: a blend ends where it was asked to
+    assert [len(member) for member in train.members] == (golden["dataset_lens"] + 1).tolist() == [773, 349]
+    assert len(train) == 1000 and train.maps.drawn.tolist() == [700, 300]
+    windows = [(d, train.members[d].maps.shuffle_idx[i]) for d, i in zip(
+        train.maps.dataset_index, train.maps.dataset_sample_index, strict=True)]  # fmt: skip
+    assert len(set(windows)) == 1000
+
+
+def test_validation_and_test_are_blended_too(tmp_path: Path):
+    keys = {"valid_data_paths": (B, A), "valid_data_weights": (1.0, 3.0), "test_data_paths": (A, B)}
+    one = {"train_data_paths": (A,), "train_data_weights": None}
+    sets = build(make_blend(tmp_path, eval_iters=2, eval_interval=100, **one, **keys))
+    assert isinstance(sets.train, PackedDataset)
+    assert isinstance(sets.valid, BlendedDataset) and isinstance(sets.test, BlendedDataset)
+    # (125 // 100 + 1) validations of 2 batches of 8; a test of 2
+    assert sets.valid.maps.drawn.tolist() == [8, 24]
+    # Without weights all are alike
+    assert sets.test.maps.drawn.tolist() == [8, 8] and sets.test.maps.dataset_index.tolist() == [0, 1] * 8
+    assert [member.indexed.prefix for member in sets.valid.members] == [B, A]
+
+
+@pytest.mark.parametrize(
+    ("changes", "drawn"),
+    [
+        # 80 and 30 documents: shares of 8/11 and 3/11; upstream's formula makes halves of them
+        ({}, [727, 273]),
+        ({"weighted_sampler_alpha": 0.0}, [500, 500]),
+        ({"weighted_sampler_alpha": 0.5}, [620, 380]),
+        ({"compat_weight_by_num_documents": True}, [500, 500]),
+        ({"compat_weight_by_num_documents": True, "weighted_sampler_alpha": 0.3}, [335, 665]),
+    ],
+)
+def test_weights_from_document_counts(changes: dict, drawn: list[int], tmp_path: Path):
+    args = make_blend(tmp_path, train_data_weights=None, weight_by_num_documents=True, **changes)
+    assert build_train_blend(args).maps.drawn.tolist() == drawn
+    weights = [data_fingerprint(args)[f"train_{i}"]["weight"] for i in (0, 1)]
+    assert weights == pytest.approx([count / 1000 for count in drawn], abs=1e-3)
+
+
+def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
+    folders = []
+    for weights in ((7.0, 3.0), (7.0, 3.0), (7.0, 3.001)):
+        train = build_train_blend(make_blend(tmp_path, train_data_weights=weights))
+        assert isinstance(train.maps.dataset_sample_index, np.memmap)
+        folders.append(len(list((tmp_path / "cache").iterdir())))
+    # Two members and their blend; then only the blend is another
+    assert folders == [3, 3, 4]
+
+
+def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):
+    found = data_fingerprint(make_blend(tmp_path))
+    assert found == {"train_0": {**fingerprint(A), "weight": 0.7}, "train_1": {**fingerprint(B), "weight": 0.3}}
+    assert json.loads(json.dumps(found)) == found
+    assert data_fingerprint(make_blend(tmp_path, train_data_weights=(3.0, 7.0))) != found
+    assert data_fingerprint(make_blend(tmp_path, train_data_paths=(B, A))) != found
+    # A list of one is what it was before
+    one = {"train_data_paths": (A,), "train_data_weights": None}
+    assert data_fingerprint(make_blend(tmp_path, **one)) == {"train": fingerprint(A)}
+
+
+def test_order_stays_while_no_member_needs_another_epoch(tmp_path: Path):
+    """`order` is equal exactly where the samples that both runs have are the same."""
+    first = build_train_blend(make_blend(tmp_path))
+    assert json.loads(json.dumps(first.order)) == first.order == {"train_samples": [773, 349]}
+    more = build_train_blend(make_blend(tmp_path, train_iters=130))
+    assert more.order == first.order and len(more) == 1040
+    assert all((more[i] == first[i]).all() for i in range(1000))
+    # 2000 samples take more epochs of both
+    other = build_train_blend(make_blend(tmp_path, train_iters=250))
+    assert other.order != first.order
+    assert not all((other[i] == first[i]).all() for i in range(1000))
+    assert _train(make_args(index_cache_dir=str(tmp_path))).order == {"train_samples": 214}
+
+
+def test_members_that_cannot_be_used_are_named(tmp_path: Path):
+    write_dataset(tmp_path / "short", [20, 30])
+    write_dataset(tmp_path / "empty", [])
+    for name, message in (("short", r"\(train_data_paths\): 50 tokens in 2 documents"), ("empty", "no document; take")):
+        with pytest.raises(DataError, match=rf"{name}\.bin.*{message}"):
+            build(make_blend(tmp_path, train_data_paths=(A, str(tmp_path / name))))
+
+
+def test_sets_know_the_vocabulary(tmp_path: Path):
+    """Tokens of the golden corpora go up to 379."""
+    for changes in ({}, {"data_path": A, "train_data_paths": None}):
+        train = build(make_blend(tmp_path, **changes)).train
+        assert train is not None and max(train[i].max() for i in range(len(train))) == 379
+        small = build(make_blend(tmp_path, padded_vocab_size=379, **changes)).train
+        assert small is not None
+        with pytest.raises(DataError, match="holds token id 379 .* the vocabulary has 379 entries"):
+            for i in range(len(small)):
+                small[i]
 
 
 def test_fingerprint_sees_a_changed_token_and_not_the_place(tmp_path: Path):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset, IndexMaps, PackedDataset, build_packed
-from megatron.data.index_maps import IndexKey, cached, load
+from megatron.data.cache import cached, load
+from megatron.data.index_maps import IndexKey
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
 CASES = sorted(str(path.parent.relative_to(INDEXMAPS)) for path in INDEXMAPS.rglob("doc_idx.npy"))
@@ -35,7 +36,7 @@ def test_maps_and_samples_equal_neox(name: str):
         ours, theirs = getattr(maps, field), getattr(golden, field)
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs, err_msg=field)
-    packed = PackedDataset(name, dataset, maps, arguments["seq_length"], arguments["first"], arguments["last"])
+    packed = PackedDataset(name, dataset, maps, arguments["seq_length"])
     # Upstream's len is one short of the windows it built
     assert len(packed) == golden_json("summary.json")[name]["len"] + 1
     samples = np.load(INDEXMAPS / name / "samples.npz")
@@ -89,7 +90,7 @@ def test_maps_equal_a_plain_walk_on_random_documents(seed: int, tmp_path: Path):
 def test_samples_are_windows_of_the_joined_documents(tmp_path: Path):
     dataset = write_dataset(tmp_path / "x", [3, 50, 1, 0, 7, 20, 2])
     maps = build_packed(dataset.sizes, 0, len(dataset), 30, 8, seed=1)
-    packed = PackedDataset("train", dataset, maps, 8, 0, len(dataset))
+    packed = PackedDataset("train", dataset, maps, 8)
     joined = np.concatenate([dataset[i] for i in maps.doc_idx])
     for index, window in enumerate(maps.shuffle_idx.tolist()):
         np.testing.assert_array_equal(packed[index], joined[window * 8 : window * 8 + 9])
@@ -131,7 +132,7 @@ def test_cache_is_written_once_whole_and_mapped(tmp_path: Path):
     for _ in range(3):
         cached(tmp_path / "cache", _key(), make)
     assert len(made) == 1
-    maps = load(tmp_path / "cache", _key(), wait=0)
+    maps = load(tmp_path / "cache", _key(), IndexMaps, wait=0)
     assert isinstance(maps.sample_idx, np.memmap)
     for field in IndexMaps.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(maps, field), getattr(_maps(), field))
@@ -162,10 +163,10 @@ def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path)
 def test_other_ranks_wait_for_the_folder(tmp_path: Path):
     writer = threading.Timer(0.3, cached, (tmp_path, _key(), _maps))
     writer.start()
-    assert len(load(tmp_path, _key(), wait=10).shuffle_idx) == len(_maps().shuffle_idx)
+    assert len(load(tmp_path, _key(), IndexMaps, wait=10).shuffle_idx) == len(_maps().shuffle_idx)
     writer.join()
     with pytest.raises(DataError, match="index_cache_dir must be a folder that every node sees"):
-        load(tmp_path, _key(seed=3), wait=0)
+        load(tmp_path, _key(seed=3), IndexMaps, wait=0)
 
 
 def test_a_damaged_cache_says_what_to_delete(tmp_path: Path):
@@ -173,4 +174,4 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path: Path):
     file = tmp_path / _key().digest / "shuffle_idx.npy"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(DataError, match=f"{_key().digest}: damaged index maps.*delete this folder"):
-        load(tmp_path, _key(), wait=0)
+        load(tmp_path, _key(), IndexMaps, wait=0)

@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import DataError, PackedDataset, build_packed, collate, eval_batches, train_loader
+from megatron.data import (
+    BlendedDataset,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    PackedDataset,
+    build_blend,
+    build_packed,
+    collate,
+    eval_batches,
+    train_loader,
+)
 from megatron.data.loader import micro_batch_seed
 from tests.data.samples import write_dataset
 
@@ -22,7 +33,7 @@ SEQ = 8
 @pytest.fixture
 def dataset(tmp_path: Path) -> PackedDataset:
     indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
-    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, SEQ, 3), SEQ, 0, 20)
+    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, SEQ, 3), SEQ)
 
 
 def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, **changes):
@@ -82,6 +93,22 @@ def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: Pac
     for workers in (0, 2):
         rest = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1, consumed_samples=24)
         assert _flat(rest) == whole[3 * 4 :]
+
+
+def test_a_blend_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, tmp_path: Path):
+    indexed = write_dataset(tmp_path / "y", [40] * 9, seed=1)
+    other = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 9, 20, SEQ, 3), SEQ)
+    blend = BlendedDataset("train", (dataset, other), build_blend([3, 1], 56))
+    whole = _flat(train_loader(blend, make_args(), data_rank=0, data_size=1))
+    assert len(whole) == 7 * 4
+    rows = [row for tokens, _, _ in whole for row in tokens]
+    assert rows == [blend[i][:-1].tolist() for i in range(56)]
+    # Three of the first to one of the second, each in its own order
+    assert [row for row in rows if row not in [dataset[i][:-1].tolist() for i in range(42)]] == [
+        other[i][:-1].tolist() for i in range(14)
+    ]
+    rest = train_loader(blend, make_args(workers=2), data_rank=0, data_size=1, consumed_samples=24)
+    assert _flat(rest) == whole[3 * 4 :]
 
 
 def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):
@@ -184,3 +211,50 @@ def test_evaluation_honours_eod_mask_loss(dataset: PackedDataset):
     eod = int(dataset[0][3])
     batch = next(eval_batches(dataset, 4, 4, 0, 1, eod=eod, eod_mask_loss=True))
     assert torch.equal(batch.loss_weights, (batch.tokens != eod).long())
+
+
+def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
+    """Ten documents of 20 tokens below 100, but token 15 of document 7 is `token`."""
+    rows = np.random.default_rng(0).integers(0, 100, (10, 20)).astype(np.int32)
+    rows[7, 15] = token
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for row in rows:
+            writer.add_document(row)
+    indexed = IndexedDataset(prefix)
+    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 10, 24, SEQ, 3), SEQ, vocab_size=100)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("token", [100, 2_000_000_000, -1])
+def test_a_token_outside_the_vocabulary_ends_training_at_its_step(tmp_path: Path, token: int, workers: int):
+    dataset = _with_foreign_token(tmp_path / "x", token)
+    [first] = [i for i in range(24) if _refused(dataset, i)][:1]
+    message = (
+        rf"^{tmp_path}/x\.bin: document 7 holds token id {token} \(its token 15\), but the vocabulary has 100 entries "
+        r"\(padded_vocab_size\).*set vocab_file to that one, or preprocess the text again with this one$"
+    )
+    loader = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1)
+    for _ in range(first // 8):
+        next(loader)
+    # One line, also out of a worker: no traceback in the message
+    with pytest.raises(DataError, match=message):
+        next(loader)
+    evaluation = eval_batches(dataset, 24, 4, 0, 1)
+    for _ in range(first // 4):
+        next(evaluation)
+    with pytest.raises(DataError, match=message):
+        next(evaluation)
+
+
+def _refused(dataset: PackedDataset, index: int) -> bool:
+    try:
+        dataset[index]
+    except DataError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("token", [0, 99])
+def test_every_token_of_the_vocabulary_is_welcome(tmp_path: Path, token: int):
+    dataset = _with_foreign_token(tmp_path / "x", token)
+    assert len(_flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))) == len(dataset) // 8 * 4

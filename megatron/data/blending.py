@@ -1,0 +1,175 @@
+"""Several sets read as one, in the proportion of their weights and in GPT-NeoX's order.
+
+Sample i comes from the set d with the largest error weights[d] * max(i, 1) - drawn[d] (the first of equal ones, all in
+float64), and is the next one of that set. So the order does not depend on the number of samples: more of them only
+continue it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.cache import CacheKey
+from megatron.data.errors import DataError
+from megatron.data.gpt2_dataset import PackedDataset
+
+LANES = 1024
+LANE_LENGTH = 4096
+WARM_UP = 512
+UINT32_MAX = np.iinfo(np.uint32).max
+
+
+@dataclass(frozen=True)
+class BlendMaps:
+    """dataset_index [samples] the set of every sample; dataset_sample_index [samples] its number in that set;
+    drawn [sets] int64 samples taken of each."""
+
+    dataset_index: np.ndarray
+    dataset_sample_index: np.ndarray
+    drawn: np.ndarray
+
+
+@dataclass(frozen=True)
+class BlendKey(CacheKey):
+    """All that decides the maps of a blend."""
+
+    weights: tuple[float, ...]
+    num_samples: int
+    blend_version: int = 1
+
+
+def normalized(weights: Sequence[float]) -> np.ndarray:
+    """Weights that sum to 1, float64; added from left to right as in NeoX."""
+    values = np.asarray(weights, dtype=np.float64)
+    return values / np.cumsum(values)[-1]
+
+
+def wanted_samples(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Samples to prepare of each set: 0.5 % more than its share, as in NeoX. No more than these are ever drawn."""
+    return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights).tolist()]
+
+
+def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = False) -> tuple[float, ...]:
+    """Weights (n_d / N) ^ alpha, summing to 1, of sets of n_d documents (XLM-R, arXiv 1911.02116).
+
+    compat: each multiplied by 1 - n_d / N besides, as GPT-NeoX does contrary to its documentation.
+    """
+    if len(documents) == 1:
+        return (1.0,)
+    shares = np.asarray(documents, dtype=np.float64) / sum(documents)
+    # Python's power, as NeoX: that of numpy may differ in the last bit
+    weights = normalized([share**alpha for share in shares.tolist()])
+    return tuple((normalized(weights * (1 - shares)) if compat else weights).tolist())  # type: ignore[arg-type]
+
+
+def build_blend(
+    weights: Sequence[float],
+    num_samples: int,
+    *,
+    lanes: int = LANES,
+    lane_length: int = LANE_LENGTH,
+    warm_up: int = WARM_UP,
+) -> BlendMaps:
+    """The order of the first num_samples samples.
+
+    lanes, lane_length, warm_up: how the work is cut up (see `_block`); the result does not depend on them.
+    """
+    # NeoX normalises once more, with numpy's sum
+    shares = normalized(weights)
+    shares /= np.sum(shares)
+    dataset_index = np.empty(num_samples, np.min_scalar_type(len(shares) - 1))
+    sample_index = np.empty(num_samples, np.uint32 if num_samples <= UINT32_MAX else np.int64)
+    drawn = np.zeros(len(shares), np.int64)
+    for first in range(0, num_samples, lanes * lane_length):
+        block = slice(first, min(num_samples, first + lanes * lane_length))
+        count = block.stop - first
+        chosen, number = _block(
+            shares, first, drawn, -(-count // lane_length), min(lane_length, count), min(warm_up, lane_length)
+        )
+        dataset_index[block], sample_index[block] = chosen[:count], number[:count]
+        drawn += np.bincount(chosen[:count], minlength=len(drawn))
+    return BlendMaps(dataset_index, sample_index, drawn)
+
+
+def _block(
+    weights: np.ndarray, first: int, drawn: np.ndarray, lanes: int, length: int, warm_up: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(set, number in the set) of samples [first, first + lanes * length), the sets having given `drawn` before.
+
+    One sample after the other would take minutes in Python. So the block is cut into lanes that go on together, each
+    from a guess of what was drawn before it, made better by a run-up of `warm_up` samples: two runs that differ soon
+    fall into step, since what one of them has drawn too little of is what it draws next. A lane is right if it begins
+    exactly as the lane before it ends; those that are not begin again, from that very state.
+    """
+    begins = first + length * np.arange(lanes)
+    state = np.empty((lanes, len(weights)))
+    state[0] = drawn
+    state[1:] = _share_out(weights, begins[1:] - warm_up)
+    _draw(weights, begins[1:] - warm_up, state[1:], warm_up)
+    start = state.copy()
+    chosen, number = _draw(weights, begins, state, length)
+    while len(wrong := 1 + np.flatnonzero((start[1:] != state[:-1]).any(axis=1))):
+        start[wrong] = state[wrong - 1]
+        end = start[wrong]
+        chosen[wrong], number[wrong] = _draw(weights, begins[wrong], end, length)
+        state[wrong] = end
+    return chosen.ravel(), number.ravel()
+
+
+def _share_out(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """`samples` [lanes] divided by weight among the sets [lanes, sets], rounded by largest remainder."""
+    due = samples[:, None] * weights
+    whole = np.floor(due)
+    left = samples[:, None] - whole.sum(axis=1, keepdims=True)
+    return whole + (np.argsort(np.argsort(whole - due)) < left)
+
+
+def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Go on by `steps` samples in every lane: (set, number in the set), each [lanes, steps] int64.
+
+    begins [lanes] sample each lane is at; state [lanes, sets] float64 drawn before it, changed in place.
+    """
+    lanes, sets = state.shape
+    chosen, number = np.empty((2, steps, lanes), np.int64)
+    position = begins[:, None].astype(np.float64)
+    error = np.empty_like(state)
+    flat, row = state.reshape(-1), sets * np.arange(lanes)
+    for step in range(steps):
+        # Two roundings, as in NeoX: a fused multiply-add would order near-ties otherwise
+        np.multiply(weights, np.maximum(position, 1.0), out=error)
+        np.subtract(error, state, out=error)
+        error.argmax(axis=1, out=chosen[step])
+        place = row + chosen[step]
+        count = flat[place]
+        number[step] = count
+        flat[place] = count + 1
+        position += 1
+    return chosen.T, number.T
+
+
+class BlendedDataset:
+    """Item i: int64 [seq_length + 1], sample dataset_sample_index[i] of member dataset_index[i].
+
+    Upstream starts a member again, with a warning, that has given all its samples; here that does not occur.
+    """
+
+    def __init__(self, name: str, members: Sequence[PackedDataset], maps: BlendMaps):
+        self.name, self.members, self.maps = name, tuple(members), maps
+        for member, drawn in zip(members, maps.drawn.tolist(), strict=True):
+            if drawn > len(member):
+                raise DataError(f"{member.indexed.data_file}: {len(member)} samples, but {drawn} are drawn of it")
+
+    def __len__(self) -> int:
+        return len(self.maps.dataset_index)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
+
+    @property
+    def order(self) -> dict[str, list[int]]:
+        """What decides the order, besides `data_fingerprint`, seed and seq_length: the samples each member has."""
+        return {f"{self.name}_samples": [len(member) for member in self.members]}

@@ -1,0 +1,185 @@
+"""The order of blended sets against NeoX's golden arrays and a plain loop over its definition."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron.data import BlendedDataset, BlendMaps, DataError, build_blend, wanted_samples, weights_by_documents
+from megatron.data import blending as room
+from megatron.data.blending import normalized
+from tests.data.samples import INDEXMAPS, golden_json
+
+BLENDS = sorted(path.stem for path in (INDEXMAPS / "blending").glob("*.npz"))
+
+
+def _plain(weights: list[float], num_samples: int) -> tuple[list[int], list[int]]:
+    """The definition, one sample after the other."""
+    shares = normalized(weights)
+    shares = (shares / np.sum(shares)).tolist()
+    drawn, which, number = [0.0] * len(shares), [], []
+    for i in range(num_samples):
+        errors = [share * float(max(i, 1)) - taken for share, taken in zip(shares, drawn, strict=True)]
+        best = errors.index(max(errors))
+        which.append(best)
+        number.append(int(drawn[best]))
+        drawn[best] += 1
+    return which, number
+
+
+def _assert_plain(maps: BlendMaps, weights: list[float]) -> None:
+    which, number = _plain(weights, len(maps.dataset_index))
+    np.testing.assert_array_equal(maps.dataset_index, which)
+    np.testing.assert_array_equal(maps.dataset_sample_index, number)
+    np.testing.assert_array_equal(maps.drawn, np.bincount(which, minlength=len(weights)))
+
+
+@pytest.mark.parametrize("name", BLENDS)
+def test_order_equals_neox(name: str):
+    golden = np.load(INDEXMAPS / "blending" / f"{name}.npz")
+    maps = build_blend(golden["weights"].tolist(), len(golden["dataset_index"]))
+    assert maps.dataset_index.dtype == golden["dataset_index"].dtype
+    np.testing.assert_array_equal(maps.dataset_index, golden["dataset_index"])
+    np.testing.assert_array_equal(maps.dataset_sample_index, golden["dataset_sample_index"])
+
+
+def test_golden_blends_are_there():
+    assert BLENDS == ["blendable_A_B_total1000", "w05_05", "w07_03", "w3", "w_equal3", "w_tiny"]
+
+
+def _random_weights(random: np.random.Generator) -> list[float]:
+    """All kinds: smooth, whole numbers (many exact ties), equal, steep, with some far smaller than the rest."""
+    sets = int(random.integers(1, 12))
+    return [
+        random.random(sets) + 1e-3,
+        random.integers(1, 6, sets),
+        np.full(sets, random.random()),
+        0.5 ** np.arange(sets),
+        10.0 ** -random.uniform(0, 6, sets),
+    ][random.integers(5)].tolist()
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_order_equals_a_plain_loop(seed: int):
+    """Cut into many short lanes over several blocks, so that wrong beginnings abound."""
+    random = np.random.default_rng(seed)
+    weights, samples = _random_weights(random), int(random.integers(0, 600))
+    lanes, length, warm_up = int(random.integers(1, 9)), int(random.integers(1, 40)), int(random.integers(0, 20))
+    _assert_plain(build_blend(weights, samples, lanes=lanes, lane_length=length, warm_up=warm_up), weights)
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [5, 3, 1, 1], [1] * 7, [0.6, 0.4, 1e-4], [0.1, 0.2, 0.3, 0.4]])
+def test_order_equals_a_plain_loop_as_it_is_cut_in_earnest(weights: list[float]):
+    _assert_plain(build_blend(weights, 20_000), weights)
+
+
+def test_order_does_not_depend_on_the_guess(monkeypatch: pytest.MonkeyPatch):
+    runs = []
+
+    def nothing_drawn(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        return np.zeros((len(samples), len(weights)))
+
+    def draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int):
+        runs.append(len(begins))
+        return _draw(weights, begins, state, steps)
+
+    _draw = room._draw
+    monkeypatch.setattr(room, "_draw", draw)
+    build_blend([5, 3, 1], 1000, lane_length=100)
+    assert runs == [9, 10]  # the run-up, then every lane right at once
+    monkeypatch.setattr(room, "_share_out", nothing_drawn)
+    runs.clear()
+    _assert_plain(build_blend([5, 3, 1], 1000, lane_length=100), [5, 3, 1])
+    # The first two begin where nothing is drawn indeed; then the end of each sets the next one right
+    assert runs == [9, 10, *range(8, 0, -1)]
+
+
+def test_more_than_255_sets():
+    """Upstream's set numbers are bytes."""
+    random = np.random.default_rng(0)
+    for sets, dtype in ((256, np.uint8), (257, np.uint16), (400, np.uint16)):
+        weights = random.random(sets).tolist()
+        maps = build_blend(weights, 1500, lane_length=300)
+        assert maps.dataset_index.dtype == dtype and maps.dataset_index.max() == sets - 1
+        _assert_plain(maps, weights)
+
+
+def test_a_longer_order_goes_on():
+    short, long = build_blend([3, 2, 0.7], 777), build_blend([3, 2, 0.7], 5000)
+    np.testing.assert_array_equal(long.dataset_index[:777], short.dataset_index)
+    np.testing.assert_array_equal(long.dataset_sample_index[:777], short.dataset_sample_index)
+
+
+def test_ten_million_samples_take_a_moment():
+    # A loop over samples would take a quarter of a minute
+    maps = build_blend([0.5, 0.3, 0.15, 0.05], 10_000_000)
+    np.testing.assert_array_equal(maps.drawn, [5_000_000, 3_000_000, 1_500_000, 500_000])
+    assert maps.dataset_sample_index.dtype == np.uint32 and maps.dataset_sample_index.max() == 4_999_999
+
+
+def test_wanted_samples_equal_neox():
+    for case, golden in golden_json("normalized_weights_and_num_samples.json").items():
+        weights, samples = case.split("|")
+        assert normalized(json.loads(weights)).tolist() == golden["weights"]
+        if samples != "None":
+            assert wanted_samples(json.loads(weights), int(samples)) == golden["num_samples"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_more_is_drawn_than_wanted(seed: int):
+    random = np.random.default_rng(seed)
+    weights, samples = _random_weights(random), int(random.integers(1, 3000))
+    assert (build_blend(weights, samples).drawn <= wanted_samples(weights, samples)).all()
+
+
+def test_weights_by_documents_as_documented():
+    assert weights_by_documents([80, 30], 1.0) == pytest.approx((80 / 110, 30 / 110), rel=1e-15)
+    assert weights_by_documents([80, 30], 0.0) == (0.5, 0.5)
+    # p ~ n^0.5: square roots of 100, 400, 900
+    assert weights_by_documents([100, 400, 900], 0.5) == pytest.approx((1 / 6, 2 / 6, 3 / 6), rel=1e-15)
+    assert weights_by_documents([7], 0.3) == (1.0,)
+
+
+def test_weights_by_documents_as_in_neox():
+    golden = golden_json("weights_by_num_docs.json")
+    assert len(golden) == 30
+    for case, weights in golden.items():
+        documents, alpha = case.split("|alpha=")
+        assert list(weights_by_documents(json.loads(documents), float(alpha), compat=True)) == weights, case
+
+
+class _Numbers:
+    """A set whose sample i is (set, i)."""
+
+    def __init__(self, number: int, length: int):
+        self.number, self.length, self.indexed = number, length, SimpleNamespace(data_file=f"set{number}.bin")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        assert 0 <= index < self.length
+        return self.number, index
+
+
+def test_every_sample_of_a_member_is_seen_once_and_in_order():
+    maps = build_blend([7, 2, 1], 1000)
+    members = [_Numbers(d, n) for d, n in enumerate(wanted_samples([7, 2, 1], 1000))]
+    dataset = BlendedDataset("train", members, maps)  # type: ignore[arg-type]
+    assert len(dataset) == 1000
+    seen = [dataset[i] for i in range(1000)]
+    for d, count in enumerate([700, 200, 100]):
+        assert [i for which, i in seen if which == d] == list(range(count))  # type: ignore[comparison-overlap]
+    with pytest.raises(IndexError):
+        dataset[1000]
+    with pytest.raises(IndexError):
+        dataset[-1]
+    assert dataset.order == {"train_samples": [704, 201, 101]}
+
+
+def test_a_member_that_would_run_out_is_refused():
+    """Upstream starts it again."""
+    maps = build_blend([7, 3], 1000)
+    with pytest.raises(DataError, match=r"set1\.bin: 299 samples, but 300 are drawn of it"):
+        BlendedDataset("train", [_Numbers(0, 700), _Numbers(1, 299)], maps)  # type: ignore[list-item]
