@@ -54,11 +54,12 @@ def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, n
     assert training.datasets.valid is not None
     losses, labels = [], []
     for i in range(5):
-        batch = collate(training.datasets.valid[i][None])
-        logits = training.engine.stage(None, batch)
-        losses.append(torch.nn.functional.cross_entropy(logits[:, 0].double(), batch.labels[0]))  # type: ignore[index]
-        labels.append(batch.labels[0].numpy())
-    return float(torch.stack(losses).mean()), np.concatenate(labels)
+        batch = collate(training.datasets.valid[i][None], eod=training.tokenizer.eod, eod_mask_loss=True)
+        counts = batch.loss_weights[0] > 0
+        logits = training.engine.stage(None, batch)[:, 0].double()  # type: ignore[index]
+        losses.append(torch.nn.functional.cross_entropy(logits[counts], batch.labels[0][counts], reduction="sum"))
+        labels.append(batch.labels[0][counts].numpy())
+    return float(torch.stack(losses).sum()) / sum(map(len, labels)), np.concatenate(labels)
 
 
 def test_against_the_bare_model(one_process: dict[str, list[Evaluation]]) -> None:

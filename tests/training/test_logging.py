@@ -55,6 +55,7 @@ def test_line(scale: float | None, peak: float | None) -> None:
         schedule=lambda step: 1e-4 * step,
         engine=SimpleNamespace(loss_scale=scale),
         logger=SimpleNamespace(info=lines.append),
+        watchdog=SimpleNamespace(restarts=0),
     )
     bar: Any = __import__("tqdm").tqdm(disable=True)
     log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
@@ -133,3 +134,31 @@ def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> N
     finally:
         logging.getLogger("megatron").handlers = []
     assert capsys.readouterr().out == "rank zero\n"
+
+
+def wandb_calls(rank: int, world_size: int, given: dict[str, Any]) -> list[Any]:
+    """For the pool: what a run says to Weights & Biases, which is not installed here."""
+    import sys
+
+    calls: list[Any] = []
+    run = SimpleNamespace(log=lambda row, step: calls.append((step, sorted(row))), finish=lambda: calls.append("finish"))
+
+    def init(**kwargs: Any) -> Any:
+        calls.append({key: kwargs[key] for key in ("id", "resume", "project", "group")})
+        return run
+
+    sys.modules["wandb"] = SimpleNamespace(init=init, Settings=lambda **kwargs: kwargs)  # type: ignore[assignment]
+    run_to_end(rank, world_size, given)
+    return calls
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    given = config(
+        NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2, num_layers=2,
+        use_wandb=True, wandb_project="p", wandb_group="g", exit_interval=2,
+    )  # fmt: skip
+    first, second = (run_ranks(wandb_calls, 1, given)[0] for _ in range(2))
+    assert first[0] == second[0], "one id before and after the restart"
+    assert {k: v for k, v in first[0].items() if k != "id"} == {"resume": "allow", "project": "p", "group": "g"}
+    assert [call[0] for call in first[1:-1]] == [1, 2] and [call[0] for call in second[1:-1]] == [3, 4]
+    assert "train/lm_loss" in first[1][1] and first[-1] == second[-1] == "finish"

@@ -1,0 +1,60 @@
+"""Model FLOPs beside torch's own counter and beside NeoX's formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.objectives import LANGUAGE_MODELLING
+from megatron.training.flops import model_flops, neox_flops
+from tests.model.stages import random_batch, random_weights, small, stage_with
+
+ROWS = 3
+MODELS: dict[str, dict[str, Any]] = {
+    "neox": {"gpt_j_residual": True, "rotary_pct": 0.25, "no_weight_tying": True},
+    "llama": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "intermediate_size": 72,
+        "num_kv_heads": 2,
+        "use_bias_in_attn_linear": False,
+        "use_bias_in_mlp": False,
+    },
+    "learned": {"pos_emb": "learned", "padded_vocab_size": 192, "seq_length": 32, "num_layers": 3},
+    "alibi": {"pos_emb": "alibi", "activation": "geglu", "num_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
+    # The counter knows no fused attention on CPUs; of the plain one it counts the whole square, we the causal half.
+    args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
+    stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
+    with FlopCounterMode(display=False) as counter:
+        LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None).backward()
+    one_product = 2 * ROWS * args.seq_length**2 * args.num_attention_heads * args.head_dim
+    square = args.num_layers * 6 * one_product  # two products forward, four backward
+    by_operator = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    assert by_operator["aten.bmm"] == square
+    assert model_flops(args) == pytest.approx(counter.get_total_flops() - square / 2, rel=0.01)
+
+
+def test_model_flops_count_the_whole_step() -> None:
+    one = small(train_micro_batch_size_per_gpu=2).for_world(1)
+    step = small(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3).for_world(4)
+    assert model_flops(step) == 12 * model_flops(one)
+
+
+def test_both_formulas_on_the_1_4b_shape() -> None:
+    shape: dict[str, Any] = {
+        "num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048,
+        "max_position_embeddings": 2048, "padded_vocab_size": 50304, "train_micro_batch_size_per_gpu": 8,
+    }  # fmt: skip
+    args = small(**shape).for_world(1)
+    tokens, weights = 8 * 2048, 24 * 12 * 2048**2 + 2048 * 50304
+    assert model_flops(args) == 6 * tokens * (weights + 24 * 2048 * 2048)
+    # NeoX counts the whole square of attention, and the head as if it too were computed again (arXiv 2104.04473).
+    square, head = 6 * tokens * 24 * 2048 * 2048, 6 * tokens * 2048 * 50304
+    assert neox_flops(args, 3) - model_flops(args) == pytest.approx(square - head / 4)
