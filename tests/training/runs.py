@@ -67,6 +67,18 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping":
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}, "gradient_clipping": 0.5}
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+"""Ranks and keys of the layouts that most tests go through; test_layouts.py has the whole table."""
+
+
 class Curve(NamedTuple):
     """What a run did. weights: whole parameters (fp32 master values), by layer and name."""
 

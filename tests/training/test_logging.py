@@ -141,7 +141,9 @@ def wandb_calls(rank: int, world_size: int, given: dict[str, Any]) -> list[Any]:
     import sys
 
     calls: list[Any] = []
-    run = SimpleNamespace(log=lambda row, step: calls.append((step, sorted(row))), finish=lambda: calls.append("finish"))
+    run = SimpleNamespace(
+        log=lambda row, step: calls.append((step, sorted(row))), finish=lambda: calls.append("finish")
+    )
 
     def init(**kwargs: Any) -> Any:
         calls.append({key: kwargs[key] for key in ("id", "resume", "project", "group")})

@@ -12,17 +12,7 @@ import torch
 
 from megatron.training.guards import NonFiniteError, SpikeGuard
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, NEOX, begin, bit_equal, config, run_to_end
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-}
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
 
 
 def poison(training: Any, steps: set[int], bad: float) -> None:

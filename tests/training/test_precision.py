@@ -7,19 +7,11 @@ from typing import Any
 import pytest
 
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, config, curves
+from tests.training.runs import LAYOUTS, LLAMA, config, curves
 
 # A bf16 value is off by up to 2^-9 = 2e-3; rounding errors mostly cancel in the mean over a step's 256 tokens: measured
 # 2.6e-4 in the worst layout over 50 steps, bounded here by four times that.
 BOUND = 1e-3
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-}
 
 
 def _values(**more: Any) -> dict[str, Any]:
@@ -31,7 +23,7 @@ def fp32() -> list[float]:
     return run_ranks(curves, 1, [_values()], steps=50, timeout=120)[0][0].losses
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dp2"])
 def test_bf16_beside_fp32(name: str, fp32: list[float]) -> None:
     ranks, layout = LAYOUTS[name]
     bf16 = run_ranks(curves, ranks, [_values(precision="bfloat16", **layout)], steps=50, timeout=120)[0][0].losses
