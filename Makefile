@@ -15,7 +15,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test lint bench docs clean
+.PHONY: help env train test soak gpu lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
@@ -42,12 +42,21 @@ train: $(ENV)  ## train a small model on real English, plot its loss, let it wri
 test: $(ENV)  ## every test; GPU tests only where there is a GPU
 	$(RUN) -m pytest tests
 
+soak: $(ENV)  ## runs killed at random moments, many times
+	$(RUN) -m pytest tests -m soak
+
+gpu: $(ENV)  ## the tests that need a GPU, and the speed of a 1.4B model's training step beside bare torch
+	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no GPU here")'
+	$(RUN) -m pytest -m gpu tests
+	$(RUN) benchmarks/train_throughput.py --shape 1.4B --compile
+
 lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to date
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) tools/docs/config_reference.py --check
 
-bench: $(ENV)  ## tokens per second of the quickstart model in several layouts
+bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
+	$(RUN) benchmarks/train_throughput.py
 	$(RUN) benchmarks/layouts.py
 
 docs: $(ENV)  ## write the generated documentation again

@@ -9,13 +9,15 @@ from megatron.neox_arguments import ConfigError, parse_script
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on this rank; the exit code."""
+    from megatron.launch import LaunchError, enter, show_stacks_on_signal
+
+    show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
-    from megatron.launch import LaunchError, process_info
     from megatron.tokenizer import TokenizerError
 
     try:
         args = parse_script(argv, "generate.py").check_generation()
-        process = process_info(master_addr=args.master_addr, master_port=args.master_port)
+        process = enter(args)
         from megatron.generation import generate
 
         generate(args, process)
@@ -23,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(problem).splitlines():
             print(f"generate.py: error: {line}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # the usual end of a conversation
+        print("generate.py: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -10,16 +10,16 @@ from megatron.neox_arguments import ConfigError, parse_script
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on this rank; the exit code."""
+    from megatron.launch import LaunchError, enter, show_stacks_on_signal
+
+    show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
     from megatron.data import DataError
-    from megatron.launch import LaunchError, process_info
     from megatron.tokenizer import TokenizerError
 
     try:
         args = parse_script(argv, "train.py").check_training()
-        port = None if args.origin("master_port") == "default" else args.master_port
-        process = process_info(master_addr=args.master_addr, master_port=port)
-        os.environ.update(process.variables())
+        process = enter(args)
         import torch
 
         # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.

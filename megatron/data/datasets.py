@@ -100,9 +100,7 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
     return Path(args.save or Path(prefix).parent) / "index_cache"
 
 
-def build_datasets(
-    args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], None]], None]
-) -> Datasets:
+def build_datasets(args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], None]], None]) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
 
     once: called on every rank with the writing of index maps that the cache does not hold; it runs that on one rank,

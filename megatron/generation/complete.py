@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from megatron.checkpointing import CheckpointError
 from megatron.data import Batch
 from megatron.generation.model import Model
 from megatron.generation.sampling import Sampling, next_tokens
-from megatron.model import forward_only, next_token_logits
+from megatron.model import KVCache, forward_only
+from megatron.mpu import gather_from_tensor
 
 
 @dataclass(frozen=True)
@@ -25,26 +28,46 @@ class Completion:
     seconds: float
 
 
-def next_logits(model: Model, tokens: Tensor, lengths: Tensor) -> Tensor:
+class Step(NamedTuple):
+    """A token more of every unfinished row. number: from 0; rows: which of the prompts; ended: whether it was the last
+    one of its row, as the end of document always is."""
+
+    number: int
+    rows: list[int]
+    tokens: list[int]
+    ended: list[bool]
+
+
+def next_logits(model: Model, tokens: Tensor, lengths: Tensor, cache: KVCache | None = None) -> Tensor:
     """fp32 logits `[rows, vocab]` of the token after the first `lengths[i]` ones of row i, the same on every rank.
 
     tokens: `[rows, width]` int64, what stands after a row's length is not looked at (attention is causal); lengths:
-    `[rows]`. Vocabulary rows that only pad the model to its tensor-parallel size are cut off.
+    `[rows]`; cache: is filled. Vocabulary rows that only pad the model to its tensor-parallel size are cut off.
     """
-    args, groups = model.args, model.groups
-    used = int(lengths.max())
-    width = -(-used // groups.size("tensor")) * groups.size("tensor") if args.sequence_parallel else used
-    tokens = torch.nn.functional.pad(tokens[:, :used], (0, width - used), value=model.tokenizer.eod)
-    # Columns added for sequence parallelism may stand behind the last position there is.
-    positions = torch.arange(width).clamp(max=args.max_position_embeddings - 1).expand_as(tokens)
-    nothing = torch.zeros_like(tokens)
-    batch = Batch(tokens, labels=nothing, loss_weights=nothing, positions=positions)
-    last = (lengths - 1).to(groups.device)
-    assert args.padded_vocab_size is not None
-    shape = (len(tokens), args.padded_vocab_size)
-    read = next_token_logits(groups, lambda _: last)
-    logits = forward_only(model.stage, [batch], args, groups, read, dtype=model.dtype, shape=lambda _: shape)[0]
-    return logits[:, : model.tokenizer.vocab_size]
+    return _logits(model, tokens[:, : int(lengths.max())], None, lengths - 1, cache)
+
+
+def cached_logits(model: Model, tokens: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+    """`next_logits` by running each row's last token only: cache has all before it, and takes it in."""
+    positions = (lengths - 1).unsqueeze(1)
+    used = cache.first(int(lengths.max()))
+    return _logits(model, tokens.gather(1, positions), positions, torch.zeros_like(lengths), used)
+
+
+def _logits(model: Model, tokens: Tensor, positions: Tensor | None, last: Tensor, cache: KVCache | None) -> Tensor:
+    groups, nothing = model.groups, torch.zeros_like(tokens)
+    assert model.args.padded_vocab_size is not None
+    shape = (len(tokens), model.args.padded_vocab_size)
+    logits = forward_only(
+        partial(model.stage, cache=cache, last=last.to(groups.device)),
+        [Batch(tokens, labels=nothing, loss_weights=nothing, positions=positions)],
+        model.args,
+        groups,
+        lambda logits, _: gather_from_tensor(logits[0].float(), groups.group("tensor")),
+        dtype=model.dtype,
+        shape=lambda _: shape,
+    )
+    return logits[0][:, : model.tokenizer.vocab_size]
 
 
 def complete(
@@ -54,13 +77,13 @@ def complete(
     *,
     maximum_tokens: int,
     seeds: Sequence[int],
-    on_tokens: Callable[[int, int, int], None] = lambda step, tokens, ended: None,
+    on_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Completion]:
     """Continue prompts (none empty) until the end of document or `maximum_tokens`; together fitting the positions.
 
-    seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. on_tokens: told after each step
-    its number, how many tokens came and how many rows ended. All ranks of a model call it together with the same
-    arguments. Raises CheckpointError when logits are not numbers.
+    seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. All ranks of a model call it
+    together with the same arguments. Keys and values are cached, unless `recompute` is set. Raises CheckpointError
+    when logits are not numbers.
     """
     begun = time.perf_counter()
     eod = model.tokenizer.eod
@@ -72,8 +95,12 @@ def complete(
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     finished, seconds = [False] * len(prompts), [0.0] * len(prompts)
     running = torch.arange(len(prompts))
+    cache = None if model.args.recompute else model.stage.empty_cache(len(prompts), tokens.shape[1] - 1)
     for step in range(maximum_tokens):
-        logits = next_logits(model, tokens[running], lengths[running])
+        if cache is None or step == 0:
+            logits = next_logits(model, tokens[running], lengths[running], cache)
+        else:
+            logits = cached_logits(model, tokens[running], lengths[running], cache)
         if bool(logits.isnan().any()):
             raise CheckpointError(
                 f"the model gives NaN as logits in {model.args.params_dtype}: the checkpoint's weights are damaged or "
@@ -86,9 +113,11 @@ def complete(
         ended = (chosen == eod) | (step == maximum_tokens - 1)
         for row, token in zip(running[ended].tolist(), chosen[ended].tolist(), strict=True):
             finished[row], seconds[row] = token == eod, time.perf_counter() - begun
-        on_tokens(step, len(running), int(ended.sum()))
-        running = running[~ended]
-        if not len(running):
+        on_step(Step(step, running.tolist(), chosen.tolist(), ended.tolist()))
+        if ended.all():
             break
+        if cache is not None and ended.any():
+            cache = cache.keep(~ended)
+        running = running[~ended]
     rows = zip(tokens, starts.tolist(), lengths.tolist(), finished, seconds, strict=True)
     return [Completion(row[start:end].tolist(), done, took) for row, start, end, done, took in rows]

@@ -30,13 +30,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Model:
-    """A stage in evaluation mode and all that goes with it. dtype: of weights and hidden states."""
+    """A stage in evaluation mode and all that goes with it. args: of `for_inference`; dtype: of weights and hidden
+    states."""
 
     args: NeoXArgs
     groups: ParallelGroups
     tokenizer: Tokenizer
     stage: Stage
     dtype: torch.dtype
+
+
+def for_inference(args: NeoXArgs) -> NeoXArgs:
+    """Without what only training gains from: sequence parallelism saves activations, and cannot cut a single token;
+    compiled blocks would be compiled again for texts of every length."""
+    return args.replace(sequence_parallel=False, compile=False)
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
@@ -50,8 +57,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
-            args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
-    args = with_vocabulary(args, tokenizer)
+        args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
+    args = for_inference(with_vocabulary(args, tokenizer))
     check_model(saved, args, str(path))
     _verify_weights(path, groups)
     stage = build_stage(args, groups, log=logger.info)

@@ -1,4 +1,4 @@
-"""What generate.py does: prompts in, completions as JSON lines out."""
+"""What generate.py does: prompts in, completions as JSON lines out, or a conversation at the terminal."""
 
 from __future__ import annotations
 
@@ -15,24 +15,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron.data.files import sync, temporary
-from megatron.generation.complete import complete
+from megatron.generation.complete import Step, complete
+from megatron.generation.interactive import converse
 from megatron.generation.model import Model, load_model
+from megatron.generation.prompts import NOT_STARTED, Prompt, problem_of, read_prompts
 from megatron.generation.sampling import Sampling
-from megatron.mpu import Process, configure_logging, join, mix_seed, on_rank_zero, together
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.mpu import ParallelGroups, Process, configure_logging, join, mix_seed, on_rank_zero, together
+from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 _TOKENS_A_FORWARD = 8192  # rows of a batch times their longest length
 _SECONDS_A_LINE = 10.0  # between progress lines where there is no terminal
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A context, its tokens (at least one), and what is to be said of it."""
-
-    context: str
-    tokens: list[int]
-    message: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,8 @@ class Sample:
     duration_seconds: float
 
 
-def generate(args: NeoXArgs, process: Process) -> Path:
-    """Write the samples that the configuration asks for, on every rank; the file they are in."""
+def generate(args: NeoXArgs, process: Process) -> None:
+    """Write the samples that the configuration asks for, on every rank."""
     logger = configure_logging(process.rank)
     # Batches of training need not work out on this number of ranks.
     args = args.check_generation().replace(
@@ -60,6 +53,15 @@ def generate(args: NeoXArgs, process: Process) -> Path:
     for note in _notes(args):
         logger.info(note)
     tokenizer = build_tokenizer(args)
+    if args.text_gen_type == "interactive":
+        converse(load_model(args, groups, tokenizer, logger))
+    else:
+        _write_samples(args, groups, tokenizer, logger)
+    groups.barrier()
+    dist.destroy_process_group()
+
+
+def _write_samples(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> None:
     prompts, file = on_rank_zero(groups, lambda: (read_prompts(args, tokenizer), output_file(args)))
     model = load_model(args, groups, tokenizer, logger)
     begun = time.perf_counter()
@@ -68,55 +70,20 @@ def generate(args: NeoXArgs, process: Process) -> Path:
     on_rank_zero(groups, lambda: _write(args, file, text))
     tokens, seconds = sum(one.length for one in samples), time.perf_counter() - begun
     logger.info(f"{len(samples)} samples, {tokens} tokens in {seconds:.1f} s, are in {file}")
-    groups.barrier()
-    dist.destroy_process_group()
-    return file
 
 
 def _notes(args: NeoXArgs) -> list[str]:
     lines = args.notes()
     if args.temperature == 0.0 and (args.top_k > 0 or args.top_p > 0.0):
         lines.append("top_k and top_p change nothing at temperature 0, which takes the most likely token")
-    if args.text_gen_type == "unconditional" and args.sample_input_file is not None:
-        lines.append("sample_input_file is not read: text_gen_type is unconditional, not input-file")
+    if args.text_gen_type != "input-file" and args.sample_input_file is not None:
+        lines.append(f"sample_input_file is not read: text_gen_type is {args.text_gen_type}, not input-file")
+    if args.text_gen_type == "interactive" and args.given.get("sample_output_file") is not None:
+        lines.append("sample_output_file is not written: text_gen_type is interactive")
     return lines
 
 
-# -- prompts and output ------------------------------------------------------------------------------------------------
-
-
-def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of `sample_input_file`, or empty ones; an empty one begins a document.
-
-    A context that leaves no place for `maximum_tokens` loses its beginning. Raises ConfigError for a file that cannot
-    be read or holds no prompt.
-    """
-    texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
-    room = args.max_position_embeddings - args.maximum_tokens
-    prompts = []
-    for text, tokens in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
-        message = None
-        if len(tokens) > room:
-            message = (
-                f"WARNING: only the last {room} of the context's {len(tokens)} tokens were used; the model has "
-                f"{args.max_position_embeddings} positions and maximum_tokens is {args.maximum_tokens}"
-            )
-        prompts.append(Prompt(text, tokens[-room:] or [tokenizer.eod], message))
-    return prompts
-
-
-def _prompt_texts(args: NeoXArgs) -> list[str]:
-    file, key = str(args.sample_input_file), "sample_input_file"
-    try:
-        content = Path(file).read_text(encoding="utf-8")
-    except OSError as cause:
-        raise _problem(args, key, f"{file}: {cause.strerror}") from cause
-    except UnicodeDecodeError as cause:
-        raise _problem(args, key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
-    texts = [text for part in content.split(args.prompt_end) if (text := part.strip())]
-    if not texts:
-        raise _problem(args, key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
-    return texts
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def output_file(args: NeoXArgs) -> Path:
@@ -133,7 +100,7 @@ def output_file(args: NeoXArgs) -> Path:
     elif not os.access(folder, os.W_OK):
         reason = f"the folder {folder} cannot be written to"
     if reason is not None:
-        raise _problem(args, "sample_output_file", f"{file}: {reason}")
+        raise problem_of(args, "sample_output_file", f"{file}: {reason}")
     return file
 
 
@@ -145,11 +112,7 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
         os.replace(unfinished, file)
     except OSError as cause:
         unfinished.unlink(missing_ok=True)
-        raise _problem(args, "sample_output_file", f"{file}: {cause.strerror}") from cause
-
-
-def _problem(args: NeoXArgs, key: str, text: str) -> ConfigError:
-    return ConfigError([f"{args.origin(key)}: {key}: {text}"])
+        raise problem_of(args, "sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
 # -- generating --------------------------------------------------------------------------------------------------------
@@ -177,12 +140,11 @@ def sample(model: Model, prompts: Sequence[Prompt], logger: logging.Logger) -> l
                     sampling,
                     maximum_tokens=args.maximum_tokens,
                     seeds=[mix_seed(args.seed, "sample", i) for i in rows],
-                    on_tokens=progress.update,
+                    on_step=progress.update,
                 )
                 for i, completion in zip(rows, completions, strict=True):
                     text = model.tokenizer.detokenize(completion.tokens) if completion.tokens else None
-                    unstarted = "WARNING: text generation did not start: the first token ended the document"
-                    messages = [m for m in (prompts[i].message, None if text is not None else unstarted) if m]
+                    messages = [m for m in (prompts[i].message, None if text is not None else NOT_STARTED) if m]
                     done[i] = Sample(
                         prompts[i].context,
                         text,
@@ -230,13 +192,14 @@ class _Progress:
     def __exit__(self, *problem: object) -> None:
         self.bar.close()
 
-    def update(self, step: int, tokens: int, ended: int) -> None:
-        """Step `step` of a batch: one token each of `tokens` rows, of which `ended` are done."""
-        self.tokens += tokens
+    def update(self, step: Step) -> None:
+        """Count a step of a batch."""
+        ended = sum(step.ended)
+        self.tokens += len(step.tokens)
         self.ended += ended
         self.bar.set_postfix_str(f"{self.ended}/{self.samples} samples", refresh=False)
-        self.bar.total -= ended * (self.maximum_tokens - 1 - step)  # what these rows need not write
-        self.bar.update(tokens)
+        self.bar.total -= ended * (self.maximum_tokens - 1 - step.number)  # what these rows need not write
+        self.bar.update(len(step.tokens))
         now = time.perf_counter()
         if not self.on_terminal and now - self.said > _SECONDS_A_LINE:
             self.said = now

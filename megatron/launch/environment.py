@@ -4,6 +4,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
 
 DEFAULT_PORT = 29500
 
@@ -61,6 +65,18 @@ def process_info(
             f"local rank {info.local_rank} is outside this machine's {info.local_world_size} ranks "
             f"({info.starter} environment)"
         )
+    return info
+
+
+def enter(args: "NeoXArgs") -> ProcessInfo:
+    """This process's place, with the variables set that torch.distributed reads, whoever started it.
+
+    Raises LaunchError as `process_info`.
+    """
+    # A default port must not win over the one derived from the job.
+    port = None if args.origin("master_port") == "default" else args.master_port
+    info = process_info(master_addr=args.master_addr, master_port=port)
+    os.environ.update(info.variables())
     return info
 
 

@@ -4,13 +4,14 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.launch.environment import LaunchError, ProcessInfo
-from megatron.launch.watch import watch_ranks
+from megatron.launch.watch import Outcome, watch_ranks
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -28,6 +29,7 @@ class LocalRun:
     devices: tuple[str, ...] = ()  # entries of CUDA_VISIBLE_DEVICES; empty on a machine without GPUs
     master_addr: str = "127.0.0.1"
     master_port: int | None = None  # None: any free port
+    watched: bool = False  # also a single rank gets a launcher that sees how it ends
 
     def environment(self, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
         """Variables of one rank: `base` and its place in the run. What the user has set is kept."""
@@ -45,12 +47,24 @@ class LocalRun:
 
 
 def launch_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] = ()) -> int:
-    """Run `script` on this machine as `args` ask; the exit code of the run. With one rank this call does not return.
+    """Run `script` on this machine as `args` ask; the exit code of the run. With one rank and no `max_restarts` this
+    call does not return.
 
-    The resolved args reach the ranks through `<log_dir>/neox_args.<script>.json`, named by the flag `--neox-args`.
+    A run that failed is started again up to `max_restarts` times; its ranks find the number in NEOX_RESTARTS. The
+    resolved args reach the ranks through a file `<log_dir>/neox_args.<script>.*.json`, named by the flag `--neox-args`.
     Raises LaunchError for GPUs that are not there and a port that is taken, ConfigError for a layout that does not fit.
     """
-    return run_local(plan_local(script, args, script_args))
+    saved, restarts = _latest(args), 0
+    while True:
+        outcome = run_local(plan_local(script, args, script_args), restarts)
+        if not outcome.repeatable or restarts == args.max_restarts:
+            return outcome.code
+        restarts += 1
+        sys.stderr.write(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}\n")
+        sys.stderr.flush()
+        if _latest(args) != saved and (args.restart or args.iteration is not None):
+            # These said how the run starts; it has saved since, and goes on from there.
+            args = args.replace(restart=False, iteration=None)
 
 
 def plan_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] = ()) -> LocalRun:
@@ -65,23 +79,32 @@ def plan_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] 
     port = None if args.origin("master_port") == "default" else args.master_port
     log_dir = Path(args.log_dir or (Path(args.save) / "logs" if args.save else "logs"))
     log_dir.mkdir(parents=True, exist_ok=True)
-    args_file = log_dir / f"neox_args.{script.stem}.json"
-    temporary = args_file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(args.to_json(), encoding="utf-8")
-    temporary.replace(args_file)
+    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
+    started = time.strftime("%Y%m%d-%H%M%S")
+    args_file = log_dir / f"neox_args.{script.stem}.{started}.{socket.gethostname()}.{os.getpid()}.json"
+    args_file.write_text(args.to_json(), encoding="utf-8")
     # -u: a log line must reach the log when it is printed, not when a buffer is full
     command = (sys.executable, "-u", str(script), ARGS_FLAG, str(args_file), *script_args)
-    return LocalRun(command, world_size, log_dir, devices, args.master_addr or "127.0.0.1", port)
+    address = args.master_addr or "127.0.0.1"
+    return LocalRun(command, world_size, log_dir, devices, address, port, watched=args.max_restarts > 0)
 
 
-def run_local(run: LocalRun) -> int:
-    """Start all ranks, watch them to the end; the exit code. One rank replaces this process."""
-    port = _port(run.master_port, os.environ)
-    if run.world_size == 1:
-        _become(run.command, run.environment(0, port, os.environ))
-    environments = [run.environment(rank, port, os.environ) for rank in range(run.world_size)]
+def run_local(run: LocalRun, restarts: int = 0) -> Outcome:
+    """Start all ranks, watch them to the end. One rank that need not be watched replaces this process."""
+    port, base = _port(run.master_port, os.environ), {**os.environ, "NEOX_RESTARTS": str(restarts)}
+    if run.world_size == 1 and not run.watched:
+        _become(run.command, run.environment(0, port, base))
+    environments = [run.environment(rank, port, base) for rank in range(run.world_size)]
     run.log_dir.mkdir(parents=True, exist_ok=True)
     return watch_ranks(run.command, environments, run.log_dir)
+
+
+def _latest(args: "NeoXArgs") -> int | None:
+    """When the run last finished a checkpoint, in ns; None before the first."""
+    try:
+        return (Path(args.save) / "latest").stat().st_mtime_ns if args.save else None
+    except FileNotFoundError:
+        return None
 
 
 def choose_ranks(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.model.cache import LayerCache
 from megatron.model.positions import Rope, apply_rope
 from megatron.mpu import Linear, ParallelGroups, seeded
+from megatron.mpu.random import fork_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
@@ -22,42 +24,122 @@ class AttentionInputs(NamedTuple):
     """What every block's attention shares for one micro-batch, made once a stage.
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
-    mask: additive or boolean `[batch or 1, heads or 1, seq, seq]`; None means plainly causal.
+    mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
     cu_seqlens: int32 `[batch * (seq + 1)]` document starts over the flattened batch, for the varlen kernel (CUDA only).
+    columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
 
     rope: Rope | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    columns: Tensor | None = None
+
+
+# In order of preference.
+_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# (masked, dropping): what is said of such calls at start.
+_CALLS = {
+    (False, False): "plain",
+    (True, False): "with a mask",
+    (False, True): "with dropout",
+    (True, True): "with a mask and dropout",
+}
+_CACHED = "from a cache"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention implementation, chosen once at start: SDPA kernels in order of preference."""
+    """The kernel of each kind of call, by name, chosen once at start.
 
-    name: str
-    kernels: tuple[SDPBackend, ...]
-
-
-def choose_backend(name: str, device: torch.device) -> Backend:
-    """The kernels behind `attention_backend`; `auto` prefers cuDNN, then flash, on a GPU and torch's choice on a CPU.
-
-    Raises ConfigError for a kernel that the device does not have.
+    Calls over a single key, which cuDNN does not take, count as from a cache.
     """
-    single = {
-        "math": SDPBackend.MATH,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-    if name == "auto":
-        if device.type == "cuda":
-            order = (single["cudnn"], single["flash"], single["efficient"], single["math"])
-            return Backend("cudnn, flash, efficient, math (in this order)", order)
-        return Backend("torch's choice among flash and math", ())
-    if device.type != "cuda" and name in ("efficient", "cudnn"):
-        raise ConfigError([f"attention_backend: {name} needs a GPU; set attention_backend: auto, flash or math"])
-    return Backend(name, (single[name],))
+
+    kernels: Mapping[str, str]
+
+    def kernel(self, *, masked: bool, dropping: bool, cached: bool) -> SDPBackend:
+        """The one that such a call runs on."""
+        return _KERNELS[self.kernels[_CACHED if cached else _CALLS[masked, dropping]]]
+
+    @property
+    def name(self) -> str:
+        """As printed at start."""
+        usual = next(iter(self.kernels.values()))
+        return ", ".join([usual, *(f"{call} {name}" for call, name in self.kernels.items() if name != usual)])
+
+
+def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
+    """The kernels behind `attention_backend`, each tried with one tiny call of its kind.
+
+    `auto` takes the first that works of cuDNN, flash, efficient and math, on CPUs of flash and math. A named kernel
+    is used for all of training, and where it takes no mask, the first that does for packed documents and generation.
+    Raises ConfigError for a named kernel that does not work on this device or for this run.
+    """
+    asked, place = args.attention_backend, args.origin("attention_backend")
+    if device.type != "cuda" and asked in ("efficient", "cudnn"):
+        raise ConfigError([f"{place}: attention_backend: {asked} needs a GPU; set attention_backend: auto"])
+    order = list(_KERNELS) if device.type == "cuda" else ["flash", "math"]
+    names = order if asked == "auto" else [asked, *(name for name in order if name != asked)]
+    alibi, seq = args.pos_emb == "alibi", min(args.seq_length, 256)
+    calls = [(call, masked, dropping, [(seq, seq)]) for (masked, dropping), call in _CALLS.items()]
+    kernels: dict[str, str] = {}
+    for call, masked, dropping, shapes in [*calls, (_CACHED, True, False, [(1, 1), (1, 9)])]:
+        if (dropping and args.attention_dropout == 0.0) or (alibi and not masked):
+            continue  # this run makes no such calls
+        for name in names:
+            found = [_problem(name, args, device, *shape, masked, dropping) for shape in shapes]
+            problem = next(filter(None, found), None)
+            if problem is None:
+                kernels[call] = name
+                break
+            if name == asked and masked == alibi and call != _CACHED:
+                fix = "set attention_backend: auto"
+                raise ConfigError([f"{place}: attention_backend: {name} cannot do this run ({problem}); {fix}"])
+    return Backend(kernels)
+
+
+def _problem(
+    name: str, args: NeoXArgs, device: torch.device, queries: int, keys: int, masked: bool, dropping: bool
+) -> str | None:
+    """Why a kernel cannot do one call (and its gradient, for more than one query); None when it can."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.params_dtype]
+    kv_heads = min(args.kv_heads, 2)
+    heads, training = kv_heads * args.num_attention_heads // args.kv_heads, queries > 1
+
+    def values(seq: int, heads: int) -> Tensor:
+        whole = torch.zeros(seq, 2, heads, args.head_dim, device=device, dtype=dtype, requires_grad=training)
+        return whole.permute(1, 2, 0, 3)
+
+    mask = None
+    if masked:
+        alibi = args.pos_emb == "alibi"
+        mask = torch.ones(2, heads if alibi else 1, queries, keys, device=device, dtype=dtype if alibi else torch.bool)
+
+    def call() -> Tensor:
+        return F.scaled_dot_product_attention(
+            values(queries, heads), values(keys, kv_heads), values(keys, kv_heads), attn_mask=mask,
+            is_causal=mask is None, dropout_p=args.attention_dropout if dropping else 0.0, enable_gqa=heads != kv_heads,
+        )  # fmt: skip
+
+    with warnings.catch_warnings(record=True) as said, torch.set_grad_enabled(training):
+        warnings.simplefilter("always")
+        try:
+            with sdpa_kernel(_KERNELS[name]), fork_seed(0, device):
+                out = call()
+            if training:
+                out.sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except RuntimeError as problem:
+            # torch warns of its reasons, kernel by kernel; those of the others are that they were switched off.
+            texts = [str(warning.message).split(" (Triggered")[0] for warning in said]
+            reasons = [text for text in texts if "not used because" not in text and "disabled" not in text]
+            return " ".join(reasons).rstrip(".") or str(problem).splitlines()[0]
+    return None
 
 
 def document_mask(cu_seqlens: Tensor, seq: int) -> Tensor:
@@ -75,25 +157,30 @@ def attend(
     inputs: AttentionInputs,
     *,
     backend: Backend,
+    cache: LayerCache | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
     """Causal attention, softmax(q k^T / sqrt(head_dim) + bias) v.
 
     q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns q's shape.
+    cache: takes k and v in; with `inputs.columns`, q attends to all of it that `inputs.mask` shows.
     Dropout of the probabilities is a function of `seed` alone.
     """
     if inputs.cu_seqlens is not None:
         return _attend_varlen(q, k, v, inputs.cu_seqlens)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]
+    if cache is not None:
+        k, v = cache.put(k, v, inputs.columns)
     mask = None if inputs.mask is None else inputs.mask.to(q.dtype) if inputs.mask.is_floating_point() else inputs.mask
 
     sdpa = partial(
         F.scaled_dot_product_attention,
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped,
     )  # fmt: skip
-    with sdpa_kernel(list(backend.kernels), set_priority=True) if backend.kernels else nullcontext():
+    cached = inputs.columns is not None or k.shape[2] == 1
+    with sdpa_kernel(backend.kernel(masked=mask is not None, dropping=dropout_p > 0.0, cached=cached)):
         out = seeded(sdpa, seed, q.device) if dropout_p > 0.0 else sdpa()
     return out.permute(2, 0, 1, 3)
 
@@ -142,10 +229,11 @@ class SelfAttention(nn.Module):
         parts = qkv.split([query, kv, kv], dim=-1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
-    def core(self, x: Tensor, inputs: AttentionInputs, seed: int) -> Tensor:
+    def core(self, x: Tensor, inputs: AttentionInputs, seed: int, cache: LayerCache | None = None) -> Tensor:
         """Everything before `dense`: `[seq, batch, local heads * head_dim]`."""
         q, k, v = self._split(self.query_key_value(x))
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
-        return attend(q, k, v, inputs, backend=self.backend, dropout_p=p, seed=seed + self.tensor_rank).flatten(2)
+        seed += self.tensor_rank
+        return attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed).flatten(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.model.attention import AttentionInputs, Backend, SelfAttention
+from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import build_norm
 from megatron.mpu import ParallelGroups, dropout
@@ -32,10 +33,12 @@ class Block(nn.Module):
     def _drop(self, x: Tensor, seed: int) -> Tensor:
         return dropout(x, self.hidden_dropout, seed + self.seed_offset, self.training)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs, seeds: tuple[int, int, int]) -> Tensor:
-        """seeds: of attention probabilities, attention output and MLP output."""
+    def forward(
+        self, x: Tensor, inputs: AttentionInputs, seeds: tuple[int, int, int], cache: LayerCache | None = None
+    ) -> Tensor:
+        """seeds: of attention probabilities, attention output and MLP output. cache: in generation."""
         dense, linear2 = self.attention.dense, self.mlp.linear2
-        attention = self.attention.core(self.input_layernorm(x), inputs, seeds[0])
+        attention = self.attention.core(self.input_layernorm(x), inputs, seeds[0], cache)
         if not self.parallel_residual:
             x = x + self._drop(dense(attention), seeds[1])
             return x + self._drop(linear2(self.mlp.core(self.post_attention_layernorm(x))), seeds[2])

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.data import Batch
 from megatron.model.attention import AttentionInputs, Backend, choose_backend, document_mask
 from megatron.model.block import Block
+from megatron.model.cache import KVCache
 from megatron.model.norms import build_norm
 from megatron.model.positions import alibi_bias, rope_tables
 from megatron.model.weight_map import layer_params
@@ -203,12 +204,22 @@ class Stage(nn.Module):
         embedding = built.get("0")
         return TiedHead(self.args, groups, embedding.word_embeddings.weight if embedding else None)  # type: ignore[union-attr,arg-type]
 
-    def _attention_inputs(self, batch: Batch, positions: Tensor) -> AttentionInputs:
+    def empty_cache(self, rows: int, length: int) -> KVCache:
+        """For `rows` texts of up to `length` tokens, in the dtype of the weights."""
+        kv_heads = self.args.kv_heads * self.local_heads // self.args.num_attention_heads
+        blocks = [spec.index for spec in self.specs if spec.kind == "block"]
+        dtype = next(self.parameters()).dtype
+        return KVCache.empty(blocks, (rows, kv_heads, length, self.args.head_dim), dtype, self.device_of_groups)
+
+    def _attention_inputs(self, batch: Batch, positions: Tensor, cache: KVCache | None = None) -> AttentionInputs:
         args, seq = self.args, batch.tokens.shape[1]
-        rope = mask = cu_seqlens = None
+        rope = mask = cu_seqlens = columns = None
         if args.pos_emb == "rotary":
             # NeoX rounds the rotated width down to an even number of dimensions.
             rope = rope_tables(positions, int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base)
+        if cache is not None and batch.positions is not None:
+            columns, seq = positions, cache.length
+            mask = (torch.arange(seq, device=positions.device) <= positions.unsqueeze(2)).unsqueeze(1)
         if batch.cu_seqlens is not None:
             # The varlen kernel is flash attention, which knows neither biases nor fp32.
             plain = args.pos_emb != "alibi" and args.attention_dropout == 0.0 and args.params_dtype != "fp32"
@@ -219,17 +230,20 @@ class Stage(nn.Module):
             else:
                 mask = document_mask(batch.cu_seqlens, seq)
         if args.pos_emb == "alibi":
-            bias = alibi_bias(seq, args.num_attention_heads, self.first_head, self.local_heads, batch.tokens.device)
+            heads = (args.num_attention_heads, self.first_head, self.local_heads)
+            bias = alibi_bias(seq, *heads, batch.tokens.device, columns)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        return AttentionInputs(rope, mask, cu_seqlens)
+        return AttentionInputs(rope, mask, cu_seqlens, columns)
 
-    def _run_blocks(self, specs: list[LayerSpec], x: Tensor, inputs: AttentionInputs, seed: int) -> Tensor:
+    def _run_blocks(
+        self, specs: list[LayerSpec], x: Tensor, inputs: AttentionInputs, seed: int, cache: KVCache | None
+    ) -> Tensor:
         dropping = self.training and (self.args.hidden_dropout > 0.0 or self.args.attention_dropout > 0.0)
 
         def run(x: Tensor, first: int, last: int) -> Tensor:
             for spec in specs[first:last]:
                 seeds = tuple(mix_seed(seed, spec.index, i) if dropping else 0 for i in range(3))
-                x = self.layers[str(spec.index)](x, inputs, seeds)
+                x = self.layers[str(spec.index)](x, inputs, seeds, cache.layers[spec.index] if cache else None)
             return x
 
         if not self.recompute or not torch.is_grad_enabled():
@@ -239,12 +253,20 @@ class Stage(nn.Module):
             x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
         return x
 
-    def forward(self, hidden: Hidden | None, batch: Batch) -> Hidden | Tensor:
+    def forward(
+        self, hidden: Hidden | None, batch: Batch, cache: KVCache | None = None, last: Tensor | None = None
+    ) -> Hidden | Tensor:
         """One micro-batch through this stage.
 
         hidden: from the stage before, None on the first. Returns `Hidden`, or on the last stage the logits
         `[seq, batch, vocab/T]`.
+
+        For generation, without sequence parallelism, documents and gradients: cache, filled by a batch without
+        positions (rows padded on the right) and continued by batches that have them; last: `[batch]` indices of the
+        tokens whose logits are wanted, which come as `[1, batch, vocab/T]`.
         """
+        if cache is not None or last is not None:
+            assert not self.args.sequence_parallel and batch.cu_seqlens is None
         positions = batch.positions
         if positions is None:
             seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -255,9 +277,11 @@ class Stage(nn.Module):
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states
-        x = self._run_blocks(blocks, x, self._attention_inputs(batch, positions), batch.seed)
+        x = self._run_blocks(blocks, x, self._attention_inputs(batch, positions, cache), batch.seed, cache)
         if self.specs[-1].kind != "head":
             return Hidden(x)
+        if last is not None:
+            x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
         norm, head = self.specs[-2:]
         return self.layers[str(head.index)](self.layers[str(norm.index)].norm(x))  # type: ignore[operator]
 
@@ -274,9 +298,9 @@ def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
-    backend = choose_backend(args.attention_backend, groups.device)
-    if log is not None and args.attention_backend == "auto":
-        log(f"attention_backend: auto chose {backend.name}")
+    backend = choose_backend(args, groups.device)
+    if log is not None and args.attention_backend != backend.name:
+        log(f"attention_backend: {args.attention_backend} chose {backend.name}")
     if args.compile:
         _check_compiler(args, groups.device)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model.decoder import Hidden
-from megatron.mpu import ParallelGroups, gather_from_tensor
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 StageForward = Callable[[Hidden | None, Batch], Hidden | Tensor]
@@ -62,13 +62,3 @@ def forward_only(
         for result in results:
             dist.broadcast(result, src=members[-1], group=pipe)
     return results
-
-
-def next_token_logits(groups: ParallelGroups, position: Callable[[Batch], Tensor]) -> Callable[[Tensor, Batch], Tensor]:
-    """A reader for `forward_only`: whole-vocabulary logits `[batch, vocab]` at one position `[batch]` of each row."""
-
-    def read(logits: Tensor, batch: Batch) -> Tensor:
-        rows = torch.arange(logits.shape[1], device=logits.device)
-        return gather_from_tensor(logits[position(batch), rows].float(), groups.group("tensor"))
-
-    return read

@@ -39,10 +39,20 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return powers(whole) + powers(2 * whole)[0::2][: num_heads - whole]
 
 
-def alibi_bias(seq: int, num_heads: int, first_head: int, local_heads: int, device: torch.device) -> Tensor:
-    """slope * (key - query) with future keys masked, `[1, local_heads, seq, seq]` fp32."""
+def alibi_bias(
+    seq: int,
+    num_heads: int,
+    first_head: int,
+    local_heads: int,
+    device: torch.device,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """slope * (key - query) with future keys masked, `[1, local_heads, seq, seq]` fp32.
+
+    positions: of other queries than all of `seq`, `[batch, queries]`; then `[batch, local_heads, queries, seq]`.
+    """
     slopes = torch.tensor(alibi_slopes(num_heads)[first_head : first_head + local_heads], device=device)
-    steps = torch.arange(seq, device=device)
-    distance = (steps.unsqueeze(0) - steps.unsqueeze(1)).float()
-    future = torch.ones(seq, seq, dtype=torch.bool, device=device).triu(1)
-    return (slopes.view(-1, 1, 1) * distance).masked_fill(future, float("-inf")).unsqueeze(0)
+    keys = torch.arange(seq, device=device)
+    queries = keys.unsqueeze(0) if positions is None else positions
+    distance = (keys - queries.unsqueeze(2)).unsqueeze(1)
+    return (slopes.view(-1, 1, 1) * distance.float()).masked_fill(distance > 0, float("-inf"))

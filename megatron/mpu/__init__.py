@@ -1,6 +1,6 @@
 """Model parallelism: the frozen object of process groups, the autograd-aware collectives of tensor and sequence
 parallelism, the one linear layer, vocab-parallel cross-entropy, the random seeds of dropout, joining the process
-group and work that ranks do for each other.
+group, work that ranks do for each other, and the watch over ranks that do not move.
 Everything takes its groups as an argument; nothing here is global."""
 
 from megatron.mpu.cross_entropy import token_logprobs
@@ -16,6 +16,7 @@ from megatron.mpu.mappings import (
     scatter_to_sequence,
 )
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
+from megatron.mpu.watchdog import Watchdog
 
 __all__ = [
     "AXES",
@@ -23,6 +24,7 @@ __all__ = [
     "ParallelGroups",
     "Process",
     "VocabParallelEmbedding",
+    "Watchdog",
     "build_groups",
     "configure_logging",
     "copy_to_tensor",

@@ -64,7 +64,7 @@ def join(args: NeoXArgs, process: Process, logger: logging.Logger) -> ParallelGr
             init_method=None if store else "env://",
             rank=process.rank,
             world_size=process.world_size,
-            timeout=timedelta(minutes=30),
+            timeout=timedelta(minutes=args.first_step_timeout_mins),
             device_id=device if device.type == "cuda" else None,
         )
     return build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)

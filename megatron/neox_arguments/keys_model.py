@@ -48,7 +48,7 @@ class ModelKeys:
         None, "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics"
     )
     attention_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = key(
-        "auto", "Kernel of scaled_dot_product_attention; auto lets PyTorch choose"
+        "auto", "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math"
     )
     make_vocab_size_divisible_by: int = key(
         128, "The vocabulary is padded to a multiple of this x model_parallel_size", ge=1

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate
-from megatron.training.flops import neox_flops, readable_flops
+from megatron.training.flops import model_flops, neox_flops, readable_flops
 from megatron.training.loggers import MetricLogger
 from megatron.training.setup import Training
 
@@ -141,6 +141,7 @@ class LogCallback:
         row["runtime/tokens_per_sec"] = args.train_batch_size * args.seq_length / seconds
         hardware, model = self._flops_per_second(seconds)
         row["runtime/flops_per_sec_per_gpu"] = hardware
+        row["runtime/model_flops_per_sec_per_gpu"] = model_flops(args) / (seconds * self.training.groups.world_size)
         if args.peak_theoretical_tflops is not None:
             row["runtime/model_flops_utilization"] = model / (args.peak_theoretical_tflops * 1e12)
             row["runtime/hardware_flops_utilization"] = hardware / (args.peak_theoretical_tflops * 1e12)

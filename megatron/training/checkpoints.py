@@ -71,7 +71,7 @@ class Checkpointer:
         engine: Engine,
         schedule: Schedule,
         tokenizer: Tokenizer,
-        train_samples: int,
+        train_order: Mapping[str, Any],
         source: Source,
         logger: logging.Logger,
     ) -> None:
@@ -81,7 +81,7 @@ class Checkpointer:
         self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
         # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
         split = args.split.replace(" ", "")
-        self.order = {"train_samples": train_samples, "seq_length": args.seq_length, "split": split}
+        self.order = {**train_order, "seq_length": args.seq_length, "split": split}
         self.saved_at: int | None = None
         self._lock: Any = None
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.

@@ -221,6 +221,10 @@ class Engine:
                 dist_init_required=False,
             )[0]
         self._ds.checkpoint_engine = self.files
+        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
+        if isinstance(scaler, DynamicLossScaler):
+            # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX allows.
+            scaler.raise_error_at_min_scale = False
         if self.spikes is not None:
             self._guard_steps(optimizer, self.spikes)
         self._params = stage_parameters(stage)

@@ -1,14 +1,29 @@
-"""FLOPs of a step as GPT-NeoX counts them, so that logged numbers compare."""
+"""FLOPs of an optimizer step: of the model as it is, and as GPT-NeoX counts them, so that logged numbers compare."""
 
 from __future__ import annotations
 
 from megatron.neox_arguments import NeoXArgs
 
 
+def model_flops(args: NeoXArgs) -> float:
+    """Matrix products of one iteration of the global batch, forward and backward (twice the forward).
+
+    Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; attention counts the causal
+    half of its square, packed documents or not; recomputation does not count.
+    """
+    hidden, query, kv = args.hidden_size, args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
+    attention = hidden * (query + 2 * kv) + query * hidden
+    mlp = args.ffn_size * hidden * (3 if args.is_gated else 2)
+    scores_and_values = args.seq_length * query  # two products of half a square each
+    multiplications = args.num_layers * (attention + mlp + scores_and_values) + hidden * args.padded_vocab_size
+    return 3.0 * 2.0 * args.train_batch_size * args.seq_length * multiplications
+
+
 def neox_flops(args: NeoXArgs, factor: int) -> float:
     """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 with recomputation.
 
-    It ignores grouped queries, the width of gated MLPs and the causal half of attention.
+    It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the head
+    is right for factor 4 alone.
     """
     layers, hidden, seq = args.num_layers, args.hidden_size, args.seq_length
     brackets = 1.0 + seq / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)

@@ -77,8 +77,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
     watchdog.now("building the model")
     engine = build_engine(args, groups, logger)
     schedule = build_schedule(args)
-    samples = len(datasets.train) if datasets.train is not None else 0
-    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, samples, source, logger)
+    order = datasets.train.order if datasets.train is not None else {}
+    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, order, source, logger)
     watchdog.now("loading a checkpoint")
     progress = checkpointer.resume()
     return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger, watchdog)

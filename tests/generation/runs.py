@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -92,3 +93,13 @@ def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, 
         code = generate.main(argv)
     sys.stdout.flush()
     return code, out.getvalue(), err.getvalue()
+
+
+def conversation(rank: int, world_size: int, argv: Sequence[str], typed: str) -> tuple[int, str, str]:
+    """For the pool: `command` with a pipe as the standard input of rank 0."""
+    if rank == 0:
+        reader, writer = os.pipe()
+        os.write(writer, typed.encode())
+        os.close(writer)
+        sys.stdin = open(reader)
+    return command(rank, world_size, argv)

@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
 from megatron.generation import Completion, Sampling, complete, samples
-from megatron.generation.complete import next_logits
 from megatron.generation.model import Model
 from megatron.generation.samples import Prompt, Sample, sample
-from megatron.launch import process_info
-from megatron.model import build_stage, init_stage
 from megatron.model.init import stage_parameters
-from megatron.mpu import join
-from megatron.neox_arguments import NeoXArgs
-from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import GIVEN, LAYOUTS, QUIET, TOKENIZER, golden_model, sampled, written
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, config, run_to_end
@@ -91,19 +84,19 @@ def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list
         for token, value in bias.items():
             param["8.final_linear.weight"][token] = value
     steps: list[tuple] = []
-    done = complete(model, GIVEN, Sampling(1.0), maximum_tokens=4, seeds=range(4), on_tokens=lambda *s: steps.append(s))
+    done = complete(model, GIVEN, Sampling(1.0), maximum_tokens=4, seeds=range(4), on_step=steps.append)
     return [c.tokens for c in done], [c.finished for c in done], steps
 
 
 def test_padding_of_the_vocabulary_is_never_sampled() -> None:
     tokens, _, steps = run_ranks(steered, 1, {380: 9.0, 383: 9.0, 7: 3.0})[0]
     assert tokens == [[7] * 4] * 4
-    assert steps == [(0, 4, 0), (1, 4, 0), (2, 4, 0), (3, 4, 4)]
+    assert steps == [(step, [0, 1, 2, 3], [7] * 4, [step == 3] * 4) for step in range(4)]
 
 
 def test_the_end_of_document_ends_a_row() -> None:
     tokens, finished, steps = run_ranks(steered, 1, {0: 9.0})[0]  # <|endoftext|>
-    assert (tokens, finished, steps) == ([[]] * 4, [True] * 4, [(0, 4, 4)])
+    assert (tokens, finished, steps) == ([[]] * 4, [True] * 4, [(0, [0, 1, 2, 3], [0] * 4, [True] * 4)])
 
 
 def unstarted(rank: int, world_size: int) -> list[Sample]:
@@ -121,28 +114,6 @@ def test_a_sample_that_does_not_start_says_so() -> None:
 def test_not_a_number_is_refused() -> None:
     with pytest.raises(AssertionError, match="the model gives NaN as logits in fp32"):
         run_ranks(steered, 1, {9: float("nan")})
-
-
-def learned_positions(rank: int, world_size: int) -> Tensor:
-    """For the pool: next logits of a model with an odd number of learned positions, all of them used."""
-    args = NeoXArgs.from_dict(
-        {
-            "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16,
-            "max_position_embeddings": 17, "pos_emb": "learned", "padded_vocab_size": 512, "tokenizer_type":
-            "CharLevelTokenizer", "model_parallel_size": world_size, "sequence_parallel": world_size > 1,
-        }
-    ).for_world(world_size)  # fmt: skip
-    groups = join(args, process_info(), QUIET)
-    stage = build_stage(args, groups).eval()
-    init_stage(stage, args, groups)
-    model = Model(args, groups, CharLevelTokenizer(), stage, torch.float32)
-    return next_logits(model, torch.arange(34).view(2, 17), torch.tensor([17, 5]))
-
-
-def test_sequence_parallel_lengths_need_not_divide() -> None:
-    one = run_ranks(learned_positions, 1)[0]
-    for logits in run_ranks(learned_positions, 2):
-        torch.testing.assert_close(logits, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

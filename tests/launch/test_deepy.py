@@ -70,3 +70,16 @@ def test_refused_in_one_line(deepy, words, message):
     assert (done.returncode, done.stdout) == (1, "")
     assert message in done.stderr
     assert done.stderr.startswith("deepy.py: error: ") and done.stderr.count("\n") == 1
+
+
+def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatch):
+    from megatron.launch import plan_local
+    from megatron.neox_arguments import NeoXArgs
+    from tests.training.runs import BASE
+
+    files = []
+    for pid, lr in ((1, 1e-3), (2, 5e-3)):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        values = {**BASE, "log_dir": str(tmp_path), "optimizer": {"type": "Adam", "params": {"lr": lr}}}
+        files.append(plan_local("train.py", NeoXArgs.from_dict(values)).command[-1])
+    assert [NeoXArgs.from_json(open(file).read()).lr for file in files] == [1e-3, 5e-3]

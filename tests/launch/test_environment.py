@@ -1,5 +1,7 @@
 """Rank and rendezvous as torchrun, Slurm, OpenMPI or nobody leave them in the environment."""
 
+import os
+
 import pytest
 
 from megatron.launch import LaunchError, ProcessInfo, process_info
@@ -99,3 +101,23 @@ def test_incomplete_or_contradictory(change, message):
 )
 def test_first_host(nodes, first):
     assert first_host(nodes) == first
+
+
+def test_entering_sets_what_torch_reads(monkeypatch):
+    """A default port does not win over the job's own."""
+    from megatron.launch import enter
+    from megatron.neox_arguments import NeoXArgs
+    from tests.training.runs import BASE
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    info = enter(NeoXArgs.from_dict(BASE))
+    assert (info.rank, info.world_size, info.master_port) == (3, 4, 4711)
+    assert {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")} == {
+        "RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "4711"
+    }  # fmt: skip

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """
 import sys
 from pathlib import Path
-from megatron.launch import LocalRun, run_local
+from megatron.launch import LocalRun, run_local, watch
+watch.STOPPED_S = 1.5
 command = (sys.executable, "-u", sys.argv[1])
-sys.exit(run_local(LocalRun(command, int(sys.argv[2]), Path("logs"))))
+sys.exit(run_local(LocalRun(command, int(sys.argv[2]), Path("logs"))).code)
 """
 
 
@@ -88,7 +89,7 @@ def test_output_is_streamed_while_the_run_goes_on(launch):
     assert run.poll() is None
 
 
-def test_first_failing_rank_is_shown_first_and_ends_the_others(launch, tmp_path):
+def test_first_failing_rank_is_shown_and_ends_the_others(launch, tmp_path):
     run = launch(
         """
         open(f'pid_{rank}', 'w').write(str(os.getpid()))
@@ -103,13 +104,13 @@ def test_first_failing_rank_is_shown_first_and_ends_the_others(launch, tmp_path)
     out, err = run.communicate(timeout=30)
     assert run.returncode == 1
     first, second = err.splitlines()[:2]
-    assert first == "rank 1 of 3 failed with exit code 1; logs/rank_1.log ends with:"
+    assert first == "deepy.py: error: rank 1 of 3 failed with exit code 1; logs/rank_1.log ends with:"
     assert second == "Traceback (most recent call last):"
     assert "ValueError: rank one is ill" in err
     assert not any(alive(pid) for pid in pids(tmp_path, 3))
 
 
-def test_complaint_of_rank_0_comes_after_the_cause(launch):
+def test_the_cause_comes_last_after_the_complaint_of_rank_0(launch):
     """As when a peer's end breaks a collective: rank 0 fails first, of what rank 1 did."""
     run = launch(
         """
@@ -125,8 +126,8 @@ def test_complaint_of_rank_0_comes_after_the_cause(launch):
     )
     out, _ = run.communicate(timeout=30)
     assert run.returncode == 3
-    assert out.startswith("rank 1 of 2 failed with exit code 3;")
-    assert out.index("the cause") < out.index("peer is gone")
+    assert out.index("peer is gone") < out.index("deepy.py: error: rank 1 of 2 failed with exit code 3;")
+    assert out.rstrip().endswith("ValueError: the cause")
 
 
 def test_a_traceback_that_was_handled_is_not_blamed(launch):
@@ -142,14 +143,53 @@ def test_a_traceback_that_was_handled_is_not_blamed(launch):
     )
     _, err = run.communicate(timeout=30)
     assert run.returncode == 4
-    assert err == "rank 0 of 2 failed with exit code 4; its output is above\n"
+    assert err == "deepy.py: error: rank 0 of 2 failed with exit code 4; its output is above\n"
 
 
 def test_a_killed_rank_is_named_with_its_signal(launch):
-    run = launch("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)", 2)
+    run = launch(
+        "print('last words', rank); time.sleep(rank)\nos.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", 2
+    )
     _, err = run.communicate(timeout=30)
     assert run.returncode == 128 + signal.SIGKILL
-    assert err.startswith("rank 1 of 2 was killed by SIGKILL;")
+    assert err.endswith("error: rank 1 of 2 was killed by SIGKILL; logs/rank_1.log ends with:\nlast words 1\n")
+
+
+def test_a_stopped_rank_ends_the_run_with_every_stack(launch):
+    """While it is stopped nothing but the launcher can tell."""
+    run = launch(
+        """
+        from megatron.launch import show_stacks_on_signal
+        show_stacks_on_signal()
+        def waits_for_the_other():
+            time.sleep(60)
+        def stops_here():
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+        stops_here() if rank == 1 else waits_for_the_other()
+        """,
+        2,
+        stderr=subprocess.STDOUT,
+    )
+    log, _ = run.communicate(timeout=30)
+    assert run.returncode == 128 + signal.SIGSTOP
+    assert "in waits_for_the_other" in log and "in stops_here" in log
+    assert log.rstrip().splitlines()[-1].startswith("deepy.py: error: rank 1 of 2 was stopped (SIGSTOP)")
+
+
+def test_a_short_stop_is_forgiven(launch):
+    run = launch(
+        """
+        import subprocess
+        if rank == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(2)
+        """,
+        2,
+    )
+    _, err = run.communicate(timeout=30)
+    assert (run.returncode, err) == (0, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask
 from megatron.model.positions import alibi_bias
@@ -16,7 +17,7 @@ from megatron.neox_arguments import ConfigError
 from tests.model.stages import document_batch, documents, random_batch, random_weights, small, stage_with
 
 CPU = torch.device("cpu")
-BACKEND = choose_backend("auto", CPU)
+BACKEND = choose_backend(small(), CPU)
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
 
 
@@ -43,7 +44,7 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
         slopes = alibi_bias(SEQ, HEADS, 0, HEADS, CPU)
         bias = bias + slopes.double()
         mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
-    out = attend(q, k, v, AttentionInputs(mask=mask), backend=choose_backend(name, CPU))
+    out = attend(q, k, v, AttentionInputs(mask=mask), backend=choose_backend(small(attention_backend=name), CPU))
     torch.testing.assert_close(out.double(), by_formula(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 
@@ -61,9 +62,9 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
         seen.append((kwargs["attn_mask"], kwargs["is_causal"]))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     args = small(pos_emb=pos_emb, attention_dropout=0.1)
     stage = stage_with(args, random_weights(args)).train()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     stage(None, random_batch(args))
     assert len(seen) == args.num_layers
     for mask, is_causal in seen:
@@ -101,12 +102,29 @@ def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(changes: dict[s
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend: {name} needs a GPU"):
-        choose_backend(name, CPU)
+        choose_backend(small(attention_backend=name), CPU)
+
+
+def test_a_kernel_that_cannot_do_this_run_is_refused_at_start() -> None:
+    words = r"attention_backend: flash cannot do this run \(.*dropout.*\); set attention_backend: auto"
+    with pytest.raises(ConfigError, match=words):
+        choose_backend(small(attention_backend="flash", attention_dropout=0.1), CPU)
+
+
+def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    assert choose_backend(small(), CPU).name == "flash"
+    assert choose_backend(small(pos_emb="alibi", num_kv_heads=2), CPU).name == "flash"
+    dropping = choose_backend(small(attention_dropout=0.1), CPU)
+    assert dropping.name == "flash, with dropout math, with a mask and dropout math"
+    assert dropping.kernel(masked=False, dropping=False, cached=False) == SDPBackend.FLASH_ATTENTION
+    assert dropping.kernel(masked=True, dropping=True, cached=False) == SDPBackend.MATH
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name, flash", [("math", False), ("flash", True)])
 def test_the_named_kernel_runs(name: str, flash: bool) -> None:
     q = torch.randn(SEQ, BATCH, HEADS, DIM)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        attend(q, q, q, AttentionInputs(), backend=choose_backend(name, CPU))
+        attend(q, q, q, AttentionInputs(), backend=choose_backend(small(attention_backend=name), CPU))
     assert any("flash_attention" in event.key for event in profile.key_averages()) == flash

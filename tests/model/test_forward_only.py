@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model import forward_only, next_token_logits
-from megatron.mpu import ParallelGroups, token_logprobs
+from megatron.data import Batch
+from megatron.model import forward_only
+from megatron.mpu import ParallelGroups, gather_from_tensor, token_logprobs
 from tests.model.stages import document_batch, groups_of, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 
@@ -20,7 +21,7 @@ Values = tuple[list[Tensor], list[Tensor]]
 
 
 def _read_all(values: dict[str, Any], world_size: int) -> Values:
-    """Log-probabilities and next-token logits of eight micro-batches of three shapes."""
+    """Log-probabilities and whole logits of a position, of eight micro-batches of three shapes."""
     args = small(**MODEL, **values)
     groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
     stage = stage_with(args, random_weights(args), groups)
@@ -33,7 +34,11 @@ def _read_all(values: dict[str, Any], world_size: int) -> Values:
         stage, batches, args, groups, lambda logits, batch: token_logprobs(logits, batch.labels.t(), tensor).t(),
         dtype=torch.float32, shape=lambda batch: tuple(batch.tokens.shape),
     )  # fmt: skip
-    read = next_token_logits(groups, lambda batch: torch.arange(batch.tokens.shape[0]) + 3)
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        rows = torch.arange(len(batch.tokens))
+        return gather_from_tensor(logits[rows + 3, rows], tensor)
+
     logits = forward_only(
         stage, iter(batches), args, groups, read,
         dtype=torch.float32, shape=lambda batch: (batch.tokens.shape[0], vocab),
@@ -73,11 +78,11 @@ def test_no_batches_no_values() -> None:
     assert none == []
 
 
-def test_next_token_logits_are_of_their_position() -> None:
+def test_logits_can_be_of_one_token_a_row() -> None:
     args = small()
     stage, batch = stage_with(args, random_weights(args)), random_batch(args, rows=3)
+    last = torch.tensor([0, 7, 15])
     with torch.no_grad():
-        whole = stage(None, batch)
-    positions = torch.tensor([0, 7, 15])
-    read = next_token_logits(ParallelGroups.single(), lambda _: positions)
-    assert torch.equal(read(whole, batch), torch.stack([whole[p, row] for row, p in enumerate(positions)]))
+        whole, found = stage(None, batch), stage(None, batch, last=last)
+    expected = torch.stack([whole[p, row] for row, p in enumerate(last)])
+    torch.testing.assert_close(found, expected.unsqueeze(0), rtol=1e-6, atol=1e-6)

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
 }
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA}, {"sgd": SGD, "adamw": ADAMW}
-# Every layout meets every micro-batch size, both models, both optimizers, tied and untied.
+# Every layout meets every micro-batch size, both models, both optimizers, tied and untied; `make soak` runs all 24 cells.
 CELLS = [
     (1, "neox", "sgd", False),
     (1, "llama", "adamw", True),
@@ -36,7 +36,8 @@ CELLS = [
 ]
 
 
-def _config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
+def cell_config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """One cell of the table as a configuration."""
     return config(
         MODELS[model], OPTIMIZERS[optimizer], layout,
         no_weight_tying=not tied, train_micro_batch_size_per_gpu=micro_batch,
@@ -47,7 +48,7 @@ def _config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: di
 def references() -> dict[tuple[str, str, bool], Curve]:
     """One process, one micro-batch of 8."""
     keys = sorted({cell[1:] for cell in CELLS})
-    configs = [_config(*key, 8, {}) for key in keys]
+    configs = [cell_config(*key, 8, {}) for key in keys]
     parts = run_ranks(curves, 1, configs, timeout=120)[0]
     found = {key: whole([part], values) for key, part, values in zip(keys, parts, configs, strict=True)}
     for (_, optimizer, _), curve in found.items():
@@ -61,7 +62,7 @@ def test_layout_equals_one_process(
     name: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks, layout = LAYOUTS[name]
-    configs = [_config(model, opt, tied, micro, layout) for micro, model, opt, tied in CELLS]
+    configs = [cell_config(model, opt, tied, micro, layout) for micro, model, opt, tied in CELLS]
     everyone = run_ranks(curves, ranks, configs, timeout=240)
     worst = (0.0, 0.0, 0.0)
     for i, (_, *key) in enumerate(CELLS):

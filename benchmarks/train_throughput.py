@@ -1,0 +1,349 @@
+"""Speed of a training step: the engine, bare torch and transformers, on one shape and batch, in one process.
+
+The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device gives at
+that moment, and are compared within a round: what else the machine does then falls on all alike. docs/benchmarks.md
+says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+if TYPE_CHECKING:
+    from megatron.data import Batch
+    from megatron.mpu import ParallelGroups
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 4096, "seq": 512, "micro_batch": 2},
+    "1.4B": {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50304, "seq": 2048, "micro_batch": 8},
+}
+# NeoX's architecture as Pythia has it, and Llama's.
+STYLES: dict[str, dict[str, Any]] = {
+    "neox": {"norm": "layernorm", "rotary_pct": 0.25, "gpt_j_residual": True, "activation": "gelu"},
+    "llama": {
+        "norm": "rmsnorm",
+        "rms_norm_epsilon": 1e-6,
+        "activation": "swiglu",
+        "use_bias_in_attn_linear": False,
+        "use_bias_in_mlp": False,
+    },
+}
+BARE = "bare torch"
+Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
+
+
+class Round(NamedTuple):
+    """One contestant's turn. seconds: of a step; ceiling: FLOP/s of the matrix product measured just before."""
+
+    seconds: float
+    ceiling: float
+
+
+class Row(NamedTuple):
+    """Medians over rounds. *_flops: a second; of_ceiling: share of the round's ceiling; beside_bare: speed."""
+
+    name: str
+    seconds: float
+    tokens: float
+    model_flops: float
+    neox_flops: float
+    of_ceiling: float
+    beside_bare: float
+
+
+def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
+    """The run that the command line describes; raises ConfigError."""
+    values: dict[str, Any] = {
+        **STYLES[options.style],
+        "pos_emb": "rotary",
+        "no_weight_tying": True,
+        "num_layers": options.layers,
+        "hidden_size": options.hidden,
+        "num_attention_heads": options.heads,
+        "intermediate_size": options.ffn,
+        "seq_length": options.seq,
+        "max_position_embeddings": options.seq,
+        "padded_vocab_size": options.vocab,
+        "train_micro_batch_size_per_gpu": options.micro_batch,
+        "precision": {"bf16": "bfloat16", "fp32": "fp32"}[options.precision],
+        "attention_backend": options.backend,
+        "compile": "block" if options.compile else False,
+        "zero_optimization": {"stage": zero},
+        "distributed_backend": "nccl" if options.device == "cuda" else "gloo",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+        "weight_decay": 0.1,
+        "gradient_clipping": 1.0,
+    }
+    if options.kv_heads is not None:
+        values["num_kv_heads"] = options.kv_heads
+    return NeoXArgs.from_dict(values).for_world(1)
+
+
+def random_batch(args: NeoXArgs, device: torch.device) -> Batch:
+    """Tokens of the whole vocabulary, every one predicted."""
+    from megatron.data import Batch
+
+    assert args.train_micro_batch_size_per_gpu is not None and args.padded_vocab_size is not None
+    shape = (args.train_micro_batch_size_per_gpu, args.seq_length + 1)
+    window = torch.randint(0, args.padded_vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(device)
+    tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+    return Batch(tokens, labels, torch.ones_like(tokens))
+
+
+def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
+    """The training engine as train.py runs it, without data and log."""
+    from megatron.training.setup import build_engine
+
+    engine = build_engine(args, groups)
+    return lambda: engine.train_step([batch], args.lr).loss
+
+
+def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step) -> Step:
+    """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has them."""
+    params = list(model.parameters())
+    masters = params if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in params]
+    optimizer = torch.optim.AdamW(masters, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+
+    def step() -> Tensor:
+        value = loss()
+        value.backward()
+        if masters is not params:
+            for master, param in zip(masters, params, strict=True):
+                assert param.grad is not None
+                master.grad, param.grad = param.grad.float(), None
+        nn.utils.clip_grad_norm_(masters, args.gradient_clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        if masters is not params:
+            with torch.no_grad():
+                torch._foreach_copy_(list[Tensor](params), list[Tensor](masters))
+        return value.detach()
+
+    return step
+
+
+def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Step:
+    """Our model in a loop anyone would write."""
+    from megatron.model import build_stage, init_stage
+    from megatron.objectives import LANGUAGE_MODELLING
+
+    stage = build_stage(args, groups)
+    init_stage(stage, args, groups)
+    stage.to(dtype).train()
+    return plain_step(
+        stage, dtype, args, lambda: LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None) / batch.tokens.numel()
+    )
+
+
+def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:
+    """The same shape and loop with transformers' model, and its number of parameters."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": args.padded_vocab_size,
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_attention_heads,
+        "intermediate_size": args.ffn_size,
+        "max_position_embeddings": args.seq_length,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+    model: Any
+    with batch.tokens.device:
+        if style == "neox":
+            rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": args.rotary_pct}
+            model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, use_parallel_residual=True, rope_parameters=rope))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=args.kv_heads))
+    model.set_attn_implementation("sdpa")
+    model.to(dtype).train()
+    if args.compile:
+        for block in model.base_model.layers:
+            block.compile()
+    # Its loss shifts the labels itself.
+    step = plain_step(model, dtype, args, lambda: model(input_ids=batch.tokens, labels=batch.tokens).loss)
+    return step, sum(param.numel() for param in model.parameters())
+
+
+def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Step], NeoXArgs, str]:
+    """Everything to be timed, ready to go; the common settings; the attention kernels chosen."""
+    import math
+
+    from megatron.launch import process_info
+    from megatron.model import layer_params
+    from megatron.model.attention import choose_backend
+    from megatron.mpu import join
+
+    args = settings(options, options.zero[0])
+    groups = join(args, process_info(env={}), logging.getLogger("benchmark"))
+    batch, dtype = random_batch(args, device), {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    found = {BARE: bare_step(args, groups, batch, dtype)}
+    for stage in options.zero:
+        found[f"engine, ZeRO {stage}"] = engine_step(settings(options, stage), groups, batch)
+    found["transformers"], count = transformers_step(args, options.style, batch, dtype)
+    ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
+    if count != ours:
+        raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
+    return found, args, choose_backend(args, device).name
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of one large square matrix product, the best of several, as the device is now."""
+    size, repeats = (8192, 10) if device.type == "cuda" else (1024, 1)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(4):
+        wait(device)
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            a @ b
+        wait(device)
+        best = max(best, 2.0 * size**3 * repeats / (time.perf_counter() - begun))
+    return best
+
+
+def measure(
+    steps: dict[str, Step], device: torch.device, dtype: torch.dtype, rounds: int, count: int
+) -> dict[str, list[Round]]:
+    """`rounds` turns of `count` steps for each contestant, after two steps that do not count."""
+    found: dict[str, list[Round]] = {name: [] for name in steps}
+    for name, step in steps.items():
+        first, second = float(step()), float(step())
+        # Near log(vocabulary), and lower on the second sight of the same batch.
+        if not second < first:
+            raise RuntimeError(f"{name} does not learn: its loss went from {first} to {second}")
+    for _ in range(rounds):
+        for name, step in steps.items():
+            gc.collect()
+            ceiling = matmul_ceiling(device, dtype)
+            step()  # warm caches again
+            wait(device)
+            begun = time.perf_counter()
+            for _ in range(count):
+                step()
+            wait(device)
+            found[name].append(Round((time.perf_counter() - begun) / count, ceiling))
+    return found
+
+
+def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[Row]:
+    """Medians; the comparisons are made within rounds first."""
+    from megatron.training.flops import model_flops, neox_flops
+
+    tokens, flops, neox = args.train_batch_size * args.seq_length, model_flops(args), neox_flops(args, 3)
+    rows = []
+    for name, rounds in found.items():
+        seconds = statistics.median(turn.seconds for turn in rounds)
+        share = statistics.median(flops / turn.seconds / turn.ceiling for turn in rounds)
+        beside = statistics.median(bare.seconds / own.seconds for own, bare in zip(rounds, found[BARE], strict=True))
+        rows.append(Row(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, beside))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| | ms a step | tokens/s | model TFLOP/s | NeoX's TFLOP/s | of ceiling | speed beside bare torch |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.name} | {row.seconds * 1e3:.1f} | {row.tokens:,.0f} | {row.model_flops / 1e12:.4g} | "
+            f"{row.neox_flops / 1e12:.4g} | {row.of_ceiling:.1%} | {row.beside_bare:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, shapes filled in."""
+    has_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--shape", choices=SHAPES, help="default: 1.4B on a GPU, tiny on a CPU; the next change it")
+    for key in SHAPES["tiny"]:
+        parser.add_argument(f"--{key.replace('_', '-')}", type=int)
+    parser.add_argument("--kv-heads", type=int, help="grouped queries, --style llama only")
+    parser.add_argument("--style", choices=STYLES, default="neox")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument("--backend", default="auto", help="attention_backend of our model (auto)")
+    parser.add_argument("--compile", action="store_true", help="compile every block, also those of transformers")
+    parser.add_argument("--zero", type=int, nargs="+", help="ZeRO stages of the engine; default: 1 on a GPU, 0 1 else")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant; default: 5 on a GPU, 8 on a CPU")
+    parser.add_argument("--steps", type=int, help="steps a turn; default: 5 on a GPU, 2 on a CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not has_gpu:
+        parser.error("--device cuda: there is no GPU")
+    if options.kv_heads is not None and options.style != "llama":
+        parser.error("--kv-heads needs --style llama: GPT-NeoX of transformers has no grouped queries")
+    on_gpu = options.device == "cuda"
+    for key, value in SHAPES[options.shape or ("1.4B" if on_gpu else "tiny")].items():
+        if getattr(options, key) is None:
+            setattr(options, key, value)
+    options.precision = options.precision or ("bf16" if on_gpu else "fp32")
+    options.zero = options.zero or ([1] if on_gpu else [0, 1])
+    options.rounds = options.rounds or (5 if on_gpu else 8)
+    options.steps = options.steps or (5 if on_gpu else 2)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    # Read when DeepSpeed is first imported, which is why our imports stand in functions.
+    os.environ.setdefault("DS_ACCELERATOR", options.device)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    try:
+        steps, args, attention = contestants(options, device)
+    except ConfigError as problem:
+        sys.stderr.write(f"train_throughput.py: {problem}\n")
+        return 1
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    shape = {key: getattr(options, key) for key in SHAPES["tiny"]}
+    print(
+        f"{machine}, torch {torch.__version__}, {options.precision}, {options.style}, attention {attention}, "
+        f"{'compiled blocks' if options.compile else 'eager'}\n" + ", ".join(f"{k} {v}" for k, v in shape.items()),
+        flush=True,
+    )
+    found = measure(steps, device, dtype, options.rounds, options.steps)
+    rows = summary(found, args)
+    ceiling = statistics.median(turn.ceiling for rounds in found.values() for turn in rounds)
+    print(f"{table(rows)}\n\nmatmul ceiling {ceiling / 1e12:.4g} TFLOP/s; medians of {options.rounds} rounds")
+    if options.json is not None:
+        report = {
+            "date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__, "shape": shape,
+            "style": options.style, "precision": options.precision, "attention": attention,
+            "compile": options.compile, "ceiling_flops": ceiling, "rows": [row._asdict() for row in rows],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Prompts: texts and their tokens, from a file or from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import Tokenizer
+
+NOT_STARTED = "WARNING: text generation did not start: the first token ended the document"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A context, its tokens (at least one), and what is to be said of it."""
+
+    context: str
+    tokens: list[int]
+    message: str | None = None
+
+
+def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of `sample_input_file`, or empty ones. Raises ConfigError for a file that cannot be read or holds no
+    prompt."""
+    texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
+    return make_prompts(texts, args, tokenizer)
+
+
+def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
+    """A prompt of each text. One that leaves no place for `maximum_tokens` loses its beginning, and says so; an empty
+    one begins a document."""
+    room = args.max_position_embeddings - args.maximum_tokens
+    prompts = []
+    for text, tokens in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
+        message = None
+        if len(tokens) > room:
+            message = (
+                f"WARNING: only the last {room} of the context's {len(tokens)} tokens were used; the model has "
+                f"{args.max_position_embeddings} positions and maximum_tokens is {args.maximum_tokens}"
+            )
+        prompts.append(Prompt(text, tokens[-room:] or [tokenizer.eod], message))
+    return prompts
+
+
+def _prompt_texts(args: NeoXArgs) -> list[str]:
+    file, key = str(args.sample_input_file), "sample_input_file"
+    try:
+        content = Path(file).read_text(encoding="utf-8")
+    except OSError as cause:
+        raise problem_of(args, key, f"{file}: {cause.strerror}") from cause
+    except UnicodeDecodeError as cause:
+        raise problem_of(args, key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+    texts = [text for part in content.split(args.prompt_end) if (text := part.strip())]
+    if not texts:
+        raise problem_of(args, key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
+    return texts
+
+
+def problem_of(args: NeoXArgs, key: str, text: str) -> ConfigError:
+    """What is wrong with a key's value, and where that stands."""
+    return ConfigError([f"{args.origin(key)}: {key}: {text}"])

@@ -1,0 +1,150 @@
+"""One rank as a child process: its output, its log, its end."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+FATAL = (b"Traceback (most recent call last)", b"Fatal Python error: ")
+STACK = b"(most recent call first)"  # faulthandler's
+OVERDUE = re.compile(rb"^Timeout \(\d+:\d+:\d+(\.\d+)?\)!", re.MULTILINE)
+# torch puts the rank before each line of a traceback.
+WORTH_READING = re.compile(rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M)
+TAIL_BYTES = 64 * 1024
+
+
+@dataclass
+class Rank:
+    """A running rank and what is known of it."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    output: int  # file descriptor we read
+    log: BinaryIO
+    tail: bytes = b""
+    held: bytes = b""  # of rank 0: read, not yet shown
+    traceback_at: float | None = None
+    stopped_at: float | None = None
+
+    def read(self) -> bytes:
+        """The next piece of what the rank has written; also written to its log."""
+        data = _read(self.output)
+        if data:
+            self.log.write(data)
+            self.held += data if self.index == 0 else b""
+            seen = self.tail[-len(FATAL[0]) :] + data
+            if any(mark in seen for mark in FATAL):
+                self.traceback_at = time.monotonic()
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
+        return data
+
+    def read_all(self) -> None:
+        """Everything written so far. The pipe's end is not waited for: a grandchild may keep it open."""
+        while self.read():
+            pass
+
+    def stopped_for(self) -> float:
+        """Seconds since the rank was first seen stopped (SIGSTOP); 0 while it runs, or is only held by a debugger."""
+        if self.process.returncode is not None or not hasattr(os, "waitid"):
+            return 0.0
+        try:
+            found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has just ended
+            found = None
+        if found is None or found.si_code != os.CLD_STOPPED:
+            self.stopped_at = None
+            return 0.0
+        self.stopped_at = self.stopped_at or time.monotonic()
+        return time.monotonic() - self.stopped_at
+
+    def is_overdue(self) -> bool:
+        """Whether the rank ended itself because it had made no progress in time."""
+        return self.process.returncode == 1 and OVERDUE.search(self.tail) is not None
+
+    def last_words(self, lines: int) -> str:
+        """The end of the output, from a traceback or stack on if there is one."""
+        last = b"\n".join(self.tail.splitlines()[-lines:])
+        begins = WORTH_READING.search(last)
+        return last[begins.start() if begins else 0 :].decode(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank alone."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the rank and the processes it started."""
+        try:
+            os.killpg(self.process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass  # everyone in it has ended
+
+
+def start_rank(index: int, command: Sequence[str], env: Mapping[str, str], log_dir: Path) -> Rank:
+    """Start one rank in a process group of its own; stdout and stderr are one stream."""
+    terminal = index == 0 and os.isatty(sys.stdout.fileno())
+    reader, writer = _terminal() if terminal else os.pipe()
+    os.set_blocking(reader, False)
+    log = open(log_dir / f"rank_{index}.log", "ab", buffering=0)
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=dict(env),
+            stdin=None if index == 0 else subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+    except BaseException:
+        os.close(reader)
+        log.close()
+        raise
+    finally:
+        os.close(writer)
+    return Rank(index, process, reader, log)
+
+
+def _terminal() -> tuple[int, int]:
+    """A pseudo-terminal of our terminal's size, so that rank 0 draws its progress bar: (our end, its end)."""
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST  # bytes pass unchanged; the real terminal translates newlines
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    termios.tcsetwinsize(theirs, termios.tcgetwinsize(sys.stdout.fileno()))
+    return ours, theirs
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a rank does before it starts, so that it does not outlive a launcher that is killed outright (Linux)."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+    PR_SET_PDEATHSIG = 1
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def _read(descriptor: int) -> bytes:
+    """Bytes waiting in a pipe or pseudo-terminal; none at its end or when nothing waits."""
+    try:
+        return os.read(descriptor, 64 * 1024)
+    except (BlockingIOError, InterruptedError):
+        return b""
+    except OSError:  # a pseudo-terminal whose other end is closed
+        return b""

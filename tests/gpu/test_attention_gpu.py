@@ -1,0 +1,108 @@
+"""Attention kernels of the device beside the plain formula, and the choice among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask
+from megatron.mpu import token_logprobs
+from megatron.neox_arguments import ConfigError
+from tests.gpu.runs import GPU, WIDE, stage_on
+from tests.model.stages import document_batch, random_batch, small
+
+pytestmark = pytest.mark.gpu
+# bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or twice.
+BOUND = 2e-2
+
+
+def qkv(heads: int, kv_heads: int, seq: int = 128) -> list[Tensor]:
+    """`[seq, batch, heads, head_dim]` of bf16 values, as fp32 leaves."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(seq, 2, n, 64, generator=generator) for n in (heads, kv_heads, kv_heads)]
+    return [value.bfloat16().float().to(GPU).requires_grad_() for value in values]
+
+
+def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: torch.dtype, **run: Any) -> list[Tensor]:
+    """Output and gradients, fp32."""
+    precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[dtype]
+    backend = choose_backend(small(attention_backend=name, precision=precision, **WIDE, **run), GPU)
+    out = attend(*(leaf.to(dtype) for leaf in leaves), inputs, backend=backend)
+    return [out.detach().float(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient"])
+def test_kernel_equals_math(name: str, kv_heads: int) -> None:
+    leaves, run = qkv(4, kv_heads), {"num_kv_heads": kv_heads}
+    expected = outcome("math", AttentionInputs(), leaves, torch.float32, **run)
+    try:
+        found = outcome(name, AttentionInputs(), leaves, torch.bfloat16, **run)
+    except ConfigError as problem:
+        pytest.skip(str(problem))
+    for own, theirs in zip(found, expected, strict=True):
+        assert (own - theirs).norm() <= BOUND * theirs.norm()
+
+
+def test_documents_through_varlen_equal_their_mask() -> None:
+    leaves, seq = qkv(4, 2), 128
+    starts = torch.full((2, seq + 1), seq, dtype=torch.int32)
+    starts[0, :4], starts[1, :2] = torch.tensor([0, 17, 64, 100]), torch.tensor([0, 1])
+    flat = (starts + seq * torch.arange(2, dtype=torch.int32).unsqueeze(1)).flatten()
+    run = {"num_kv_heads": 2}
+    masked = AttentionInputs(mask=document_mask(starts, seq).to(GPU))
+    expected = outcome("math", masked, leaves, torch.float32, **run)
+    found = outcome("auto", AttentionInputs(cu_seqlens=flat.to(GPU)), leaves, torch.bfloat16, **run)
+    for own, theirs in zip(found, expected, strict=True):
+        assert (own - theirs).norm() <= BOUND * theirs.norm()
+
+
+@torch.no_grad()
+def test_a_packed_batch_takes_the_varlen_kernel() -> None:
+    values = {**WIDE, "precision": "bfloat16"}
+    plain = small(**{**WIDE, "attention_backend": "math"})
+    batch = document_batch(plain).to(GPU)
+    stage = stage_on(small(**values), GPU)
+    assert batch.positions is not None
+    assert stage._attention_inputs(batch, batch.positions).cu_seqlens is not None
+    found = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
+    expected = token_logprobs(stage_on(plain, GPU)(None, batch), batch.labels.t(), None)
+    # Logits of size ten from two blocks of bf16: 2^-8 of them, and twice that for good measure.
+    assert (found - expected).abs().mean() < 0.1
+
+
+def test_auto_chooses_no_math_for_bf16_and_no_flash_for_fp32() -> None:
+    bf16 = choose_backend(small(precision="bfloat16", **WIDE), GPU).kernels
+    assert bf16["plain"] in ("cudnn", "flash") and bf16["from a cache"] in ("cudnn", "flash", "efficient")
+    assert choose_backend(small(**WIDE), GPU).kernels["plain"] in ("efficient", "math")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_fp32_is_refused_by_16_bit_kernels(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend: {name} cannot do this run"):
+        choose_backend(small(attention_backend=name, **WIDE), GPU)
+
+
+@torch.no_grad()
+def test_a_single_token_needs_no_other_choice() -> None:
+    """cuDNN takes no single key; a prompt may be one token long."""
+    args = small(precision="bfloat16", **WIDE)
+    logits = stage_on(args, GPU)(None, random_batch(args, seq=1).to(GPU))
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+def test_dropout_is_a_function_of_its_seed(precision: str) -> None:
+    args = small(precision=precision, hidden_dropout=0.1, attention_dropout=0.1, **WIDE)
+    stage = stage_on(args, GPU).train()
+    with torch.no_grad():
+        one, again = (stage(None, random_batch(args, seed=3).to(GPU)) for _ in range(2))
+        torch.manual_seed(99)
+        third = stage(None, random_batch(args, seed=3).to(GPU))
+        batch = random_batch(args, seed=3).to(GPU)
+        without = stage.eval()(None, batch)
+    assert torch.equal(one, again) and torch.equal(one, third)
+    assert not torch.equal(one, without)

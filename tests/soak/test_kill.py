@@ -1,0 +1,95 @@
+"""A run that was told to stop or was killed, at any step or while it saved, goes on bit for bit when started again."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import run_ranks
+from tests.soak.kills import LAYOUTS, SAVE_EVERY, SAVING, STEPS, run_and_die_saving, run_and_get_signal, values
+from tests.training.runs import run_to_end
+from tests.training.test_resume import losses
+
+# Once in `make test`, five times in `make soak`.
+TIMES = [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 6))]
+QUICK = list(zip(("plain", "tp2", "zero1", "pp2", "zero1"), SAVING, strict=True))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses by step of a run that nothing happens to."""
+    known: dict[str, dict[int, float]] = {}
+
+    def run(layout: str) -> dict[int, float]:
+        if layout not in known:
+            save = tmp_path_factory.mktemp(layout) / "run"
+            run_ranks(run_to_end, LAYOUTS[layout][0], values(save, layout))
+            known[layout] = losses(save)
+            assert list(known[layout]) == list(range(1, STEPS + 1))
+        return known[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("time", TIMES)
+def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undisturbed: Any, tmp_path: Path) -> None:
+    ranks, save = LAYOUTS[layout][0], tmp_path / "run"
+    step, to = random.randint(1, STEPS), random.randrange(ranks)
+    what = f"{number.name} to rank {to} in step {step}"
+    start = partial(run_ranks, run_and_get_signal, ranks, values(save, layout), number, step, to)
+    if number == signal.SIGTERM:
+        start()
+        state = json.loads((save / "status.json").read_text())
+        # Other ranks hear of it one step later; then the run may be over already.
+        stopped = min(step + (ranks > 1), STEPS)
+        assert (state["iteration"], state["status"]) == (stopped, "stopped" if stopped < STEPS else "finished"), what
+    else:
+        with pytest.raises(AssertionError, match=f"rank {to} of {ranks} failed.*\n.*signal 9"):
+            start()
+        saved = sorted(path.name for path in save.glob("global_step*"))
+        assert saved == [f"global_step{i}" for i in range(SAVE_EVERY, step, SAVE_EVERY)], what
+    run_ranks(run_to_end, ranks, values(save, layout))
+    assert losses(save) == undisturbed(layout), what
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment"),
+    [
+        (layout, moment) if (layout, moment) in QUICK else pytest.param(layout, moment, marks=pytest.mark.soak)
+        for layout in LAYOUTS
+        for moment in SAVING
+    ],
+)
+def test_while_saving(layout: str, moment: str, undisturbed: Any, tmp_path: Path) -> None:
+    ranks, save = LAYOUTS[layout][0], tmp_path / "run"
+    to = ranks - 1 if moment in ("copy", "write", "half a file") and layout != "zero1" else 0
+    with pytest.raises(AssertionError, match=f"rank {to} of {ranks} failed.*\n.*signal 9"):
+        run_ranks(run_and_die_saving, ranks, values(save, layout), moment, to)
+    assert (save / "latest").read_text() == f"global_step{SAVE_EVERY}"
+    run_ranks(run_to_end, ranks, values(save, layout))
+    assert losses(save) == undisturbed(layout)
+    assert (save / "latest").read_text() == f"global_step{STEPS}"
+    assert not [path.name for path in save.iterdir() if path.name.startswith(".tmp")]
+
+
+def test_a_killed_fine_tuning_goes_on_instead_of_beginning_again(tmp_path: Path) -> None:
+    """`finetune` and `load` say how a run starts; what it has saved itself since comes first."""
+    base = tmp_path / "base"
+    run_ranks(run_to_end, 1, values(base, "plain", train_iters=2))
+    for name in ("through", "killed"):
+        tuning = values(tmp_path / name, "plain", load=str(base), finetune=True, seed=7)
+        if name == "killed":
+            with pytest.raises(AssertionError, match="signal 9"):
+                run_ranks(run_and_get_signal, 1, tuning, signal.SIGKILL, 4, 0)
+            assert (tmp_path / name / "latest").read_text() == "global_step2"
+        run_ranks(run_to_end, 1, tuning)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "through")
+    assert len(losses(tmp_path / "killed")) == STEPS
