@@ -14,7 +14,8 @@ from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.engine import Engine, zero_stage_used
+from megatron.training.deepspeed_config import zero_stage_used
+from megatron.training.engine import Engine
 from megatron.training.gate import check_deepspeed
 from megatron.training.schedules import Schedule, build_schedule
 from megatron.training.sources import adopt_vocabulary, choose_source

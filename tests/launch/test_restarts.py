@@ -52,20 +52,18 @@ def test_a_failed_run_is_started_again_until_it_ends_well(deepy, tmp_path, ranks
     text = "if start < 2 and rank == int(os.environ['WORLD_SIZE']) - 1: raise ValueError('not yet')"
     code, log = deepy(text, "--max-restarts", "3", ranks=ranks)
     assert code == 0
-    assert [line for line in log.splitlines() if line.startswith("rank 0 start")] == [
-        f"rank 0 start {k}" for k in range(3)
-    ]
+    assert "rank 0 start 2\n" in log and log.count("deepy.py: restart") == 2
     for k in (1, 2):
         assert f"deepy.py: restart {k} of 3 after rank {ranks - 1} of {ranks} failed with exit code 1\n" in log
     kept = (tmp_path / "logs" / f"rank_{ranks - 1}.log").read_text()
     assert [f"start {k}" in kept for k in range(3)] == [True] * 3, "logs of every start are kept"
 
 
-def test_no_more_than_asked(deepy):
+def test_no_more_than_asked(deepy, tmp_path):
     code, log = deepy("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", "--max-restarts", "1")
     assert code == 128 + signal.SIGKILL
-    assert log.count("rank 0 start") == 2
     assert log.count("deepy.py: restart") == 1
+    assert (tmp_path / "logs" / "rank_1.log").read_text() == "rank 1 start 0\nrank 1 start 1\n"
 
 
 def test_one_rank_that_is_killed(deepy):
@@ -82,11 +80,11 @@ def test_one_rank_that_is_killed(deepy):
     ],
     ids=["refusal", "success"],
 )
-def test_a_refusal_and_a_good_end_are_not_repeated(deepy, text):
+def test_a_refusal_and_a_good_end_are_not_repeated(deepy, tmp_path, text):
     code, log = deepy(text, "--max-restarts", "3")
     assert code == ("exit(1)" in text)
-    assert log.count("rank 0 start") == 1
-    assert "restart" not in log
+    assert "deepy.py: restart" not in log and "start 1" not in log
+    assert "start 1" not in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
 def test_a_signal_from_outside_is_not_answered_with_a_restart(deepy):

@@ -25,7 +25,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
 }
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA}, {"sgd": SGD, "adamw": ADAMW}
-# Every layout meets every micro-batch size, both models, both optimizers, tied and untied; `make soak` runs all 24 cells.
+# Every layout meets every micro-batch size, both models, both optimizers, tied and untied;
+# `make soak` runs all 24 cells.
 CELLS = [
     (1, "neox", "sgd", False),
     (1, "llama", "adamw", True),
