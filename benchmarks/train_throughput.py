@@ -236,8 +236,11 @@ def measure(
         # Near log(vocabulary), and lower on the second sight of the same batch.
         if not second < first:
             raise RuntimeError(f"{name} does not learn: its loss went from {first} to {second}")
-    for _ in range(rounds):
-        for name, step in steps.items():
+    names = list(steps)
+    for turn in range(rounds):
+        first_up = turn % len(names)  # nobody always follows the same one
+        for name in names[first_up:] + names[:first_up]:
+            step = steps[name]
             gc.collect()
             ceiling = matmul_ceiling(device, dtype)
             step()  # warm caches again
@@ -292,7 +295,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="attention_backend of our model (auto)")
     parser.add_argument("--compile", action="store_true", help="compile every block, also those of transformers")
     parser.add_argument("--zero", type=int, nargs="+", help="ZeRO stages of the engine; default: 1 on a GPU, 0 1 else")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant; default: 5 on a GPU, 8 on a CPU")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=int, help="steps a turn; default: 5 on a GPU, 2 on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     options = parser.parse_args(argv)
@@ -306,7 +309,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             setattr(options, key, value)
     options.precision = options.precision or ("bf16" if on_gpu else "fp32")
     options.zero = options.zero or ([1] if on_gpu else [0, 1])
-    options.rounds = options.rounds or (5 if on_gpu else 8)
     options.steps = options.steps or (5 if on_gpu else 2)
     return options
 

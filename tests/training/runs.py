@@ -38,6 +38,7 @@ BASE: dict[str, Any] = {
     "warmup": 0.0,
     "data_path": str(GOLDEN / "dataset" / "corpusA_text_document"),
     "split": "90,10,0",
+    "index_cache_dir": str(Path(__file__).resolve().parents[2] / ".cache" / "index_maps"),
     "tokenizer_type": "HFTokenizer",
     "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
     "num_workers": 0,
