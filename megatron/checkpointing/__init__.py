@@ -3,7 +3,7 @@
 Nothing here talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
 """
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.files import FileRecord, load_tensors, replace_file, save_tensors, write_bytes
 from megatron.checkpointing.layout import (
     find_checkpoint,
@@ -31,6 +31,7 @@ from megatron.checkpointing.weights import load_weights, local_layer_state
 
 __all__ = [
     "CheckpointError",
+    "DamagedError",
     "FileRecord",
     "Layout",
     "Manifest",

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.files import FileRecord, file_sha256, load_tensors
 from megatron.checkpointing.layout import model_file
 from megatron.neox_arguments import NeoXArgs
@@ -77,7 +77,7 @@ class Manifest:
             raw["files"] = {n: FileRecord(n, int(r["size"]), str(r["sha256"])) for n, r in raw["files"].items()}
             return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name != "config"})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise CheckpointError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
+            raise DamagedError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
@@ -104,7 +104,7 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
     bad = size_problems(path, [manifest.files[n] for n in wanted])
     bad = bad or [f"{n} (checksum)" for n in wanted if file_sha256(path / n) != manifest.files[n].sha256]
     if bad:
-        raise CheckpointError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")
+        raise DamagedError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")
     return manifest
 
 

@@ -92,6 +92,7 @@ def publish(
 def _prune(save: Path, newest: Path, keep_last_n: int | None) -> None:
     if not keep_last_n:
         return
-    others = [path for path in list_checkpoints(save) if path.name != newest.name]
+    # By age, not by step: after a restart the earlier run's steps may be higher than the new one's.
+    others = sorted((p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns)
     for path in others[: max(0, len(others) - (keep_last_n - 1))]:
         _remove(path)

@@ -127,16 +127,20 @@ def _suspect(ranks: list[Rank]) -> Rank | None:
 
 
 def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
-    """Whom to blame: a rank that was killed outright, of which others complain, else the one that printed a traceback
-    first, if it does end of it."""
+    """Whom to blame: a rank that was killed outright or refused in one line, of which others complain, else the one
+    that printed a traceback first, if it does end of it."""
     suspect = _suspect(ranks)
     if suspect is not None:
         deadline = time.monotonic() + GRACE_S
         while suspect.process.poll() is None and time.monotonic() < deadline:
             suspect.read()
             time.sleep(0.02)
+    for rank in ranks:
+        rank.read_all()
     killed = next((rank for rank in ranks if rank.process.poll() == -signal.SIGKILL), None)
-    return killed or (suspect if suspect is not None and suspect.process.poll() else failed)
+    ended = (rank for rank in ranks if rank.process.poll() == 1)
+    refused = next((rank for rank in ended if not rank.traceback_at and not rank.is_overdue()), None)
+    return killed or refused or (suspect if suspect is not None and suspect.process.poll() else failed)
 
 
 def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, told: bool) -> Outcome:

@@ -86,7 +86,7 @@ class LogCallback:
         self.steps = self.skipped = 0
         self.losses: list[torch.Tensor] = []
         self.norm: torch.Tensor | float | None = None
-        self.pending: tuple[Step, Reading] | None = None
+        self.pending: tuple[Step, Reading, float] | None = None
         self.told_memory = False
 
     def on_step_end(self, step: Step) -> None:
@@ -101,16 +101,16 @@ class LogCallback:
             return
         norm = step.result.grad_norm
         on_device = [*self.losses, torch.as_tensor(math.nan if norm is None else norm, device=step.result.loss.device)]
-        self.pending = (step, Reading(torch.stack([value.float() for value in on_device])))
-        self.losses = []
+        reading = Reading(torch.stack([value.float() for value in on_device]))
+        self.pending = (step, reading, self.stopwatch.lap() / self.steps)
+        self.losses, self.steps = [], 0
 
     def settle(self, write: bool = True) -> None:
         """Finish the step whose values were on their way: its line, and its row unless the caller adds to it."""
         if self.pending is None:
             return
-        (step, reading), self.pending = self.pending, None
+        (step, reading, seconds), self.pending = self.pending, None
         *losses, norm = reading.read()
-        seconds = self.stopwatch.lap() / self.steps
         losses = losses or [math.nan]
         self._fill(step, losses[-1], norm, seconds)
         if self.training.groups.world_rank == 0:
@@ -118,7 +118,7 @@ class LogCallback:
             with self.bar.external_write_mode():
                 self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds))
                 self._memory(step.iteration)
-        self.steps = self.skipped = 0
+        self.skipped = 0
         if write:
             self.write(step)
 

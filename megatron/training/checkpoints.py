@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron.checkpointing import (
     CheckpointError,
+    DamagedError,
     FileRecord,
     Layout,
     Manifest,
@@ -104,7 +105,8 @@ class Checkpointer:
         if self.saved_at == progress.iteration:
             return
         self._check_space(Path(save))
-        temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
+        with self._no_half_checkpoint(Path(save) / "begin"):
+            temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
         weights = self.engine.weights(keep=self.groups.rank("data") == 0)
         with self._no_half_checkpoint(temporary):
             records = together(self.groups, lambda: self._write(temporary, weights, progress))
@@ -209,6 +211,7 @@ class Checkpointer:
                 "tokenizer_type": args.tokenizer_type,
                 "model_parallel_size": args.model_parallel_size,
             },
+            "spike_window": self.engine.spikes.state() if self.engine.spikes is not None else [],
             **rng_state(self.groups.device),
         }
 
@@ -231,7 +234,7 @@ class Checkpointer:
             try:
                 progress = self._restore(source, goes_on)
                 break
-            except CheckpointError as problem:
+            except DamagedError as problem:
                 earlier = self._earlier(source) if args.load_fallback else None
                 if earlier is None:
                     raise
@@ -280,7 +283,10 @@ class Checkpointer:
         rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
         state = together_local(self.groups, lambda: self.engine.files.load(str(path / model_file(rank))))
         if manifest is None:
+            if "consumed_samples" in state:  # ours, which never are without
+                raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
             check_model(state.get("args", {}), args, str(path))
+            self.logger.info(f"{path} has no manifest, as GPT-NeoX's: its files are not verified")
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         if not args.no_load_optim:
             together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
@@ -289,6 +295,8 @@ class Checkpointer:
         consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
         skipped = int(state.get("skipped_steps", 0))
         self.engine.set_progress(iteration, consumed, skipped)
+        if self.engine.spikes is not None:
+            self.engine.spikes.restore(state.get("spike_window", []))
         if goes_on:
             self.saved_at = iteration
             if manifest is not None:
@@ -375,6 +383,9 @@ def _lock(save: Path) -> Any:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as problem:
         text = f"{save}: another run is writing there; wait for it to end, or set another save"
+        raise CheckpointError(text) from problem
+    except OSError as problem:
+        text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
         raise CheckpointError(text) from problem
     return file
 

@@ -59,6 +59,7 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor | float | None
     skipped: bool
+    spike: bool = False  # left out by skip_step_above_sigma
 
 
 class CheckpointEngine(TorchCheckpointEngine):
@@ -184,6 +185,8 @@ class Engine:
         if isinstance(scaler, DynamicLossScaler):
             # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX allows.
             scaler.raise_error_at_min_scale = False
+        if self.zero_stage > 0:
+            self._judge_steps()
         if self.spikes is not None:
             self._guard_steps(optimizer, self.spikes)
         self._params = stage_parameters(stage)
@@ -219,9 +222,10 @@ class Engine:
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         loss = self._pipe_step(batches, scale) if self._pipe is not None else self._plain_step(batches, scale)
+        spike = self.spikes is not None and self.spikes.skips
         if self.zero_stage == 0:
-            return StepResult(loss, self._norm, self._skipped)
-        return StepResult(loss, self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow))
+            return StepResult(loss, self._norm, self._skipped, spike)
+        return StepResult(loss, self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow), spike)
 
     def _plain_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
         self._ds.train()
@@ -240,7 +244,8 @@ class Engine:
     def _clip_or_drop(self) -> None:
         """What the ZeRO optimizers do in their step: clip, or drop a gradient that is not finite."""
         params = [param for _, _, param in self._params]
-        self._norm = gradient_norm(params, self.groups)
+        self.watch.judge()
+        self._norm = gradient_norm(params, self.groups) + self.watch.verdict
         self._skipped = not bool(self._norm.isfinite())
         if self._skipped:
             for param in params:
@@ -255,6 +260,30 @@ class Engine:
         if self.groups.group("data") is not None:
             dist.all_reduce(mean, group=self.groups.group("data"))
         return mean
+
+    def _judge_steps(self) -> None:
+        """Let DeepSpeed's own check of the norm see the verdict of all ranks, without another wait for the device."""
+        optimizer, take_step, verdict = self._ds.optimizer, self._ds._take_model_step, self.watch.verdict
+
+        def judged_step(*args: Any, **kwargs: Any) -> None:
+            self.watch.judge()
+            take_step(*args, **kwargs)
+
+        self._ds._take_model_step = judged_step
+        if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
+            norm = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = lambda *args, **kwargs: norm(*args, **kwargs) + verdict
+        elif hasattr(optimizer, "_get_norm_groups"):  # stage 3
+            norms = optimizer._get_norm_groups
+            optimizer._get_norm_groups = lambda: [norm + verdict.to(norm.device) for norm in norms()]
+        else:  # stage 1 in bf16
+            grads = optimizer.get_grads_for_norm
+
+            def with_verdict(for_clipping: bool = False) -> Any:
+                found = grads(for_clipping=for_clipping)
+                return found if for_clipping else ([*found[0], verdict.view(1)], found[1])
+
+            optimizer.get_grads_for_norm = with_verdict
 
     def _guard_steps(self, optimizer: torch.optim.Optimizer, guard: SpikeGuard) -> None:
         """Ask the guard between backward and update; DeepSpeed goes through the same motions, weights stay."""

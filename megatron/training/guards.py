@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu import ParallelGroups, together
@@ -24,16 +25,18 @@ class GradientWatch:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
         self._names = [name for name, _ in named]
         self._marks = torch.zeros(len(named), device=device)  # NaN marks a parameter
+        self.verdict = torch.zeros((), device=device)  # of the step, over all ranks: 0, or NaN
         self._loss = torch.zeros((), device=device)
         self._rows = list(self._marks.unbind())
         for row, (_, param) in zip(self._rows, named, strict=True):
-            param.register_hook(self._hook(row))
+            param.register_post_accumulate_grad_hook(self._hook(row))
 
     @staticmethod
     def _hook(row: Tensor) -> Callable[[Tensor], None]:
-        def note(grad: Tensor) -> None:
+        def note(param: Tensor) -> None:
             # 0 * sum: nothing while the sum is finite, NaN as soon as one element is not.
-            row.add_(grad.sum(dtype=torch.float32), alpha=0)
+            assert param.grad is not None
+            row.add_(param.grad.sum(dtype=torch.float32), alpha=0)
 
         return note
 
@@ -48,6 +51,13 @@ class GradientWatch:
         """Begin a step."""
         self._marks.zero_()
         self._loss.zero_()
+
+    def judge(self) -> None:
+        """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add it to
+        their gradient norm: a norm alone can miss what one rank has in a parameter that others hold copies of."""
+        self.verdict.copy_(self._marks.sum() + self._loss)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.verdict)
 
     def finding(self) -> str | None:
         """What this rank saw, in words; waits for the device."""
@@ -68,6 +78,14 @@ class SpikeGuard:
         self.skips = False
         self.skipped = 0
         self._losses: deque[float] = deque(maxlen=self.WINDOW)
+
+    def state(self) -> list[float]:
+        """The losses compared with, for a checkpoint."""
+        return list(self._losses)
+
+    def restore(self, losses: Sequence[float]) -> None:
+        """Go on with the losses of `state`."""
+        self._losses.extend(losses)
 
     def decide(self, loss: float) -> None:
         """Set `skips` for the step with this loss."""

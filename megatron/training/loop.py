@@ -67,6 +67,7 @@ def train(training: Training) -> None:
     log = LogCallback(training, bar, stopwatch, loggers)
     validation, save = ValidationCallback(training, bar), SaveCallback(training)
     reason: str | None = None
+    _write_status(training, "running", None)
     try:
         if progress.iteration == 0:
             _before_first_step(training, log, save, bar)
@@ -75,7 +76,12 @@ def train(training: Training) -> None:
         overflows = 0
         while progress.iteration < args.train_iters and reason is None:
             result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+            if result.spike:
+                logger.info(
+                    f"step {progress.iteration + 1}: loss far above the recent ones, left out (skip_step_above_sigma)"
+                )
             if result.skipped:
+                log.settle()  # the step before has its line before this one ends the run
                 overflows += 1
                 _check_skip(training, overflows)
             else:
@@ -92,13 +98,21 @@ def train(training: Training) -> None:
                     log.write(step)
                     if reason is not None or timed_save or save.is_due(step.iteration):
                         save.save()
+                        stop.note_save()
             bar.update()
         log.settle()
+    except NonFiniteError:
+        raise  # has written its own status
+    except Exception as problem:
+        if is_chief:
+            _status_file(training, "failed", f"{type(problem).__name__}: {problem}".splitlines()[0])
+        raise
     finally:
         stop.close()
         bar.close()
-        for target in loggers:
-            target.close()
+        with training.watchdog.phase("closing the loggers"):
+            for target in loggers:
+                target.close()
     done = progress.iteration >= args.train_iters
     text = f"run finished at iteration {progress.iteration}"
     if not done:
@@ -126,15 +140,15 @@ def _check_skip(training: Training, in_a_row: int) -> None:
     """Decide on a step that the optimizer left out; all ranks come here together."""
     args, iteration = training.args, training.progress.iteration + 1
     if training.engine.loss_scale is not None:
-        if in_a_row > FP16_OVERFLOWS_IN_A_ROW:
-            raise NonFiniteError(f"step {iteration}: {in_a_row} fp16 overflows in a row; the loss scale cannot recover")
-        return
-    text = report(training.engine.watch, iteration, training.groups)
-    if args.on_nonfinite == "skip" and in_a_row <= args.nonfinite_limit:
-        training.logger.info(
-            f"{text}; left out (on_nonfinite: skip, {in_a_row} of at most {args.nonfinite_limit} in a row)"
-        )
-        return
+        if in_a_row <= FP16_OVERFLOWS_IN_A_ROW:
+            return
+        text = f"step {iteration}: {in_a_row} fp16 overflows in a row, the loss scale cannot recover"
+    else:
+        text = report(training.engine.watch, iteration, training.groups)
+        if args.on_nonfinite == "skip" and in_a_row <= args.nonfinite_limit:
+            most = args.nonfinite_limit
+            training.logger.info(f"{text}; left out (on_nonfinite: skip, {in_a_row} of at most {most} in a row)")
+            return
     if args.save is not None:
         with training.watchdog.phase("saving"):
             training.checkpointer.save(training.progress)
@@ -150,7 +164,12 @@ def _finish(training: Training, text: str, status: str, reason: str | None) -> N
 
 
 def _write_status(training: Training, status: str, reason: str | None) -> None:
-    """`<save>/status.json`, which launchers read: finished, stopped (start again to go on) or failed, and why."""
+    """`<save>/status.json`, which launchers read: running, finished, stopped (start again to go on) or failed, and why.
+    All ranks call it together."""
+    on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
+
+
+def _status_file(training: Training, status: str, reason: str | None) -> None:
     args = training.args
     if args.save is None:
         return
@@ -164,4 +183,4 @@ def _write_status(training: Training, status: str, reason: str | None) -> None:
     }
     path = Path(args.save) / "status.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    on_rank_zero(training.groups, lambda: replace_file(path, (json.dumps(state, indent=1) + "\n").encode()))
+    replace_file(path, (json.dumps(state, indent=1) + "\n").encode())

@@ -16,18 +16,25 @@ from megatron.neox_arguments import NeoXArgs
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+# One signal may come twice, from a scheduler to every process and passed on by the launcher.
+SAME_SIGNAL_S = 2.0
+
+
 class SignalWatch:
-    """Remembers the first stop signal; a second one ends the process at once."""
+    """Remembers the first stop signal; another one, later than its echo, ends the process at once."""
 
     def __init__(self) -> None:
         self.received = 0
+        self._first = 0.0
         self._previous = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._first = number, now
+        elif now - self._first > SAME_SIGNAL_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.received = number
 
     def close(self) -> None:
         """Give the signals back."""
@@ -82,17 +89,21 @@ class StopCondition:
         timed_out = args.exit_duration_in_mins is not None and now - self._begun >= args.exit_duration_in_mins * 60
         save = args.save_interval_in_mins is not None and now - self._saved >= args.save_interval_in_mins * 60
         clock = [int(timed_out), int(save)] if self._decides else [0, 0]
+        if save:
+            self._saved = now  # asked for once, though the answer comes a step later
         agreed = self._agreement.exchange([self._signals.received, *clock])
         if args.exit_interval is not None and iteration % args.exit_interval == 0:
             return f"exit_interval {args.exit_interval}", False
         if agreed is None:
             return None, False
         number, timed_out, save = agreed[0], bool(agreed[1]), bool(agreed[2])
-        if save:
-            self._saved = now
         if number:
             return f"signal {signal.Signals(number).name}", save
         return f"exit_duration_in_mins {args.exit_duration_in_mins}" if timed_out else None, save
+
+    def note_save(self) -> None:
+        """A checkpoint was written; the next timed one is due an interval later."""
+        self._saved = time.monotonic()
 
     def close(self) -> None:
         """Give the signals back and end the exchange under way."""

@@ -130,6 +130,23 @@ def test_the_cause_comes_last_after_the_complaint_of_rank_0(launch):
     assert out.rstrip().endswith("ValueError: the cause")
 
 
+def test_a_refusal_in_one_line_is_what_is_shown(launch):
+    """One data rank alone meets a bad token; rank 0 only hears that its peer is gone."""
+    run = launch(
+        """
+        if rank == 1:
+            print('train.py: error: a.bin: document 3 holds token id 999', file=sys.stderr)
+            sys.exit(1)
+        time.sleep(0.2)
+        raise ConnectionError('peer is gone')
+        """,
+        2,
+    )
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "deepy.py: error: rank 1 of 2 failed with exit code 1" in err and "token id 999" in err
+
+
 def test_a_traceback_that_was_handled_is_not_blamed(launch):
     run = launch(
         """

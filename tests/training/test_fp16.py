@@ -107,7 +107,8 @@ def test_the_run_stops_after_fifty_overflows_in_a_row() -> None:
     assert run_ranks(run_fake, 1, bearable, 70)[0] == (None, 70, limit + 1)
     message, steps, _ = run_ranks(run_fake, 1, set(range(10, 70)), 70)[0]
     assert steps == 10 + limit
-    assert message == f"step {steps}: 51 fp16 overflows in a row; the loss scale cannot recover"
+    assert message is not None
+    assert message.startswith(f"step {steps}: 51 fp16 overflows in a row, the loss scale cannot recover; weights are")
 
 
 def test_an_overflow_is_not_a_step_that_is_not_finite() -> None:

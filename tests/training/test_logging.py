@@ -106,6 +106,29 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {name for row in rows for name in row if "/" in name}
 
 
+def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
+    """Also of steps that save, and of the steps after them."""
+    given = config(NEOX, train_iters=8, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2)
+    run_ranks(slow_steps, 1, given)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    times = [row["runtime/iteration_time"] for row in rows[1:]]
+    assert all(0.1 < seconds < 0.19 for seconds in times), times
+
+
+def slow_steps(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """For the pool: steps of a tenth of a second, saves of two."""
+    import time
+
+    from megatron.training import train
+    from tests.training.runs import begin
+
+    training = begin(given)
+    train_step, save = training.engine.train_step, training.checkpointer.save
+    training.engine.train_step = lambda *a: (time.sleep(0.1), train_step(*a))[1]  # type: ignore[method-assign]
+    training.checkpointer.save = lambda *a: (time.sleep(0.2), save(*a))[1]  # type: ignore[method-assign]
+    train(training)
+
+
 def test_rows_after_the_restored_step_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"iteration": {i}, "run_id": "a"}}\n' for i in range(6)) + '{"iteration": 6, "trai')

@@ -62,6 +62,40 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
 
 
+def poison_parameter(rank: int, world_size: int, values: dict[str, Any], name: str) -> tuple[Any, Any]:
+    """For the pool: the gradient of one parameter is bad at step 3, on the last rank alone."""
+    from megatron.training import train
+
+    training = begin(values)
+    if rank == world_size - 1:
+        param = dict(training.engine.stage.named_parameters())[name]
+        param.register_hook(lambda grad: grad * (math.nan if training.progress.iteration == 2 else 1.0))
+    message = None
+    try:
+        train(training)
+    except NonFiniteError as problem:
+        message = str(problem)
+    return message, training.engine.weights(master=True)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bfloat16"), (2, "bfloat16")]
+)
+@pytest.mark.parametrize("name", ["input_layernorm.weight", "mlp.linear1.weight"])
+def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
+    """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank has."""
+    layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
+    values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
+    found = run_ranks(poison_parameter, 2, values, f"layers.2.{name}", timeout=30)
+    good = run_ranks(run_to_end, 2, {**values, "save": None, "train_iters": 2, "lr_decay_iters": 6})
+    for (message, weights), (_, expected) in zip(found, good, strict=True):
+        assert message is not None and message.startswith(f"step 3: rank 1: gradient of 2.{name} is not finite")
+        assert bit_equal(weights, expected)
+    assert (tmp_path / "run" / "latest").read_text() == "global_step2"
+    rows = [json.loads(line) for line in (tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2], "the steps before have their rows"
+
+
 def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
     """For the pool: a loss that is infinite while its gradient is finite."""
     from megatron.objectives import LANGUAGE_MODELLING, Objective

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,65 @@ def test_signal_to_one_rank_stops_all(name: str, number: signal.Signals, tmp_pat
 
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?i)sigterm|signal 15|-15"):
-        run_ranks(two_signals, 1, _values(tmp_path, {}))
+        run_ranks(two_signals, 1, _values(tmp_path, {}), 2.2)
     assert not (tmp_path / "run" / "latest").exists()
 
 
-def two_signals(rank: int, world_size: int, values: dict[str, Any]) -> None:
+def test_a_signal_and_its_echo_are_one(tmp_path: Path) -> None:
+    """A scheduler signals every process; the launcher passes on what it got."""
+    run_ranks(two_signals, 1, _values(tmp_path, {}), 0.1)
+    assert (tmp_path / "run" / "latest").read_text() == "global_step1"
+
+
+def test_timed_saves_are_written_once() -> None:
+    """With several ranks the answer comes a step after the question."""
+    from types import SimpleNamespace
+
+    from megatron.mpu import ParallelGroups
+    from megatron.training.stopping import StopCondition
+
+    args = SimpleNamespace(exit_duration_in_mins=None, save_interval_in_mins=0.3 / 60, exit_interval=None)
+    stop = StopCondition(args, ParallelGroups.single())  # type: ignore[arg-type]
+    before: list[list[int] | None] = [None]
+
+    def late(values: list[int]) -> list[int] | None:
+        answer, before[0] = before[0], values
+        return answer
+
+    stop._agreement.exchange = late  # type: ignore[method-assign]
+    saves = []
+    for step in range(1, 21):
+        time.sleep(0.05)
+        if stop.ask(step)[1]:
+            saves.append(step)
+            stop.note_save()
+    stop.close()
+    assert len(saves) >= 2 and all(b - a > 3 for a, b in zip(saves, saves[1:], strict=False)), saves
+
+
+def test_status_of_a_run_that_breaks(tmp_path: Path) -> None:
+    """What an earlier, finished start wrote does not stay."""
+    run_ranks(run_to_end, 1, _values(tmp_path, {}))
+    with pytest.raises(AssertionError, match="broken on purpose"):
+        run_ranks(breaks, 2, _values(tmp_path, {}, train_iters=8, lr_decay_iters=6, no_load_optim=True))
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["iteration"]) == ("failed", 6) and status["train_iters"] == 8
+
+
+def breaks(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    """For the pool: rank 0's next step raises."""
+    from megatron.training import train
+
+    training = begin(values)
+
+    def step(batches: Any, lr: float) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    training.engine.train_step = step  # type: ignore[method-assign]
+    train(training)
+
+
+def two_signals(rank: int, world_size: int, values: dict[str, Any], later: float) -> None:
     """For the pool: both in one step."""
     from megatron.training import train
 
@@ -80,6 +135,7 @@ def two_signals(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
     def step(batches: Any, lr: float) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(later)
         os.kill(os.getpid(), signal.SIGTERM)
         return train_step(batches, lr)
 
