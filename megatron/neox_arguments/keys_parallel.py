@@ -20,7 +20,7 @@ class RunnerKeys:
         30.0, "How long ranks wait for each other until the first step is done, and while they save or validate", gt=0
     )
     collective_timeout_s: float = key(
-        300.0, "How long ranks wait for each other in later steps; never less than three times the longest step", gt=0
+        40.0, "How long ranks wait for each other in later steps; never less than three times the longest step", gt=0
     )
 
 
