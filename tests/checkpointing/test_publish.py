@@ -78,7 +78,7 @@ def test_keep_last_n(tmp_path: Path) -> None:
     folder = f"{tmp_path}/"  # NeoX never deletes when `save` ends with a slash
     for step in (2, 10, 100, 9, 101):
         save(folder, step, keep_last_n=3)
-    assert [step_of(p) for p in list_checkpoints(folder)] == [9, 100, 101], "by age: a run that began again keeps its own"
+    assert [step_of(p) for p in list_checkpoints(folder)] == [9, 100, 101], "by age, not by step"
     save(folder, 5, keep_last_n=1)  # the newest by time is kept, though its step is not the highest
     assert [p.name for p in list_checkpoints(folder)] == ["global_step5"]
     assert sorted(os.listdir(folder)) == ["global_step5", "latest"]
