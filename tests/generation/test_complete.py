@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import CheckpointError
+from megatron.checkpointing import DamagedError
 from megatron.generation import Completion, Sampling, complete, samples
 from megatron.generation.model import Model
 from megatron.generation.samples import Prompt, Sample, sample
@@ -152,7 +152,7 @@ def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> N
     content[len(content) // 2] ^= 1
     layer.write_bytes(content)
     values = {**own_run, **LAYOUTS["one process"][1], "load": str(tmp_path), "iteration": 2}
-    with pytest.raises(AssertionError, match=rf"{CheckpointError.__name__}: .*layer_03-model_01.*\(checksum\)"):
+    with pytest.raises(AssertionError, match=rf"{DamagedError.__name__}: .*layer_03-model_01.*\(checksum\)"):
         run_ranks(written, 1, values, 1)
 
 
