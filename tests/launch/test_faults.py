@@ -110,6 +110,18 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     yield run(folder)
 
 
+def every_row(log: Path) -> None:
+    """Rows 7 to 11 on the log of a run that failed: progress, loss and experiment can be read, trouble is found."""
+    assert re.search(r"lm_loss: \d", bash('grep "iteration.*lm_loss" <log>', log)[1])
+    for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[0-9.E+-]+"):
+        found = bash(f"""grep "iteration.*lm_loss:" <log> | tail -1 | grep -oP '{pattern}'""", log)[1]
+        assert float(found) > 0
+    assert bash(EXPERIMENT, log) == (0, "sf_model_organisms/exp_1\n")
+    assert bash(ANY_TROUBLE, log)[0] == 0
+    assert bash(CRASHED, log)[0] == 0
+    assert time.time() - int(bash("stat -c %Y <log>", log)[1]) < 600
+
+
 def test_the_log_of_a_healthy_run_answers_every_question(healthy: Ended) -> None:
     log = healthy.log
     assert healthy.code == 0
@@ -143,8 +155,7 @@ def test_the_log_of_a_crashed_run_ends_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "crashing.py").write_text(CRASHING)
     ended = run(tmp_path, script=str(tmp_path / "crashing.py"))
     assert ended.code == 1
-    assert bash(CRASHED, ended.log)[0] == 0
-    assert bash(EXPERIMENT, ended.log)[1] == "sf_model_organisms/exp_1\n"
+    every_row(ended.log)
     last = "".join(ended.log.read_text().splitlines(keepends=True)[-100:])
     assert re.search(r"error: rank 1 of 2 failed with exit code 1;[\s\S]*Traceback[\s\S]*ValueError: rank one is", last)
     assert "ValueError: rank one is ill" in (ended.save / "logs" / "rank_1.log").read_text()
@@ -156,7 +167,7 @@ def test_a_stopped_rank_ends_the_run_within_a_minute_and_shows_all_stacks(tmp_pa
     assert ended.code == 128 + signal.SIGSTOP
     assert ended.seconds < 60
     assert not any(Path(f"/proc/{pid}").exists() for pid in ended.pids)
-    assert bash(CRASHED, ended.log)[0] == 0
+    every_row(ended.log)
     stacks = ended.log.read_text().partition("rank 0 of 2, where it is:")[2]
     assert "most recent call first" in stacks.partition("rank 1 of 2, where it is")[0], "rank 0's"
     assert "in train\n" in stacks.partition("rank 1 of 2, where it is")[2], "rank 1's"
