@@ -99,7 +99,8 @@ CASES: list[tuple[str, Callable[[Path], list[str]] | list[str], str]] = [
     ("foreign .idx", _bin_idx(lambda f: (f / "text.idx").write_bytes(b"PK" * 500)), r"text\.idx"),  # type: ignore[arg-type,return-value]
     ("token id", _bin_idx(_huge_token), r"text.*60000"),
     ("short data", ["seq_length=20000", "max_position_embeddings=20000"], r"one sample takes seq_length \+ 1 = 20001"),
-    ("heads and tp", ["model_parallel_size=3"], r"model_parallel_size: 3 is more than num_kv_heads 2"),
+    ("heads and tp", ["model_parallel_size=3", "num_kv_heads=null"], r"model_parallel_size: 3 .*num_attention_heads 4"),
+    ("kv heads and tp", ["model_parallel_size=3"], r"model_parallel_size: 3 is more than num_kv_heads 2"),
     ("world size", ["pipe_parallel_size=2"], r"1 ranks cannot be divided"),
     ("pipe > layers", ["pipe_parallel_size=5"], r"pipe_parallel_size.*num_layers"),
     ("ZeRO 2 and pipe", ["pipe_parallel_size=2", "zero_optimization.stage=2"], r"zero_optimization\.stage"),
