@@ -112,11 +112,11 @@ def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
     run_ranks(slow_steps, 1, given)
     rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     times = [row["runtime/iteration_time"] for row in rows[1:]]
-    assert all(0.1 < seconds < 0.19 for seconds in times), times
+    assert all(0.1 < seconds < 0.6 for seconds in times), times
 
 
 def slow_steps(rank: int, world_size: int, given: dict[str, Any]) -> None:
-    """For the pool: steps of a tenth of a second, saves of two."""
+    """For the pool: steps of a tenth of a second, saves of six."""
     import time
 
     from megatron.training import train
@@ -125,7 +125,7 @@ def slow_steps(rank: int, world_size: int, given: dict[str, Any]) -> None:
     training = begin(given)
     train_step, save = training.engine.train_step, training.checkpointer.save
     training.engine.train_step = lambda *a: (time.sleep(0.1), train_step(*a))[1]  # type: ignore[method-assign]
-    training.checkpointer.save = lambda *a: (time.sleep(0.2), save(*a))[1]  # type: ignore[method-assign]
+    training.checkpointer.save = lambda *a: (time.sleep(0.6), save(*a))[1]  # type: ignore[method-assign]
     train(training)
 
 
