@@ -21,11 +21,9 @@ from megatron.checkpointing import (
 )
 from megatron.model import Stage, build_stage
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, on_rank_zero, together, together_local
+from megatron.mpu import DTYPES, ParallelGroups, on_rank_zero, together, together_local
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, with_vocabulary
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     with torch.no_grad():
         for layer, name, param in parameters:
             param.copy_(weights[layer][name])
-    dtype = _DTYPES[args.params_dtype]
+    dtype = DTYPES[args.params_dtype]
     logger.info(f"weights of {path}, in {args.params_dtype}")
     return Model(args, groups, tokenizer, stage.to(dtype).eval(), dtype)
 

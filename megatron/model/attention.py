@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.cache import LayerCache
 from megatron.model.positions import Rope, apply_rope
-from megatron.mpu import Linear, ParallelGroups, seeded
+from megatron.mpu import DTYPES, Linear, ParallelGroups, seeded
 from megatron.mpu.random import fork_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -106,7 +106,7 @@ def _problem(
     name: str, args: NeoXArgs, device: torch.device, queries: int, keys: int, masked: bool, dropping: bool
 ) -> str | None:
     """Why a kernel cannot do one call (and its gradient, for more than one query); None when it can."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.params_dtype]
+    dtype = DTYPES[args.params_dtype]
     kv_heads = min(args.kv_heads, 2)
     heads, training = kv_heads * args.num_attention_heads // args.kv_heads, queries > 1
 

@@ -5,6 +5,7 @@ Everything takes its groups as an argument; nothing here is global."""
 
 from megatron.mpu.cross_entropy import token_logprobs
 from megatron.mpu.distributed import Process, configure_logging, join, on_rank_zero, together, together_local
+from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.layers import Linear, VocabParallelEmbedding
 from megatron.mpu.mappings import (
@@ -20,6 +21,7 @@ from megatron.mpu.watchdog import Watchdog
 
 __all__ = [
     "AXES",
+    "DTYPES",
     "Linear",
     "ParallelGroups",
     "Process",

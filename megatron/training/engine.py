@@ -35,7 +35,7 @@ from megatron.checkpointing import FileRecord, load_tensors, save_tensors
 from megatron.data import Batch
 from megatron.model import Hidden, Stage, forward_only, layer_params, shard
 from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import ParallelGroups, token_logprobs
+from megatron.mpu import DTYPES, ParallelGroups, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
@@ -47,8 +47,6 @@ from megatron.training.optimizers import (
     gradient_norm,
     set_learning_rate,
 )
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

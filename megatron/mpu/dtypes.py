@@ -1,0 +1,7 @@
+"""Precisions by the names of `args.params_dtype`."""
+
+from types import MappingProxyType
+
+import torch
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
