@@ -38,21 +38,16 @@ def resolve_section(declaration: type, given: Mapping[str, Any], problems: Probl
     """As `check_keys`, frozen, without the keys that are refused or have no effect: those need not travel further."""
     keys = keys_of(declaration)
     values = check_keys(declaration, given, problems, prefix)
-    return freeze({n: v for n, v in values.items() if keys[n].refuse is None and keys[n].no_effect is None})
+    silent = {name for name, key in keys.items() if key.standing in ("refused", "later", "no effect")}
+    return freeze({name: value for name, value in values.items() if name not in silent})
 
 
 def _checked(key: Key, path: str, value: Any, problems: Problems, fallback: Any) -> Any:
-    if key.refuse is not None and value != key.default:
-        problems.add(path, f"{show(value)} is refused: {key.refuse}")
-        return fallback
     if key.section is not None:
         if not isinstance(value, Mapping):
             problems.add(path, f"expected a mapping, got {show(value)}")
             return fallback
         return resolve_section(key.section, value, problems, path + ".")
-    if isinstance(value, str) and value.lower() in [str(v).lower() for v in key.later]:
-        problems.add(path, f"{show(value)} of GPT-NeoX is not built yet; use {_choices(key)}")
-        return fallback
     try:
         value = _coerce(key.type, freeze(value))
         _check_bounds(key, value)
@@ -97,6 +92,12 @@ def _coerce_one(member: Any, value: Any) -> Any:
         return float(value)
     if member is int and isinstance(value, float) and value.is_integer():
         return int(value)  # 1e3
+    if member is Any:
+        return value
+    if get_origin(member) is Mapping or member is Mapping:
+        if not isinstance(value, Mapping):
+            raise _Mismatch("a mapping")
+        return value
     if not isinstance(value, member) or (isinstance(value, bool) and member is not bool):
         raise _Mismatch(member.__name__)
     if member is float and not math.isfinite(value):
@@ -105,8 +106,6 @@ def _coerce_one(member: Any, value: Any) -> Any:
 
 
 def _check_bounds(key: Key, value: Any) -> None:
-    bounds = [(key.ge, "at least"), (key.gt, "more than"), (key.le, "at most"), (key.lt, "less than")]
-    texts = [f"{text} {bound}" for bound, text in bounds if bound is not None]
     inside = (
         (key.ge is None or value >= key.ge)
         and (key.gt is None or value > key.gt)
@@ -114,16 +113,14 @@ def _check_bounds(key: Key, value: Any) -> None:
         and (key.lt is None or value < key.lt)
     )
     if not inside:
-        raise _Mismatch("a number " + " and ".join(texts))
+        raise _Mismatch(f"a number {key.bounds}")
 
 
 def _unknown(name: str, keys: Mapping[str, Key]) -> str:
     near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
+    near = [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.05]
     return "unknown key" + (f"; did you mean {' or '.join(near)}?" if near else "; remove it")
-
-
-def _choices(key: Key) -> str:
-    return _one_of(key.choices)
 
 
 def _one_of(values: tuple[Any, ...]) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.neox_arguments.errors import ConfigError
-from megatron.neox_arguments.neox_args import NeoXArgs, load_assignments
+from megatron.neox_arguments.neox_args import NeoXArgs, load, load_assignments
 from megatron.neox_arguments.read import parse_overrides
-from megatron.neox_arguments.report import print_config
+from megatron.neox_arguments.reference import help_pages
+from megatron.neox_arguments.report import diff_config, print_config
 
 _DEEPY = """\
 examples:
@@ -19,6 +20,8 @@ examples:
   python deepy.py --num_gpus 2 train.py a.yml --set model_parallel_size=2 optimizer.params.lr=1e-3
   python deepy.py generate.py -d configs quickstart text_generation -i prompts.txt -o samples.jsonl
   python deepy.py train.py a.yml --print-config
+  python deepy.py --help-config gradient_clipping          (or zero_optimization.stage, or 'lr_*')
+  python deepy.py --diff-config a.yml b.yml                (layers with commas: a.yml,local.yml b.yml,local.yml)
 """
 _SCRIPT = """\
 examples:
@@ -30,6 +33,7 @@ examples:
 _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hosts and their slots"}),
     (("--include",), "include", {"metavar": "DEVICES", "help": "devices to use, as in localhost:2,3"}),
+    (("--exclude",), "exclude", {"metavar": "DEVICES", "help": "devices not to use, as in localhost:0"}),
     (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks to start here"}),
     (("--max-restarts", "--max_restarts"), "max_restarts", {"metavar": "N", "type": int, "help": "after failures"}),
     (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
@@ -41,6 +45,9 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("--eval_tasks",), "eval_tasks", {"metavar": "TASK", "nargs": "+", "help": "evaluation tasks"}),
     (("--eval_results_prefix",), "eval_results_prefix", {"metavar": "NAME", "help": "prefix of result files"}),
 )
+
+
+_SUFFIXES = (".yml", ".yaml", ".json")
 
 
 class DeepyCommand(NamedTuple):
@@ -82,6 +89,31 @@ def parse_script(argv: Sequence[str] | None, prog: str) -> NeoXArgs:
     return args
 
 
+class _HelpConfig(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        sys.stdout.write(help_pages(NeoXArgs, values) + "\n")
+        parser.exit()
+
+
+class _DiffConfig(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        one, other = (load(_layers(value)) for value in values)
+        difference = diff_config(one, other)
+        sys.stdout.write(difference + "\n" if difference else "no value differs\n")
+        parser.exit()
+
+
+def _layers(text: str) -> list[str]:
+    """`a.yml,b` -> [a.yml, b.yml]; a folder -> the files in it."""
+    if Path(text).is_dir():
+        return [str(path) for path in sorted(Path(text).iterdir()) if path.suffix in _SUFFIXES]
+    return [_file(name) for name in text.split(",")]
+
+
+def _file(name: str) -> str:
+    return name if name.endswith(_SUFFIXES) else name + ".yml"
+
+
 def _parser(prog: str, examples: str, description: str, with_script: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -96,6 +128,11 @@ def _parser(prog: str, examples: str, description: str, with_script: bool = Fals
         help="override keys, last of all; dotted paths reach into sections, values are YAML, null removes",
     )  # fmt: skip
     parser.add_argument("--print-config", action="store_true", help="print all values with their origins and exit")
+    parser.add_argument("--help-config", metavar="KEY", action=_HelpConfig, help="print what a key means and exit")
+    parser.add_argument(
+        "--diff-config", metavar=("A", "B"), nargs=2, action=_DiffConfig,
+        help="print the values that differ between two runs and exit; files, or folders of configs in a checkpoint",
+    )  # fmt: skip
     for names, key, options in _FLAGS:
         parser.add_argument(*names, dest=key, **options)
     return parser
@@ -111,7 +148,7 @@ def _assignments(parsed: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 
 def _load(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
-    files = [name if name.endswith((".yml", ".yaml", ".json")) else name + ".yml" for name in parsed.conf_file]
+    files = [_file(name) for name in parsed.conf_file]
     if parsed.conf_dir is not None:
         files = [os.path.join(parsed.conf_dir, name) for name in files]
     return load_assignments(files, assignments)

@@ -18,6 +18,7 @@ class _Required:
 
 
 REQUIRED: Final = _Required()
+STANDINGS: Final = ("honoured", "honoured, differs", "no effect", "refused", "later")
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,52 @@ class Key:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    later: tuple[Any, ...] = ()  # GPT-NeoX values that are not built here: refused by name
     no_effect: str | None = None  # accepted, changes no number; the reason
-    refuse: str | None = None  # anything but the default is refused; the reason and the fix
+    differs: str | None = None  # what GPT-NeoX does instead, and the key that brings it back
+    refuse: str | None = None  # a run refuses anything but the default; the reason and the fix
+    later: str | None = None  # a run refuses anything but the default: this feature is not built yet
+    refuse_values: Mapping[Any, str] = field(default_factory=dict)  # as refuse, of single values
+    later_values: Mapping[Any, str] = field(default_factory=dict)  # as later, of single values
+    source: str = "upstream"  # who brought it: GPT-NeoX (upstream), its geodesic fork, or new here
+    same_as: str | None = None  # GPT-NeoX makes it from this dotted key: a file may repeat it, not contradict it
     section: type | None = None  # a mapping whose sub-keys are declared by this dataclass
 
     @property
     def required(self) -> bool:
         return self.default is REQUIRED
+
+    @property
+    def bounds(self) -> str:
+        """`at least 0 and less than 1`, "" without bounds."""
+        limits = ((self.ge, "at least"), (self.gt, "more than"), (self.le, "at most"), (self.lt, "less than"))
+        return " and ".join(f"{text} {bound}" for bound, text in limits if bound is not None)
+
+    @property
+    def standing(self) -> str:
+        """One of STANDINGS."""
+        if self.no_effect is not None:
+            return "no effect"
+        if self.differs is not None:
+            return "honoured, differs"
+        return "refused" if self.refuse is not None else "later" if self.later is not None else "honoured"
+
+    def refusal(self, value: Any) -> str | None:
+        """Why a run refuses this value, None when it takes it. Unset, empty and default values are taken."""
+        off = isinstance(value, Mapping) and value.get("enabled") is False
+        if value is None or value == self.default or value in ({}, (), []) or off:
+            return None
+        if self.refuse is not None:
+            return self.refuse
+        if self.later is not None:
+            return f"{self.later} is not built yet"
+        if isinstance(value, tuple):
+            return next((reason for reason in map(self.refusal, value) if reason), None)
+        found = value.lower() if isinstance(value, str) else value
+        for reasons, text in ((self.refuse_values, "{}"), (self.later_values, "{} is not built yet")):
+            for refused, reason in reasons.items():
+                if found == (refused.lower() if isinstance(refused, str) else refused):
+                    return text.format(reason)
+        return None
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -49,7 +88,7 @@ class Key:
 
 
 def key(default: Any, meaning: str, **facts: Any) -> Any:
-    """Declare a key; `facts` are fields of `Key` (ge, gt, le, lt, later, no_effect, refuse, section).
+    """Declare a key; `facts` are the other fields of `Key` (bounds, standing, section).
 
     A default of None means that null is allowed, and that the value is None or made when resolving.
     """

@@ -1,27 +1,27 @@
 """Values that follow from others, made before the configuration is frozen."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.neox_arguments.check import resolve_section
+from megatron.neox_arguments.declare import Key
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.read import show
 from megatron.neox_arguments.sections import Bf16, Fp16, Optimizer, ZeroOptimization
 
-_MISSING_LAYER_KINDS = (
-    "local",
-    "sparse_fixed",
-    "sparse_variable",
-    "bigbird",
-    "bslongformer",
-    "gmlp",
-    "amlp",
-    "rwkv",
+_ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+_OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "Adam": _ADAM, "AdamW": _ADAM, "CPU_Adam": _ADAM, "CPU_Torch_Adam": _ADAM, "SGD": {"momentum": 0.0},
+    "Lion": {"betas": (0.9, 0.99)},
+}  # fmt: skip
+_LAYER_KINDS = (
+    "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
     "mamba",
-)
+)  # fmt: skip
 
 
-def derive(values: dict[str, Any], problems: Problems) -> dict[str, Any]:
+def derive(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) -> dict[str, Any]:
     """`values` with everything filled in that does not need the world size."""
     values = dict(values)
     _precision(values, problems)
@@ -32,10 +32,42 @@ def derive(values: dict[str, Any], problems: Problems) -> dict[str, Any]:
         values["lr_decay_iters"] = max(1, int(values["train_iters"] * (values["lr_decay_fraction"] or 1)))
     if values["text_gen_type"] is None:
         values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
+    _repeated(values, keys, problems)
+    values["world_size"] = None  # for_world says it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
+    return values
+
+
+def _repeated(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) -> None:
+    """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a contradiction."""
+    for name, key in keys.items():
+        if key.same_as is None:
+            continue
+        value, given = _at(values, key.same_as), problems.origin(name) is not None
+        if (problems.origin(key.same_as) or "").startswith("--") and not (problems.origin(name) or "").startswith("--"):
+            given = False  # an override of the one is meant for both
+        if given and values[name] != key.default and not _same(values[name], value):
+            place = problems.origin(key.same_as)
+            problems.add(
+                name,
+                f"{show(values[name])}, but {key.same_as}, which it is made from, is {show(value)}"
+                f"{f' ({place})' if place else ' by default'}; write {key.same_as} and remove {name}",
+            )
+        values[name] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return one.lower() == other.lower()
+    return one == other
+
+
+def _at(values: Any, path: str) -> Any:
+    for part in path.split("."):
+        values = values[part]
     return values
 
 
@@ -70,15 +102,21 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     kind, params = values["optimizer"]["type"], values["optimizer"]["params"]
     if params is None:
         return
-    defaults: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-    if kind in ("SGD", "Lion"):
-        defaults = {"momentum": 0.0} if kind == "SGD" else {"betas": (0.9, 0.99)}
+    if params["weight_decay"] is not None:  # DeepSpeed's place for it
+        own = problems.origin("weight_decay")
+        if own and values["weight_decay"] != params["weight_decay"]:
+            problems.add("optimizer.params.weight_decay", f"{params['weight_decay']}, but weight_decay is "
+                f"{values['weight_decay']} ({own}); remove one of them")  # fmt: skip
+        values["weight_decay"] = params["weight_decay"]
+    params = {name: value for name, value in params.items() if name != "weight_decay"}
+    defaults: dict[str, Any] = _OPTIMIZERS.get(kind, params)
     for name, value in params.items():
         if value is not None and name != "lr" and name not in defaults:
             path = f"optimizer.params.{name}"
             problems.add(path, f"{kind} has no {name}, only lr, {', '.join(defaults)}; remove it (--set {path}=null)")
     filled = {name: default if params[name] is None else params[name] for name, default in defaults.items()}
-    if "betas" in filled and not (len(filled["betas"]) == 2 and all(0 <= beta < 1 for beta in filled["betas"])):
+    betas = filled.get("betas") or (0, 0)
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         problems.add("optimizer.params.betas", f"expected two numbers in [0, 1), got {show(filled['betas'])}")
     values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
 
@@ -104,9 +142,7 @@ def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, 
                 problems.add("attention_config", f'expected a count or "all", got {show(count)}')
                 return ("global",) * num_layers
     for kind in dict.fromkeys(kinds):
-        if kind in _MISSING_LAYER_KINDS:
-            problems.add("attention_config", f"{show(kind)} of GPT-NeoX is not built; use global or flash")
-        elif kind not in ("global", "flash"):
+        if kind not in _LAYER_KINDS:
             problems.add("attention_config", f"expected global or flash, got {show(kind)}")
     if len(kinds) != num_layers:
         problems.add("attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}")

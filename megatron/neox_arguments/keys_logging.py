@@ -1,11 +1,10 @@
 """Keys of logs, trackers and text generation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.neox_arguments.declare import key
-
-_NO_HARNESS = "evaluation tasks are not built yet; remove it (--set {}=null)"
 
 
 @dataclass(frozen=True)
@@ -13,25 +12,56 @@ class LoggingKeys:
     log_dir: str | None = key(None, "Folder of each rank's output and of metrics.jsonl; unset: `logs` in `save`")
     log_interval: int = key(100, "Iterations between log lines", ge=1)
     tensorboard_dir: str | None = key(None, "Folder of TensorBoard's event files; unset: none are written")
-    use_wandb: bool | None = key(None, "Log to Weights & Biases")
+    use_wandb: bool | None = key(
+        None, "Log to Weights & Biases", differs="GPT-NeoX turns it on by itself when it finds a key; unset is off here"
+    )
+    wandb_mode: Literal["online", "offline", "disabled"] | None = key(
+        None, "Where that run is written; unset: WANDB_MODE, else online", source="new"
+    )
+    wandb_init_all_ranks: bool = key(False, "One run a rank, in one group")
     wandb_project: str = key("neox", "Weights & Biases project")
-    wandb_group: str | None = key(None, "Weights & Biases group")
+    wandb_group: str | None = key(None, "Weights & Biases group", differs="GPT-NeoX adds a random suffix")
     wandb_run_name: str | None = key(None, "Weights & Biases run name")
     wandb_team: str | None = key(None, "Weights & Biases entity")
     wandb_host: str = key("https://api.wandb.ai", "Weights & Biases server")
+    use_comet: bool | None = key(None, "Log to Comet")
+    comet_mode: Literal["online", "offline"] | None = key(
+        None, "offline: write the experiment into log_dir", source="new"
+    )
+    comet_workspace: str | None = key(None, "Comet workspace")
+    comet_project: str | None = key(None, "Comet project")
+    comet_experiment_name: str | None = key(None, "Comet experiment name")
+    comet_tags: tuple[str, ...] | None = key(None, "Comet tags")
+    comet_others: Mapping[str, Any] | None = key(None, "Further values shown with the Comet experiment")
+    git_hash: str | None = key(None, "Commit recorded with the run; unset: git says it")
+    log_device_metrics: Literal["auto", True, False] = key(
+        "auto",
+        "Utilisation, memory and power of all GPUs (NVML); auto: where there are GPUs and nvidia-ml-py",
+        source="new",
+    )
     peak_theoretical_tflops: float | None = key(None, "Peak of one device; if set, MFU and HFU are logged", gt=0)
-    steps_per_print: int = key(10, "DeepSpeed's own log interval", no_effect="log_interval decides")
-    wall_clock_breakdown: bool = key(False, "DeepSpeed's timers", no_effect="DeepSpeed's timers are not printed")
-    log_grad_norm: bool = key(False, "Log the gradient norm", no_effect="it is always logged")
+    log_grad_norm: bool = key(False, "Log the norm of each parameter's gradient (the whole norm always is)")
+    log_param_norm: bool = key(False, "Log the norm of each parameter")
+    log_grad_pct_zeros: bool = key(False, "Log the share of zeros in each parameter's gradient")
+    log_optimizer_states: bool = key(False, "Log the norms of the optimizer's states")
+    log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale (McCandlish et al. 2018)")
+    gradient_noise_scale_n_batches: int = key(5, "Steps that estimate is made over", ge=2)
+    gradient_noise_scale_cpu_offload: bool = key(False, "Keep its buffers in host memory")
+    profile: bool = key(False, "Record a torch profiler trace of some iterations")
+    profile_step_start: int = key(10, "The trace begins after this iteration", ge=0)
+    profile_step_stop: int = key(12, "Last iteration of the trace", ge=1)
+    memory_profiling: bool = key(False, "Record a memory snapshot of those iterations")
+    memory_profiling_path: str | None = key(None, "Folder of the snapshots")
 
 
 @dataclass(frozen=True)
 class TextgenKeys:
-    text_gen_type: Literal["unconditional", "input-file", "interactive"] = key(
+    text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute"] = key(
         None,
         "Where prompts come from, interactive: the terminal; unset: input-file if sample_input_file is set",
-        later=("precompute",),
+        later_values={"precompute": "writing log-probabilities"},
     )
+    return_logits: bool = key(False, "Write the logits of generated tokens too", later="writing logits")
     temperature: float = key(0.0, "Divides the logits; 0: always the most likely token", ge=0)
     top_p: float = key(0.0, "Sample from the smallest set with this probability; 0: all tokens", ge=0, le=1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all tokens", ge=0)
@@ -43,5 +73,5 @@ class TextgenKeys:
     )
     num_samples: int = key(1, "Samples to generate without prompts", ge=1)
     recompute: bool = key(False, "Generate without a cache: every token runs the text before it again (slow)")
-    eval_tasks: tuple[str, ...] | None = key(None, "Evaluation tasks", refuse=_NO_HARNESS.format("eval_tasks"))
-    eval_results_prefix: str = key("", "Prefix of result files", refuse=_NO_HARNESS.format("eval_results_prefix"))
+    eval_tasks: tuple[str, ...] | None = key(None, "Tasks of lm-eval to run", later="evaluation")
+    eval_results_prefix: str = key("", "Prefix of result files", later="evaluation")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.neox_arguments.declare import REQUIRED, key
-from megatron.neox_arguments.sections import Bf16, DataTypes, Fp16
+from megatron.neox_arguments.sections import Bf16, DataTypes, Fp16, RopeScaling
 
 Init = Literal[
     "normal", "scaled_normal", "orthogonal", "scaled_orthogonal", "xavier_uniform", "xavier_normal", "wang_init",
@@ -23,35 +23,94 @@ class ModelKeys:
     num_kv_heads: int | None = key(None, "Number of key-value heads (GQA, MQA); unset: num_attention_heads", ge=1)
     seq_length: int = key(REQUIRED, "Tokens of one sample", ge=1)
     max_position_embeddings: int = key(REQUIRED, "Longest sequence the model can read; rows of learned positions", ge=1)
-    intermediate_size: int | None = key(None, "Inner width of the MLP, as it is (see compat_ffn_width)", ge=1)
+    intermediate_size: int | None = key(
+        None,
+        "Inner width of the MLP, as it is",
+        ge=1,
+        differs="GPT-NeoX takes 2/3 of it for gated activations: compat_ffn_width",
+    )
     expansion_factor: float | None = key(
         None, "Inner width in units of hidden_size when intermediate_size is unset; 4", gt=0
     )
     mlp_multiple_of: int = key(1, "An inner width that is not given is rounded up to a multiple of this", ge=1)
-    compat_ffn_width: Literal["upstream", "fork"] | None = key(
-        None, "Compute the inner width as GPT-NeoX (upstream) or its geodesic fork do from the same keys"
+    compat_ffn_width: Literal["none", "upstream", "fork"] | None = key(
+        None,
+        "Whose inner width the keys mean: as they are (none), GPT-NeoX's (upstream) or its geodesic fork's",
+        source="new",
     )
-    norm: Literal["layernorm", "rmsnorm"] = key(
-        "layernorm",
-        "Kind of normalisation",
-        later=("non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"),
+    norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = key(
+        "layernorm", "Kind of normalisation; te_*: under Transformer-Engine's names"
+    )
+    use_qk_layernorm: bool = key(False, "Normalise queries and keys: layernorm over all heads, rmsnorm over each head")
+    use_separate_qk_norms: bool = key(
+        False,
+        "OLMo: RMSNorm over all queries and over all keys",
+        differs="the geodesic fork normalises the heads of each tensor rank by themselves",
+        source="fork",
+    )
+    norm_placement: Literal["pre", "post", "olmo3"] = key(
+        "pre",
+        "Where blocks normalise: before attention and MLP, or (olmo3) what these add",
+        refuse_values={"post": "the geodesic fork trained pre under this name; write pre, or olmo3"},
+        source="fork",
     )
     layernorm_epsilon: float = key(1e-5, "Added to the variance in layernorm", gt=0)
-    rms_norm_epsilon: float = key(1e-8, "Added to the mean square in rmsnorm", gt=0)
-    pos_emb: Literal["learned", "rotary", "alibi", "none"] = key(
-        "learned", "Kind of position information", later=("sinusoidal", "rpe")
+    rms_norm_epsilon: float = key(
+        1e-8,
+        "Added to the mean square in rmsnorm",
+        gt=0,
+        differs="before #1345 (2025) GPT-NeoX added it to the root instead",
+    )
+    scalenorm_epsilon: float = key(1e-8, "Smallest length in scalenorm", gt=0)
+    pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = key(
+        "learned", "Kind of position information; rpe: T5's buckets"
+    )
+    opt_pos_emb_offset: int = key(0, "learned: rows of the table before position 0, as in OPT", ge=0)
+    rpe_num_buckets: int = key(32, "rpe: distances told apart", ge=2)
+    rpe_max_distance: int = key(128, "rpe: distances from here on are one", ge=2)
+    rope_scaling: Mapping[str, Any] | None = key(
+        None,
+        "Stretch rotary positions to longer sequences, with HuggingFace's names",
+        section=RopeScaling,
+        source="new",
+    )
+    rotary_save_freqs_buffer: bool = key(False, "Write the rotary frequencies into checkpoints, as Pythia's files have")
+    sliding_window_width: int | None = key(
+        None,
+        "A token sees this many tokens before it, besides itself",
+        ge=1,
+        differs="GPT-NeoX ignores it with `global` attention and pipe_parallel_size 0",
     )
     rotary_pct: float = key(1.0, "Share of each head's dimensions that is rotated", gt=0, le=1)
     rotary_emb_base: int | float = key(10000, "Base of the rotary frequencies", gt=0)
     no_weight_tying: bool = key(False, "Give the output layer its own weights instead of the embedding's")
     attention_config: tuple[Any, ...] = key(
-        None, "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics"
+        None,
+        "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics",
+        refuse_values={
+            **dict.fromkeys(
+                ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),
+                "DeepSpeed's sparse attention is gone (GPT-NeoX commit ea7aefd8 still names it); use flash, "
+                "with sliding_window_width for a window",
+            ),
+            **dict.fromkeys(("gmlp", "amlp"), "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"),
+            "rwkv": "RWKV is not here; GPT-NeoX commit ea7aefd8 has it",
+        },
+        later_values={"mamba": "Mamba"},
+    )
+    sparsity_config: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"
     )
     attention_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = key(
-        "auto", "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math"
+        "auto",
+        "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math",
+        source="new",
     )
     make_vocab_size_divisible_by: int = key(
-        128, "The vocabulary is padded to a multiple of this x model_parallel_size", ge=1
+        128,
+        "The vocabulary is padded to a multiple of this",
+        ge=1,
+        differs="GPT-NeoX pads to a multiple of this x model_parallel_size: padded_vocab_size takes any size",
     )
     padded_vocab_size: int = key(None, "Rows of the embedding; unset: made from the tokenizer", ge=1)
     activation: Activation = key("gelu", "Activation of the MLP; geglu, reglu, swiglu, bilinear and glu are gated")
@@ -59,18 +118,40 @@ class ModelKeys:
     init_method: Init = key("normal", "Initialisation of embeddings and of linears that read the residual stream")
     output_layer_init_method: Init = key("scaled_normal", "Initialisation of linears that write to the residual stream")
     init_method_std: float = key(0.02, "Standard deviation of the normal initialisations", ge=0)
-    gpt_j_residual: bool = key(False, "Attention and MLP side by side: x + attn(ln1(x)) + mlp(ln2(x))")
+    gpt_j_residual: bool = key(
+        False,
+        "Attention and MLP side by side: x + attn(ln1(x)) + mlp(ln2(x))",
+        differs="with use_bias_in_mlp: false GPT-NeoX drops the attention's output (since PR #1278)",
+    )
+    gpt_j_tied: bool = key(False, "gpt_j_residual: one norm for both, x + attn(ln1(x)) + mlp(ln1(x))")
     use_bias_in_attn_linear: bool = key(True, "Biases in the attention's linears")
     use_bias_in_mlp: bool = key(True, "Biases in the MLP's linears")
     use_bias_in_norms: bool = key(
-        True, "Biases in layernorm", no_effect="GPT-NeoX never reads it; layernorm has a bias"
+        True, "Biases in layernorm", differs="GPT-NeoX never reads it: compat_norm_bias keeps the biases"
+    )
+    compat_norm_bias: bool = key(
+        False, "Keep layernorm's biases whatever use_bias_in_norms says, as GPT-NeoX does", source="new"
     )
     attention_dropout: float = key(0.0, "Dropout of attention probabilities", ge=0, lt=1)
     hidden_dropout: float = key(0.0, "Dropout of what a block adds to the residual stream", ge=0, lt=1)
-    output_layer_parallelism: Literal["column"] = key("column", "How the output layer is split")
-    compile: Literal[False, "block"] = key(False, "Compile each transformer block with torch.compile")
+    output_layer_parallelism: Literal["column", "row"] = key(
+        "column",
+        "How the output layer is split",
+        refuse_values={"row": "GPT-NeoX broke it (#905) and took it out; write column"},
+    )
+    compile: Literal[False, "block"] = key(False, "Compile each transformer block with torch.compile", source="new")
     scaled_upper_triang_masked_softmax_fusion: bool = key(False, "Fused causal softmax", no_effect=_KERNEL)
     scaled_masked_softmax_fusion: bool = key(False, "Fused masked softmax", no_effect=_KERNEL)
+    fp16_lm_cross_entropy: bool = key(
+        False, "Compute the loss in fp16", refuse="the loss is computed in fp32, which is as fast here; remove it"
+    )
+    apply_query_key_layer_scaling: bool = key(
+        False, "Divide attention scores by the layer's number and undo it in softmax", no_effect=_KERNEL
+    )
+    attention_softmax_in_fp32: bool = key(False, "Softmax in fp32", no_effect="it always is")
+    use_cpu_initialization: bool = key(False, "Draw weights on the CPU", no_effect="weights are the same anywhere")
+    use_flashattn_swiglu: bool = key(False, "flash-attn's kernel of swiglu", no_effect=_KERNEL)
+    fused_kernels_build_path: str | None = key(None, "Where kernels are compiled", no_effect="none are compiled")
     rope_fusion: bool = key(False, "Fused rotary embedding", no_effect=_KERNEL)
     layernorm_fusion: bool = key(False, "Fused layernorm", no_effect=_KERNEL)
     rmsnorm_fusion: bool = key(False, "Fused rmsnorm", no_effect=_KERNEL)

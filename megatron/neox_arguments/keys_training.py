@@ -12,38 +12,70 @@ from megatron.neox_arguments.sections import Optimizer
 class OptimizerKeys:
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
     use_bnb_optimizer: bool = key(False, "Adam, AdamW: keep moments in 8 bits (needs bitsandbytes)")
+    lr_scaling: Literal["none", "linear", "sqrt"] = key(
+        "none", "Multiply lr and min_lr by the data-parallel size, or by its root", source="new"
+    )
     weight_decay: float = key(0.1, "Decoupled weight decay; norms and biases have none", ge=0)
-    gradient_clipping: float = key(1.0, "Largest norm of the whole gradient; 0 for none", ge=0)
-    compat_clip_one_is_off: bool = key(False, "Read gradient_clipping 1.0 as none, as GPT-NeoX did by mistake")
+    gradient_clipping: float = key(
+        1.0,
+        "Largest norm of the whole gradient; 0 for none",
+        ge=0,
+        differs="GPT-NeoX reads 1.0 as none (#1432): compat_clip_one_is_off",
+    )
+    compat_clip_one_is_off: bool = key(
+        False, "Read gradient_clipping 1.0 as none, as GPT-NeoX did by mistake", source="new"
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "wsd"] = key(
-        "linear", "Shape of the learning rate after warm-up; wsd: constant, then lr_wsd_decay_style"
+        "linear",
+        "Shape of the learning rate after warm-up; wsd: constant, then lr_wsd_decay_style",
+        differs="GPT-NeoX's cosine rises again after lr_decay_iters; here it stays at min_lr",
     )
     lr_decay_iters: int = key(None, "Iterations until min_lr; unset: lr_decay_fraction of train_iters, or all", ge=1)
     lr_decay_fraction: float | None = key(None, "lr_decay_iters in units of train_iters", gt=0, le=1)
-    lr_wsd_decay_iters: int | None = key(None, "wsd: iterations of the final decay", ge=1)
+    lr_wsd_decay_iters: int | None = key(None, "wsd: iterations of the final decay", ge=1, source="new")
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
-        "linear", "wsd: shape of the final decay, as Megatron's"
+        "linear", "wsd: shape of the final decay, as Megatron's", source="new"
     )
     min_lr: float = key(0.0, "Smallest learning rate after warm-up", ge=0)
     warmup: float = key(0.01, "Share of lr_decay_iters in which the learning rate rises", ge=0, le=1)
+    warmup_iters: int | None = key(
+        None, "Iterations in which the learning rate rises, instead of warmup", ge=0, source="new"
+    )
+    override_lr_scheduler: bool = key(False, "Resume with this file's schedule although the checkpoint has another")
+    use_checkpoint_lr_scheduler: bool = key(False, "Resume with the checkpoint's schedule although this file differs")
 
 
 @dataclass(frozen=True)
 class TrainingKeys:
     train_iters: int = key(None, "Optimizer steps of the run", ge=1)
-    train_impl: Literal["normal"] = key("normal", "What is trained", later=("dpo", "rm", "kto", "reinforce"))
     seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0)
+    deterministic_mode: bool = key(
+        False, "Only operations that give the same bits every time (Megatron; slower)", source="new"
+    )
+    z_loss: float = key(0.0, "Weight of the squared log-sum of the logits in the loss (PaLM)", ge=0)
     eval_interval: int = key(1000, "Iterations between validations", ge=1)
     eval_iters: int = key(100, "Batches of one validation; 0 for none", ge=0)
     exit_interval: int | None = key(None, "Stop, with a checkpoint, at multiples of this many iterations", ge=1)
-    exit_duration_in_mins: float | None = key(None, "Stop, with a checkpoint, after this long", gt=0)
-    on_nonfinite: Literal["stop", "skip"] = key("stop", "A step whose loss or gradient is NaN or Inf: end or leave out")
-    nonfinite_limit: int = key(10, "on_nonfinite: skip: steps left out in a row before the run ends", ge=1)
+    exit_duration_in_mins: float | None = key(None, "Stop, with a checkpoint, after this long", gt=0, source="new")
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop", "A step whose loss or gradient is NaN or Inf: end or leave out", source="new"
+    )
+    nonfinite_limit: int = key(
+        10, "on_nonfinite: skip: steps left out in a row before the run ends", ge=1, source="new"
+    )
     skip_step_above_sigma: float | None = key(
-        None, "Leave out steps whose loss is this many standard deviations above the recent ones", gt=0
+        None, "Leave out steps whose loss is this many standard deviations above the recent ones", gt=0, source="new"
     )
     checkpoint_activations: bool = key(False, "Recompute activations in the backward pass instead of keeping them")
     checkpoint_num_layers: int = key(1, "Blocks recomputed together", ge=1)
+    checkpoint_in_cpu: bool = key(False, "Keep the inputs of recomputed blocks in host memory")
+    contiguous_checkpointing: bool = key(
+        False, "Keep those inputs in one buffer", no_effect="the allocator does not fragment from them"
+    )
+    deepspeed_activation_checkpointing: bool = key(
+        True, "Recompute through DeepSpeed", no_effect="torch's checkpoint does it"
+    )
+    profile_backward: bool = key(False, "Time recomputation", no_effect="profile shows it")
     partition_activations: bool = key(
         False,
         "Split the inputs kept for recomputation over tensor-parallel ranks",
@@ -63,14 +95,31 @@ class CheckpointKeys:
     )
     checkpoint_factor: int | float | None = key(None, "See checkpoint_scale", gt=0)
     save_interval_in_mins: float | None = key(
-        None, "Also save when this long has passed since the last timed save", gt=0
+        None, "Also save when this long has passed since the last timed save", gt=0, source="new"
     )
     extra_save_iters: tuple[int, ...] | None = key(None, "Further iterations to save at; 0 is the start")
-    keep_last_n_checkpoints: int | None = key(None, "Delete older checkpoints", ge=1)
+    keep_last_n_checkpoints: int | None = key(
+        None, "Delete older checkpoints", ge=1, differs="GPT-NeoX deletes nothing when save ends in a slash"
+    )
     finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
+    no_save_optim: bool = key(
+        False,
+        "Checkpoints without the optimizer's state: small, and not to be resumed from",
+        differs="GPT-NeoX never reads it and always saves the state",
+    )
+    no_save_rng: bool = key(False, "Checkpoints without the states of the random number generators")
+    checkpoint_validation_with_forward_pass: bool = key(
+        False, "Keep the logits of a fixed batch in checkpoints, and compare them after loading"
+    )
+    s3_path: str | None = key(None, "Also write checkpoints to this bucket", later="S3 checkpoints")
+    s3_chunk_size: int = key(104857600, "Bytes of one part of an upload", later="S3 checkpoints", gt=0)
     no_load_optim: bool = key(False, "Do not load the optimizer's state")
     no_load_rng: bool = key(False, "Do not load the states of the random number generators")
-    restart: bool = key(False, "Start from `load`, or afresh, although `save` holds a checkpoint of this run")
-    load_fallback: bool = key(False, "If the newest checkpoint is damaged, load the one before")
-    allow_changed_data: bool = key(False, "Resume although the data is not what the checkpoint was trained on")
+    restart: bool = key(
+        False, "Start from `load`, or afresh, although `save` holds a checkpoint of this run", source="new"
+    )
+    load_fallback: bool = key(False, "If the newest checkpoint is damaged, load the one before", source="new")
+    allow_changed_data: bool = key(
+        False, "Resume although the data is not what the checkpoint was trained on", source="new"
+    )

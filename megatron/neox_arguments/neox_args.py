@@ -13,31 +13,37 @@ from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.errors import ConfigError, Problems
 from megatron.neox_arguments.ffn import GATED, ffn_width
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
+from megatron.neox_arguments.keys_architectures import (
+    MoEKeys,
+    MuPKeys,
+    OtherArchitectureKeys,
+    TransformerEngineKeys,
+)
 from megatron.neox_arguments.keys_data import DataKeys, TokenizerKeys
+from megatron.neox_arguments.keys_deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
 from megatron.neox_arguments.keys_logging import LoggingKeys, TextgenKeys
 from megatron.neox_arguments.keys_model import ModelKeys, PrecisionKeys
 from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, RunnerKeys
+from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
 from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
 from megatron.neox_arguments.notes import notes
-from megatron.neox_arguments.read import Given, parse_overrides, read_files
+from megatron.neox_arguments.read import Given, parse_overrides, read_deepspeed_config, read_files
+from megatron.neox_arguments.refusals import refusals
 from megatron.neox_arguments.validate import validate, validate_generation, validate_training
 
 
 @dataclass(frozen=True)
 class NeoXArgs(
-    TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, BatchKeys,
-    PrecisionKeys, ModelKeys, ParallelKeys, RunnerKeys,
+    DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
+    TransformerEngineKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys,
+    OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys, RunnerKeys,
 ):  # fmt: skip
     """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`, `for_world`."""
 
-    config_files: Mapping[str, str] = field(default_factory=FrozenDict)
-    """Text of the files read, by file name."""
     given: Mapping[str, Any] = field(default_factory=FrozenDict)
     """What the user wrote, unresolved; everything else is made from it."""
     origins: Mapping[str, str] = field(default_factory=FrozenDict)
     """Where it was written: `a.yml:12` by dotted path."""
-    world_size: int | None = None
-    """Number of ranks, once `for_world` was called."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], origin: str = "program") -> "NeoXArgs":
@@ -75,7 +81,8 @@ class NeoXArgs(
             problems.add(first, f"{cause}{places}")
             problems.raise_if_any()
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return NeoXArgs(**{**values, **sizes, "world_size": world_size})
+        made = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
+        return NeoXArgs(**{**values, **sizes, **made})
 
     def origin(self, key: str) -> str:
         """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
@@ -98,13 +105,22 @@ class NeoXArgs(
 
     def check_training(self) -> "NeoXArgs":
         """This object, if it has all that training needs. Raises ConfigError."""
-        _raise(validate_training(self))
+        self._check(validate_training(self))
         return self
 
     def check_generation(self) -> "NeoXArgs":
         """This object, if it has all that text generation needs. Raises ConfigError."""
-        _raise(validate_generation(self))
+        self._check(validate_generation(self))
         return self
+
+    def refusals(self) -> dict[str, str]:
+        """What a run refuses, by dotted path, with the reason and what to do; empty for what can run."""
+        return refusals(self)
+
+    def _check(self, problems: Problems) -> None:
+        for path, reason in self.refusals().items():
+            problems.add(path, reason)
+        problems.raise_if_any()
 
     def to_json(self) -> str:
         """Everything needed to make the same object in another process (`from_json`)."""
@@ -135,10 +151,6 @@ class NeoXArgs(
         return self.world_size // (self.pp * self.tp)
 
     @property
-    def zero_stage(self) -> int:
-        return self.zero_optimization["stage"]
-
-    @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection."""
         return self.activation in GATED
@@ -166,11 +178,6 @@ class NeoXArgs(
         """adam, adamw or sgd."""
         return self.optimizer["type"].lower()
 
-    @property
-    def lr(self) -> float:
-        """Peak learning rate."""
-        return self.optimizer["params"]["lr"]
-
 
 def load(
     files: Sequence[str | Path], overrides: Mapping[str, Any] | Sequence[str] = (), origin: str = "--set"
@@ -187,6 +194,7 @@ def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[st
     given = read_files(files)
     for path, value, place in assignments:
         given.assign(path, value, place)
+    read_deepspeed_config(given, keys_of(NeoXArgs).__contains__)
     return _resolve(given)
 
 
@@ -196,13 +204,9 @@ def _resolve(given: Given) -> NeoXArgs:
     problems.complete = not given.unread
     values = check_keys(NeoXArgs, given.values, problems)
     problems.raise_if_any()
-    values = derive(values, problems)
+    values = derive(values, keys_of(NeoXArgs), problems)
     problems.raise_if_any()
     extra = {"config_files": given.config_files, "given": given.values, "origins": given.origins}
-    args = NeoXArgs(**values, **freeze(extra))
-    _raise(validate(args))
+    args = NeoXArgs(**{**values, **freeze(extra)})
+    validate(args).raise_if_any()
     return args
-
-
-def _raise(problems: Problems) -> None:
-    problems.raise_if_any()

@@ -1,7 +1,8 @@
 """Reads YAML and JSON files and `key=value` overrides, remembering where every value was written."""
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,68 @@ def show(value: Any) -> str:
     return str(thaw(value)) if isinstance(value, Mapping | list | tuple) else str(value)
 
 
+def read_deepspeed_config(given: Given, own: Callable[[str], bool]) -> None:
+    """Take the keys of `deepspeed_config_file` into `given`, with that file as their place.
+
+    own: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as HuggingFace
+    writes it) is left out. A key that is set elsewhere to another value is a problem naming both places.
+    """
+    path = given.values.get("deepspeed_config_file")
+    if not isinstance(path, str):
+        return
+    theirs = read_files([path])
+    place = given.origins["deepspeed_config_file"]
+    given.problems += [f"{place}: deepspeed_config_file: {problem}" for problem in theirs.problems]
+    given.config_files |= theirs.config_files
+    for name, value in _without_auto(theirs.values).items():
+        target = name if own(name) else f"deepspeed_extra_args.{name}"
+        before = given.values.get(name) if own(name) else (given.values.get("deepspeed_extra_args") or {}).get(name)
+        if before is not None and before != value:
+            given.problems.append(
+                f"{theirs.origins[name]}: {name}: {show(value)}, but {given.origins.get(target, place)} says "
+                f"{show(before)}; keep one of them"
+            )
+        elif before is None:
+            given.assign(target, value, theirs.origins[name])
+            given.origins |= {key: at for key, at in theirs.origins.items() if key.startswith(f"{name}.") and own(name)}
+
+
+def _without_auto(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_auto(inner) for name, inner in value.items() if inner != "auto"}
+    return value
+
+
+_REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}\n]*))?\}")
+
+
+def _from_environment(given: Given, file: str, text: str) -> str:
+    """`text` with `${NAME}` and `${NAME:-default}` filled in, outside comments; lines stay where they are."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if "${" not in line:
+            continue
+        comment = re.search(r"(^|\s)#", line)
+        end = comment.start() if comment else len(line)
+
+        def fill(found: re.Match[str], number: int = number) -> str:
+            name, default = found.groups()
+            value = os.environ.get(name) or default
+            if value is None:
+                given.problems.append(
+                    f"{file}:{number}: ${{{name}}}: {name} is not set in the environment; export it, or write "
+                    f"${{{name}:-default}}"
+                )
+            elif "\n" in value:
+                given.problems.append(f"{file}:{number}: ${{{name}}}: {name} has more than one line")
+            return (value or "null").replace("\n", " ")
+
+        lines[number - 1] = _REFERENCE.sub(fill, line[:end]) + line[end:]
+    return "\n".join(lines)
+
+
 def _merge_file(given: Given, file: str, text: str) -> None:
+    text = _from_environment(given, file, text)
     loader = ConfigLoader(text.replace("\t", " ") if file.endswith(".json") else text)
     try:
         root = loader.get_single_node()

@@ -6,26 +6,46 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.declare import REQUIRED, key
 
-_NO_OFFLOAD = "offloading is not built; remove the sub-key"
 _BF16_SCALE = "bf16 needs no loss scale"
 
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    lr: float = key(REQUIRED, "Peak learning rate", ge=0)
+    lr: float = key(1e-3, "Peak learning rate", ge=0)
     betas: tuple[float, ...] = key(None, "Adam, AdamW, Lion: decay rates; [0.9, 0.999] when unset, Lion [0.9, 0.99]")
     eps: float = key(None, "Adam, AdamW: term added to the denominator; 1e-8 when unset", gt=0)
     momentum: float = key(None, "SGD: momentum; 0 when unset", ge=0)
+    weight_decay: float = key(None, "DeepSpeed's place for weight_decay", ge=0)
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    type: Literal["Adam", "AdamW", "SGD", "Lion"] = key(
-        "Adam",
-        "Optimizer. Adam is AdamW: weight decay is decoupled, as in GPT-NeoX",
-        later=("OneBitAdam", "CPU_Adam", "CPU_Torch_Adam", "SM3", "madgrad_wd"),
+    type: Literal["Adam", "AdamW", "SGD", "Lion", "CPU_Adam", "CPU_Torch_Adam", "OneBitAdam", "SM3", "madgrad_wd"] = (
+        key(
+            "Adam",
+            "Optimizer. Adam is AdamW: weight decay is decoupled, as in GPT-NeoX",
+            refuse_values={
+                "OneBitAdam": "DeepSpeed 0.19.8 has it for NVIDIA's apex only; use Adam",
+                "SM3": "GPT-NeoX's own copy is not here; use Adam, or Adam with use_bnb_optimizer to save memory",
+                "madgrad_wd": "GPT-NeoX's own copy is not here; use AdamW",
+            },
+        )
     )
     params: Mapping[str, Any] = key(REQUIRED, "Parameters of the optimizer", section=OptimizerParams)
+
+
+@dataclass(frozen=True)
+class Offload:
+    device: Literal["none", "cpu", "nvme"] = key("none", "Where it is kept")
+    pin_memory: bool = key(None, "In page-locked memory")
+    nvme_path: str = key(None, "nvme: folder of the files")
+    ratio: float = key(None, "Share of the optimizer's update done on the CPU", ge=0, le=1)
+    buffer_count: int = key(None, "nvme: buffers", gt=0)
+    buffer_size: int = key(None, "nvme: elements of a buffer", gt=0)
+    max_in_cpu: int = key(None, "Elements kept in host memory beside nvme", gt=0)
+    fast_init: bool = key(None, "nvme: initialise quickly")
+    pipeline_read: bool = key(None, "nvme: read ahead")
+    pipeline_write: bool = key(None, "nvme: write behind")
 
 
 @dataclass(frozen=True)
@@ -45,16 +65,19 @@ class ZeroOptimization:
     stage3_param_persistence_threshold: int = key(100_000, "Stage 3: smaller parameters stay whole", ge=0)
     stage3_max_live_parameters: int = key(1_000_000_000, "Stage 3: parameters resident before release", ge=0)
     stage3_max_reuse_distance: int = key(1_000_000_000, "Stage 3: keep a parameter reused within this many", ge=0)
-    cpu_offload: bool = key(False, "Old spelling of offload_optimizer", refuse=_NO_OFFLOAD)
-    offload_optimizer: Mapping[str, Any] | None = key(None, "Optimizer state on the CPU", refuse=_NO_OFFLOAD)
-    offload_param: Mapping[str, Any] | None = key(None, "Weights on the CPU", refuse=_NO_OFFLOAD)
+    load_from_fp32_weights: bool = key(
+        True, "Take master weights from checkpoints", no_effect="they are read with the optimizer's state"
+    )
+    cpu_offload: bool = key(False, "Old spelling of offload_optimizer: {device: cpu}")
+    offload_optimizer: Mapping[str, Any] | None = key(None, "Optimizer state off the device", section=Offload)
+    offload_param: Mapping[str, Any] | None = key(None, "Stage 3: weights off the device", section=Offload)
 
 
 @dataclass(frozen=True)
 class Fp16:
     enabled: bool = key(None, "Train in fp16; true when `precision: fp16`")
     fp16: bool = key(True, "Written by many GPT-NeoX files", no_effect="`enabled` decides")
-    type: Literal["fp16"] = key("fp16", "Written by many GPT-NeoX files", no_effect="`enabled` decides")
+    type: Literal["fp16", "bfloat16"] = key("fp16", "Written by many GPT-NeoX files", no_effect="`enabled` decides")
     auto_cast: bool = key(False, "Cast inputs to fp16", no_effect="inputs are token numbers")
     loss_scale: float = key(0.0, "Fixed loss scale; 0 for dynamic scaling", ge=0)
     initial_scale_power: int = key(16, "Dynamic scaling starts at 2 to this power", ge=0)
@@ -78,4 +101,45 @@ class Bf16:
 
 @dataclass(frozen=True)
 class DataTypes:
-    grad_accum_dtype: Literal["fp32"] = key("fp32", "Type gradients are summed in; always fp32", later=("bf16", "fp16"))
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32",
+        "Type gradients are summed in",
+        refuse_values=dict.fromkeys(("bf16", "fp16"), "sums of many micro-batches lose their small terms; write fp32"),
+    )
+
+
+@dataclass(frozen=True)
+class CurriculumSchedule:
+    total_curriculum_step: int = key(None, "fixed_linear, fixed_root: iterations until max_difficulty", gt=0)
+    difficulty_step: int = key(None, "fixed_linear, fixed_root: lengths are multiples of this", gt=0)
+    root_degree: int = key(None, "fixed_root: which root", gt=0)
+    difficulty: tuple[int, ...] = key(None, "fixed_discrete: lengths")
+    max_step: tuple[int, ...] = key(None, "fixed_discrete: last iteration of each length but the last")
+
+
+@dataclass(frozen=True)
+class CurriculumLearning:
+    """DeepSpeed's names and formulas (its legacy curriculum learning)."""
+
+    enabled: bool = key(False, "Use it")
+    curriculum_type: Literal["seqlen"] = key("seqlen", "What grows")
+    min_difficulty: int = key(None, "Length at first", ge=1)
+    max_difficulty: int = key(None, "Length at last: seq_length", ge=1)
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = key("fixed_linear", "How it grows")
+    schedule_config: Mapping[str, Any] = key(None, "The schedule's numbers", section=CurriculumSchedule)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """HuggingFace's names."""
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = key(REQUIRED, "Method")
+    factor: float = key(REQUIRED, "How much longer sequences become", ge=1)
+    original_max_position_embeddings: int = key(None, "Length the model was trained at first", ge=1)
+    low_freq_factor: float = key(None, "llama3", gt=0)
+    high_freq_factor: float = key(None, "llama3", gt=0)
+    beta_fast: float = key(None, "yarn", gt=0)
+    beta_slow: float = key(None, "yarn", gt=0)
+    attention_factor: float = key(None, "yarn: multiplies the tables; unset: 0.1 ln(factor) + 1", gt=0)
+    mscale: float = key(None, "yarn, as DeepSeek", gt=0)
+    mscale_all_dim: float = key(None, "yarn, as DeepSeek", gt=0)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.read import show
+from megatron.neox_arguments.validate_model import at, validate_model, validate_parallel
+from megatron.neox_arguments.validate_schedule import validate_schedule
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
@@ -13,9 +15,10 @@ if TYPE_CHECKING:
 def validate(args: "NeoXArgs") -> Problems:
     """Problems of any use of the configuration."""
     problems = Problems(args.origins)
-    _model(args, problems)
-    _parallel(args, problems)
-    _schedule(args, problems)
+    validate_model(args, problems)
+    validate_parallel(args, problems)
+    validate_schedule(args, problems)
+    _logging(args, problems)
     _checkpoints(args, problems)
     _data(args, problems)
     return problems
@@ -24,8 +27,8 @@ def validate(args: "NeoXArgs") -> Problems:
 def validate_training(args: "NeoXArgs") -> Problems:
     """Problems of training: keys that other commands do without."""
     problems = Problems(args.origins)
-    if args.train_iters is None:
-        problems.add("train_iters", "is required for training: optimizer steps of the run")
+    if args.train_iters is None and args.train_epochs is None:
+        problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
     if args.data_path is None and args.train_data_paths is None:
         problems.add("data_path", "is required for training (or train_data_paths, valid_data_paths, test_data_paths)")
     if args.train_batch_size is None and args.train_micro_batch_size_per_gpu is None:
@@ -47,100 +50,23 @@ def validate_generation(args: "NeoXArgs") -> Problems:
         problems.add("sample_input_file", "is required by text_gen_type: input-file (or use -i FILE)")
     if not args.prompt_end:
         problems.add("prompt_end", 'is empty; it separates prompts, as "\\n" (in double quotes) does')
-    if args.maximum_tokens >= args.max_position_embeddings:
+    if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
         problems.add(
             "maximum_tokens",
             f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
-            f"{_at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
+            f"{at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
         )
     return problems
 
 
-def _model(args: "NeoXArgs", problems: Problems) -> None:
-    heads, kv_heads = args.num_attention_heads, args.kv_heads
-    if args.hidden_size % heads:
+def _logging(args: "NeoXArgs", problems: Problems) -> None:
+    if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
+        problems.add("profile_step_stop", f"must be above profile_step_start {at(args, 'profile_step_start')}")
+    if args.log_optimizer_states and args.use_bnb_optimizer:
         problems.add(
-            "hidden_size",
-            f"{args.hidden_size} is not a multiple of num_attention_heads {_at(args, 'num_attention_heads')}",
-        )
-    elif args.pos_emb == "rotary" and (
-        int(args.head_dim * args.rotary_pct) % 2 or int(args.head_dim * args.rotary_pct) == 0
-    ):
-        problems.add(
-            "rotary_pct" if args.rotary_pct != 1 else "pos_emb",
-            f"{int(args.head_dim * args.rotary_pct)} of {args.head_dim} dimensions a head would be rotated; "
-            "rotary_pct x hidden_size / num_attention_heads must be even",
-        )
-    if heads % kv_heads:
-        problems.add(
-            "num_kv_heads", f"{kv_heads} does not divide num_attention_heads {_at(args, 'num_attention_heads')}"
-        )
-    if args.seq_length > args.max_position_embeddings:
-        problems.add(
-            "seq_length",
-            f"{args.seq_length} is more than max_position_embeddings {_at(args, 'max_position_embeddings')}",
-        )
-    if args.intermediate_size is not None and args.expansion_factor is not None:
-        problems.add(
-            "expansion_factor", f"intermediate_size {_at(args, 'intermediate_size')} says the width; remove one"
-        )
-    try:
-        ffn = args.ffn_size
-    except ValueError as cause:
-        key = "compat_ffn_width" if args.compat_ffn_width else "intermediate_size"
-        problems.add(key, str(cause) if args.compat_ffn_width else f"{args.intermediate_size} {cause}")
-        return
-    if ffn % args.tp:
-        key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
-        problems.add(
-            key, f"the MLP's width {ffn} is not a multiple of model_parallel_size {_at(args, 'model_parallel_size')}"
-        )
-
-
-def _parallel(args: "NeoXArgs", problems: Problems) -> None:
-    tp, key = args.tp, "model_parallel_size"
-    if tp > args.kv_heads and args.num_kv_heads is not None:
-        problems.add(key, f"{tp} is more than num_kv_heads {_at(args, 'num_kv_heads')}; use at most {args.kv_heads}")
-    elif args.num_attention_heads % tp or args.kv_heads % tp:
-        name = "num_attention_heads" if args.num_attention_heads % tp else "num_kv_heads"
-        problems.add(key, f"{tp} does not divide {name} {_at(args, name)}")
-    if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
-        problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {_at(args, key)}")
-    if args.pp > args.num_layers:
-        problems.add(
-            "pipe_parallel_size", f"{args.pp} stages for num_layers {_at(args, 'num_layers')}; use fewer stages"
-        )
-    if args.pp > 1 and args.zero_stage > 1:
-        stage = f"zero_optimization.stage {args.zero_stage} ({args.origin('zero_optimization.stage')})"
-        problems.add("pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}")
-    if args.sequence_parallel and args.seq_length % tp:
-        problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {_at(args, 'seq_length')}")
-    method = args.pipe_partition_method
-    if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
-        problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
-
-
-def _schedule(args: "NeoXArgs", problems: Problems) -> None:
-    if args.min_lr > args.lr:
-        problems.add(
-            "min_lr", f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')})"
-        )
-    if "lr_decay_iters" in args.given and args.lr_decay_fraction is not None:
-        problems.add(
-            "lr_decay_fraction", f"lr_decay_iters is set at {args.origin('lr_decay_iters')}; remove one of them"
-        )
-    wsd = args.lr_wsd_decay_iters
-    if args.lr_decay_style == "wsd" and wsd is None:
-        problems.add("lr_decay_style", "wsd needs lr_wsd_decay_iters: iterations of the final decay")
-    elif args.lr_decay_style != "wsd" and wsd is not None:
-        problems.add(
-            "lr_wsd_decay_iters", f"only lr_decay_style wsd reads it, not {_at(args, 'lr_decay_style')}; remove it"
-        )
-    elif wsd is not None and args.lr_decay_iters is not None and wsd > args.lr_decay_iters * (1 - args.warmup):
-        problems.add(
-            "lr_wsd_decay_iters",
-            f"{wsd} and the warm-up ({args.warmup}) do not fit into lr_decay_iters {_at(args, 'lr_decay_iters')}",
-        )
+            "log_optimizer_states", f"states of 8 bits have no norm (use_bnb_optimizer: "
+            f"{args.origin('use_bnb_optimizer')}); remove one of them",
+        )  # fmt: skip
 
 
 def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
@@ -203,10 +129,4 @@ def _vocab_file(args: "NeoXArgs", problems: Problems) -> None:
     needed["GPT2BPETokenizer"] = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
     for key, file in needed.get(args.tokenizer_type, {}).items():
         if getattr(args, key) is None:
-            problems.add(key, f"is required by tokenizer_type {_at(args, 'tokenizer_type')}: its {file}")
-
-
-def _at(args: "NeoXArgs", key: str) -> str:
-    """`12 (a.yml:3)`: a key's value with its place."""
-    value, origin = getattr(args, key), args.origin(key)
-    return f"{value} ({origin})"
+            problems.add(key, f"is required by tokenizer_type {at(args, 'tokenizer_type')}: its {file}")

@@ -1,5 +1,9 @@
 """Inner width of the MLP, against the widths GPT-NeoX and its fork were seen to build (reference: neox.md 3.8)."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -55,10 +59,44 @@ def test_the_width_must_be_divisible_by_tensor_parallel_ranks():
         width(None, hidden_size=64, intermediate_size=250, model_parallel_size=4)
 
 
-def test_a_reading_that_differs_from_upstream_is_said():
+def refusal(**keys):
     model = {"num_layers": 1, "num_attention_heads": 8, "seq_length": 8, "max_position_embeddings": 8}
-    (note,) = NeoXArgs.from_dict(model | LLAMA2_7B).notes()
-    assert "32768" in note and "11008" in note and "compat_ffn_width" in note
-    assert NeoXArgs.from_dict(model | LLAMA2_7B | {"compat_ffn_width": "upstream"}).notes() == []
-    assert NeoXArgs.from_dict(model | LLAMA3_8B).notes() == []
-    assert NeoXArgs.from_dict(model | MISTRAL).notes() == []
+    return NeoXArgs.from_dict(model | keys).refusals()
+
+
+@pytest.mark.parametrize(
+    "keys, key, widths, line, width_with_it",
+    [
+        (LLAMA2_7B, "intermediate_size", (32768, 11008), "compat_ffn_width: upstream", 11008),
+        (CODELLAMA, "activation", (11008, 5632), "compat_ffn_width: none", 11008),
+        (LLAMA2_7B | {"intermediate_size": 11008, "mlp_multiple_of": 1}, "intermediate_size", (11008, 3669),
+         "compat_ffn_width: none", 11008),
+        (GOLDEN, "intermediate_size", (240, 80), "compat_ffn_width: none", 240),
+    ],
+)  # fmt: skip
+def test_readings_that_differ_are_told_with_the_line_to_add(keys, key, widths, line, width_with_it):
+    ((path, said),) = refusal(**keys).items()
+    assert path == key and all(str(width) in said for width in widths) and f"`{line}`" in said
+    compat = line.split(": ")[1]
+    assert width(compat, **keys) == width_with_it and refusal(**keys, compat_ffn_width=compat) == {}
+
+
+def test_files_with_one_reading_need_no_line():
+    for keys in (LLAMA3_8B, MISTRAL, PLAIN, {"hidden_size": 64}, {"hidden_size": 64, "intermediate_size": 100}):
+        assert refusal(**keys) == {}
+
+
+def test_shipped_files_come_out_at_their_published_widths():
+    """The golden llama, mistral and codellama files, with the line that the refusal proposes."""
+    file = json.loads((Path(__file__).parents[1] / "data/golden/configs/configs_eleuther.json").read_text())
+    published = {
+        "llama/7B": 11008, "llama/13B": 13824, "llama/30B": 17920, "llama/65B": 22016, "llama2/7B": 11008,
+        "llama2/13B": 13824, "llama2/70B": 28672, "llama2/codellama_7B": 11008, "llama2/codellama_34B": 22016,
+        "mistral/7B": 14336,
+    }  # fmt: skip
+    for name, expected in published.items():
+        values = file["loaded"][f"configs/{name}.yml + overlay"]["values"]
+        line = re.search(r"`compat_ffn_width: (\w+)`", " ".join(NeoXArgs.from_dict(values).refusals().values()))
+        more = {"compat_ffn_width": line[1]} if line else {}
+        args = NeoXArgs.from_dict(values | more | {"tokenizer_type": "HFTokenizer"})
+        assert (args.ffn_size, args.refusals()) == (expected, {}), name

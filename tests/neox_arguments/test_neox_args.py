@@ -126,7 +126,7 @@ def test_settings_without_effect_are_named_once(model):
 
 def test_sections_carry_only_what_has_an_effect(model):
     args = NeoXArgs.from_dict(model | {"fp16": {"enabled": True, "type": "fp16"}, "zero_optimization": {"stage": 1}})
-    assert args.fp16 is not None and "type" not in args.fp16 and "cpu_offload" not in args.zero_optimization
+    assert args.fp16 is not None and "type" not in args.fp16 and "load_from_fp32_weights" not in args.zero_optimization
 
 
 @pytest.mark.parametrize(

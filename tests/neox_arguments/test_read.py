@@ -55,7 +55,7 @@ def test_a_key_twice_in_one_file_also_inside_a_section(write):
 
 def test_all_problems_of_all_files_are_told_together(write):
     a = MODEL.replace("num-layers: 2", "num-layers: twelve") + "hiden_size: 3\nactivation: gello\n"
-    b = "norm: scalenorm\nzero_optimization:\n  stage: 4\n  stag: 1\noptimizer: {type: Adam, params: {lr: fast}}\n"
+    b = "norm: scaled\nzero_optimization:\n  stage: 4\n  stag: 1\noptimizer: {type: Adam, params: {lr: fast}}\n"
     problems = refused([*write(a=a, b=b), "c.yml"])
     assert sorted(problems) == sorted([
         "c.yml: no such file",
@@ -63,7 +63,8 @@ def test_all_problems_of_all_files_are_told_together(write):
         "a.yml:6: hiden_size: unknown key; did you mean hidden_size?",
         'a.yml:7: activation: expected gelu, geglu, relu, softsign, swish, mish, silu, reglu, swiglu, bilinear or glu,'
         ' got "gello"',
-        'b.yml:1: norm: "scalenorm" of GPT-NeoX is not built yet; use layernorm or rmsnorm',
+        "b.yml:1: norm: expected layernorm, rmsnorm, non_parametric_layernorm, scalenorm, te_rmsnorm or te_layernorm,"
+        ' got "scaled"',
         "b.yml:3: zero_optimization.stage: expected a number at least 0 and at most 3, got 4",
         "b.yml:4: zero_optimization.stag: unknown key; did you mean stage?",
         'b.yml:5: optimizer.params.lr: expected float, got "fast"',

@@ -11,6 +11,7 @@ import yaml
 from megatron.neox_arguments import NeoXArgs, arguments_dump, load, print_config
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.read import ConfigLoader
+from megatron.neox_arguments.report import diff_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = """\
@@ -39,10 +40,34 @@ def test_every_value_is_printed_with_its_origin_set_values_first(args):
     assert found["optimizer.params.lr"] == "a.yml:8" and found["optimizer.params.eps"] == "default"
     assert found["precision"] == "derived"
     for name, key in keys_of(NeoXArgs).items():
+        if name == "config_files":
+            continue
         assert name in found or key.section is not None and any(path.startswith(name + ".") for path in found), name
     order = [found[line.split(":")[0]] == "default" for line in lines if not line.startswith("#")]
     assert order == sorted(order)
     assert lines[-1].startswith("# note: no effect here: rope_fusion (")
+
+
+def test_what_a_run_would_refuse_is_marked_and_told(write):
+    text = print_config(load(write(a=TEXT + "eval_tasks: [piqa]\nfp16: {enabled: false}\namp: {enabled: true}\n")))
+    assert re.search(r"^eval_tasks: +\[\"piqa\"\] +# a.yml:10 \(REFUSED by a run, see below\)$", text, re.MULTILINE)
+    *_, first, second = text.splitlines()
+    assert {first.split(":")[0], second.split(":")[0]} == {"# a run refuses eval_tasks", "# a run refuses amp"}
+    assert "evaluation is not built yet" in text and "write bf16: {enabled: true}" in text
+
+
+def test_what_differs_between_two_runs(write):
+    one, two = write(
+        a=TEXT, b=TEXT.replace("1e-2", "2e-2").replace("hidden_size: 64", "hidden_size: 128") + "seed: 5\n"
+    )
+    text = diff_config(load([one]), load([two]))
+    assert text.splitlines() == [
+        "hidden_size: 64 (a.yml:2) -> 128 (b.yml:2)",
+        "optimizer.params.lr: 0.01 (a.yml:8) -> 0.02 (b.yml:8)",
+        "seed: 1234 (default) -> 5 (b.yml:10)",
+        "lr: 0.01 (derived) -> 0.02 (derived)",
+    ]
+    assert diff_config(load([one]), load([one])) == ""
 
 
 def test_what_is_printed_is_a_configuration(args):
@@ -51,7 +76,7 @@ def test_what_is_printed_is_a_configuration(args):
         path: value for path, value in yaml.load(print_config(args), Loader=ConfigLoader).items() if value is not None
     }
     again = NeoXArgs.from_dict(printed)
-    for name in keys_of(NeoXArgs):
+    for name in set(keys_of(NeoXArgs)) - {"config_files"}:
         assert getattr(again, name) == getattr(args, name), name
 
 
@@ -63,18 +88,21 @@ def test_the_dump_is_that_of_neox(args):
     assert "  seed ............................ 1234........................default" in lines
     marks = [line[-7:] for line in lines[1:-1]]
     assert marks == sorted(marks, reverse=True) and set(marks) == {"updated", "default"}
-    assert len(lines) == 2 + len(keys_of(NeoXArgs))
+    assert len(lines) == 2 + len(keys_of(NeoXArgs)) - 1, "all but config_files"
 
 
 def test_the_reference_is_up_to_date_and_its_check_can_fail(tmp_path):
     tool = [sys.executable, str(ROOT / "tools/docs/config_reference.py")]
     assert subprocess.run([*tool, "--check"]).returncode == 0
-    copy = tmp_path / "configuration.md"
-    assert subprocess.run([*tool, "--check", "--output", str(copy)], capture_output=True).returncode == 1
-    subprocess.run([*tool, "--output", str(copy)], check=True)
-    assert subprocess.run([*tool, "--check", "--output", str(copy)]).returncode == 0
-    copy.write_text(copy.read_text() + "x")
-    assert subprocess.run([*tool, "--check", "--output", str(copy)], capture_output=True).returncode == 1
+    check, folder = [*tool, "--check", "--output", str(tmp_path)], tmp_path
+    assert subprocess.run(check, capture_output=True).returncode == 1
+    subprocess.run([*tool, "--output", str(folder)], check=True)
+    assert subprocess.run(check).returncode == 0
+    for name in ("configuration.md", "configuration.schema.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text + "x")
+        assert subprocess.run(check, capture_output=True).returncode == 1
+        (folder / name).write_text(text)
 
 
 def test_every_key_is_documented():

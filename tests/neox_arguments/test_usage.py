@@ -2,10 +2,11 @@
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import Key, keys_of
+from megatron.neox_arguments.declare import Key, key, keys_of
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "megatron" / "neox_arguments"
@@ -33,8 +34,11 @@ def is_args(node: ast.AST) -> bool:
 
 
 def resolved_here() -> set[str]:
-    """Keys that resolving turns into another value or property: read in derive.py, ffn.py, neox_args.py."""
-    found: set[str] = set()
+    """Keys that resolving turns into another value, property or refusal, or reads files by."""
+    found = {name for name, _ in reads(ast.parse((HERE / "refusals.py").read_text()))}
+    for node in ast.walk(ast.parse((HERE / "read.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "given.values.get":
+            found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
     for name, owner in (("derive.py", "values"), ("ffn.py", "values"), ("neox_args.py", "self")):
         for node in ast.walk(ast.parse((HERE / name).read_text())):
             if not isinstance(node, ast.Attribute | ast.Subscript):
@@ -48,11 +52,15 @@ def resolved_here() -> set[str]:
     return found
 
 
-def needs_a_reader(key: Key) -> bool:
-    """Not the keys that say why nothing reads them, nor those that have one possible value."""
-    if key.section is not None:
-        return any(needs_a_reader(inner) for inner in keys_of(key.section).values())
-    return key.no_effect is None and key.refuse is None and len(key.choices) != 1
+def needs_a_reader(declared: Key) -> bool:
+    """Not the keys that say why nothing reads them, nor those that repeat another, nor those of one possible value."""
+    if declared.section is not None:
+        return any(needs_a_reader(inner) for inner in keys_of(declared.section).values())
+    if declared.standing not in ("honoured", "honoured, differs") or declared.same_as is not None:
+        return False
+    return len(declared.choices) != 1 and any(
+        declared.refusal(choice) is None for choice in declared.choices[1:] or [object()]
+    )
 
 
 def test_the_scan_sees_what_it_should():
@@ -72,7 +80,21 @@ def test_every_key_that_is_read_is_declared():
     assert undeclared == []
 
 
+def idle(declaration: type, paths: list[Path]) -> list[str]:
+    """Declared keys that nothing reads."""
+    read = {name for path in paths for name, _ in reads(ast.parse(path.read_text()))} | resolved_here()
+    return [name for name, declared in keys_of(declaration).items() if needs_a_reader(declared) and name not in read]
+
+
 def test_every_declared_key_is_read():
-    read = {name for path in sources() for name, _ in reads(ast.parse(path.read_text()))} | resolved_here()
-    idle = [name for name, key in keys_of(NeoXArgs).items() if needs_a_reader(key) and name not in read]
-    assert idle == []
+    assert idle(NeoXArgs, sources()) == []
+
+
+def test_a_dummy_key_and_a_deleted_reader_are_found():
+    @dataclass(frozen=True)
+    class WithDummy(NeoXArgs):
+        dummy_key: int = key(1, "Nothing reads it")
+
+    assert idle(WithDummy, sources()) == ["dummy_key"]
+    kept = [path for path in sources() if path.name not in ("loggers.py", "metric_loggers.py")]
+    assert "tensorboard_dir" in idle(NeoXArgs, kept)

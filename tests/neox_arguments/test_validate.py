@@ -7,6 +7,11 @@ from megatron.neox_arguments import NeoXArgs, load
 ADAM = {"type": "Adam", "params": {"lr": 0.1}}
 PATHS = {"train_data_paths": ["t"], "valid_data_paths": ["v"], "test_data_paths": ["s"]}
 BLEND = PATHS | {"train_data_paths": ["t", "u"]}
+CURRICULUM = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 8},
+}  # fmt: skip
+ROTARY = {"pos_emb": "rotary"}
 CASES = [
     # refused, accepted, start of the message
     ({"hidden_size": 66}, {"hidden_size": 68}, "hidden_size: 66 is not a multiple of num_attention_heads 4 (program)"),
@@ -59,7 +64,7 @@ CASES = [
     (
         {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 10, "train_iters": 10, "warmup": 0.1},
         {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 9, "train_iters": 10, "warmup": 0.1},
-        "lr_wsd_decay_iters: 10 and the warm-up (0.1) do not fit into lr_decay_iters 10 (derived)",
+        "lr_wsd_decay_iters: 10 and the warm-up (1) do not fit into lr_decay_iters 10 (derived)",
     ),
     ({"save": "x"}, {"save": "x", "extra_save_iters": []}, "save: needs checkpoint_factor or extra_save_iters"),
     ({"checkpoint_factor": 2.5}, {"checkpoint_factor": 2.0}, "checkpoint_factor: expected a whole number"),
@@ -127,16 +132,11 @@ CASES = [
     ),
     ({"fp16": {"loss_scale": 0}}, {"fp16": {"enabled": True}}, "fp16.enabled: is required"),
     (
-        {"data_types": {"grad_accum_dtype": "bf16"}},
-        {"data_types": {"grad_accum_dtype": "fp32"}},
-        "data_types.grad_accum",
-    ),
-    (
         {"attention_config": [[["flash"], 3]]},
         {"attention_config": [[["flash"], 2]]},
         "attention_config: describes 3 layers",
     ),
-    ({"attention_config": [[["local"], 2]]}, {}, 'attention_config: "local" of GPT-NeoX is not built'),
+    ({"attention_config": [[["lokal"], 2]]}, {}, 'attention_config: expected global or flash, got "lokal"'),
     ({"attention_config": [["flash", 2]]}, {}, "attention_config: expected items like [[flash], 12]"),
     (
         {"optimizer": {"type": "SGD", "params": {"lr": 1, "betas": [0.9, 0.9]}}},
@@ -149,25 +149,62 @@ CASES = [
         "optimizer.params.betas:",
     ),
     (
-        {"optimizer": {"type": "SM3", "params": {"lr": 1}}},
-        {"optimizer": ADAM},
-        'optimizer.type: "SM3" of GPT-NeoX is not',
+        {"weight_decay": 0.2, "optimizer": {"params": {"weight_decay": 1}}},
+        {"weight_decay": 1, "optimizer": {"params": {"weight_decay": 1}}},
+        "optimizer.params.weight_decay: 1.0, but weight_decay is 0.2 (program)",
+    ),
+    ({"lr": 1e-4}, {"lr": 1e-4, "optimizer": {"params": {"lr": 1e-4}}}, "lr: 0.0001, but optimizer.params.lr"),
+    ({"zero_stage": 1}, {"zero_stage": 1, "zero_optimization": {"stage": 1}}, "zero_stage: 1, but zero_optimization"),
+    ({"optimizer_type": "sgd"}, {"optimizer_type": "ADAM"}, 'optimizer_type: "sgd", but optimizer.type, which it is'),
+    ({"clip_grad": 0.5}, {"clip_grad": 0.5, "gradient_clipping": 0.5}, "clip_grad: 0.5, but gradient_clipping"),
+    (
+        {"warmup": 0.1, "warmup_iters": 5, "train_iters": 10},
+        {"warmup_iters": 5, "train_iters": 10},
+        "warmup_iters: warmup is set at program; remove one",
+    ),
+    ({"warmup_iters": 11, "train_iters": 10}, {"warmup_iters": 10, "train_iters": 10}, "warmup_iters: 11 is more than"),
+    ({"train_epochs": 1, "train_iters": 10}, {"train_epochs": 1}, "train_epochs: train_iters is set at program"),
+    (
+        {"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True},
+        {"override_lr_scheduler": True},
+        "override_lr_scheduler: use_checkpoint_lr_scheduler (program) says the opposite",
     ),
     (
-        {"optimizer": {"params": {"lr": 1, "weight_decay": 1}}},
-        {"weight_decay": 1},
-        "optimizer.params.weight_decay: unknown",
+        {"curriculum_learning": CURRICULUM | {"min_difficulty": 33}},
+        {"curriculum_learning": CURRICULUM},
+        "curriculum_learning.min_difficulty: is more than max_difficulty 32",
     ),
     (
-        {"zero_optimization": {"offload_optimizer": {}}},
-        {},
-        "zero_optimization.offload_optimizer: {} is refused: offload",
+        {"curriculum_learning": CURRICULUM | {"schedule_config": {"total_curriculum_step": 5}}},
+        {"curriculum_learning": CURRICULUM},
+        "curriculum_learning.schedule_config: fixed_linear needs difficulty_step",
     ),
-    ({"data_impl": "cached"}, {"data_impl": "infer"}, 'data_impl: "cached" of GPT-NeoX is not built yet; use mmap'),
-    ({"pack_impl": "unpacked"}, {"pack_impl": "packed"}, 'pack_impl: "unpacked" of GPT-NeoX is not built yet'),
-    ({"dataset_impl": "pairwise"}, {"dataset_impl": "gpt2"}, 'dataset_impl: "pairwise" of GPT-NeoX is not built yet'),
-    ({"train_impl": "dpo"}, {"train_impl": "normal"}, 'train_impl: "dpo" of GPT-NeoX is not built yet; use normal'),
-    ({"eval_tasks": ["piqa"]}, {"eval_tasks": None}, "eval_tasks: ['piqa'] is refused: evaluation tasks are not built"),
+    ({"gpt_j_tied": True}, {"gpt_j_tied": True, "gpt_j_residual": True}, "gpt_j_tied: only gpt_j_residual: true"),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}} | ROTARY,
+        {"rope_scaling": {"rope_type": "linear", "factor": 8}} | ROTARY,
+        "rope_scaling: llama3 needs original_max_position_embeddings",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 8}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8}} | ROTARY,
+        "rope_scaling: only pos_emb rotary reads it, not learned (default)",
+    ),
+    (
+        {"norm_placement": "olmo3", "gpt_j_residual": True},
+        {"norm_placement": "olmo3"},
+        "norm_placement: olmo3 has no form with gpt_j_residual True (program)",
+    ),
+    (
+        {"use_separate_qk_norms": True, "norm": "rmsnorm"},
+        {"use_separate_qk_norms": True, "use_qk_layernorm": True, "norm": "rmsnorm"},
+        "use_separate_qk_norms: needs use_qk_layernorm: true and norm: rmsnorm",
+    ),
+    (
+        {"use_qk_layernorm": True, "num_kv_heads": 2},
+        {"use_qk_layernorm": True},
+        "use_qk_layernorm: one norm cannot serve all heads of queries and 2 of keys",
+    ),
     ({"compile": True}, {"compile": "block"}, "compile: expected false or block, got true"),
     (
         {"intermediate_size": 100, "expansion_factor": 2},

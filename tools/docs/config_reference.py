@@ -1,6 +1,7 @@
-"""Writes docs/configuration.md from the declarations; with --check exits 1 when the file is stale."""
+"""Writes docs/configuration.md and docs/configuration.schema.json from the declarations; --check: are they stale?"""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -8,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
-from megatron.neox_arguments.report import config_reference  # noqa: E402
+from megatron.neox_arguments.reference import config_reference  # noqa: E402
+from megatron.neox_arguments.schema import json_schema  # noqa: E402
 
 HEAD = """\
 # Configuration keys
@@ -16,26 +18,36 @@ HEAD = """\
 Made by `python tools/docs/config_reference.py`; do not edit.
 
 Keys are written in YAML or JSON files, `dash-style` or `under_score`; a key may stand in one of the files only.
-`--set key=value ...` overrides them last: `--set optimizer.params.lr=1e-3 fp16=null`. `--print-config` shows every
-value and where it comes from. A default of `null` means unset.
+`--set key=value ...` overrides them last: `--set optimizer.params.lr=1e-3 fp16=null`. A value may be `${NAME}` or
+`${NAME:-default}` from the environment. A default of `null` means unset. `--print-config` shows every value and where
+it comes from, `python deepy.py --help-config KEY` what a key means, `--diff-config a.yml b.yml` what differs. Editors
+complete and check files that begin with `# yaml-language-server: $schema=docs/configuration.schema.json`.
+
+Standings: *honoured*; *honoured, differs*: GPT-NeoX does something else, which is said; *no effect*: accepted, cannot
+change a number; *refused*: resolves, but a run stops before its first step when it is set; *later*: refused until its
+feature is built.
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 when docs/configuration.md is stale"
-    )
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "configuration.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR")
     options = parser.parse_args()
-    text = HEAD + config_reference(NeoXArgs) + "\n"
-    if not options.check:
-        options.output.write_text(text, encoding="utf-8")
-        return 0
-    if options.output.exists() and options.output.read_text(encoding="utf-8") == text:
-        return 0
-    sys.stderr.write(f"{options.output} is stale; run python tools/docs/config_reference.py\n")
-    return 1
+    texts = {
+        "configuration.md": HEAD + config_reference(NeoXArgs) + "\n",
+        "configuration.schema.json": json.dumps(json_schema(NeoXArgs), indent=1) + "\n",
+    }
+    stale = []
+    for name, text in texts.items():
+        path = options.output / name
+        if not options.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+    for path in stale:
+        sys.stderr.write(f"{path} is stale; run python tools/docs/config_reference.py\n")
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""What a run refuses although the configuration resolves: features that are gone, impossible, or not built yet."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.ffn import ffn_problem
+from megatron.neox_arguments.read import show
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+
+def refusals(args: "NeoXArgs") -> dict[str, str]:
+    """Reasons by dotted path, with what to do instead; empty for what can run."""
+    found = dict(_declared(type(args), args.given, args))
+    engine = {
+        "te_mha": args.te_mha,
+        "te_layernorm_mlp": args.te_layernorm_mlp,
+        "te_columnparallel": args.te_columnparallel,
+        "te_rowparallel": args.te_rowparallel,
+    }
+    if any(engine.values()) and args.te_backend is None:
+        found[next(name for name, asked in engine.items() if asked)] = (
+            "true asks for Transformer-Engine, whose own layers are not used here; add the line `te_backend: native` "
+            "for the same maths and names on disk"
+        )
+    width = ffn_problem(args)
+    if width is not None:
+        found["intermediate_size" if args.intermediate_size else "activation"] = width
+    return found
+
+
+def _declared(declaration: type, given: Mapping[str, Any], args: "NeoXArgs | None", prefix: str = "") -> Iterator:
+    for name, value in given.items():
+        key = keys_of(declaration)[name]
+        if key.section is not None and isinstance(value, Mapping) and key.refusal(value) is None:
+            yield from _declared(key.section, value, None, f"{prefix}{name}.")
+            continue
+        if args is not None:
+            value = getattr(args, name) if name == "attention_config" else value
+        reason = key.refusal(value)
+        if reason is not None:
+            refused = next((v for v in value if key.refusal(v)), value) if isinstance(value, tuple) else value
+            yield prefix + name, f"{show(refused)} is refused: {reason}"

@@ -1,0 +1,157 @@
+"""Checks of the model and of how it is split over ranks."""
+
+from typing import TYPE_CHECKING
+
+from megatron.neox_arguments.errors import Problems
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+
+def validate_model(args: "NeoXArgs", problems: Problems) -> None:
+    heads, kv_heads = args.num_attention_heads, args.kv_heads
+    attends = any(kind in ("global", "flash") for kind in args.attention_config)
+    if not attends:
+        pass  # a run refuses the others' layers, and they do not split hidden_size into heads
+    elif args.hidden_size % heads:
+        problems.add(
+            "hidden_size",
+            f"{args.hidden_size} is not a multiple of num_attention_heads {at(args, 'num_attention_heads')}",
+        )
+    elif args.pos_emb == "rotary" and (
+        int(args.head_dim * args.rotary_pct) % 2 or int(args.head_dim * args.rotary_pct) == 0
+    ):
+        problems.add(
+            "rotary_pct" if args.rotary_pct != 1 else "pos_emb",
+            f"{int(args.head_dim * args.rotary_pct)} of {args.head_dim} dimensions a head would be rotated; "
+            "rotary_pct x hidden_size / num_attention_heads must be even",
+        )
+    if heads % kv_heads:
+        problems.add(
+            "num_kv_heads", f"{kv_heads} does not divide num_attention_heads {at(args, 'num_attention_heads')}"
+        )
+    if args.seq_length > args.max_position_embeddings:
+        problems.add(
+            "seq_length",
+            f"{args.seq_length} is more than max_position_embeddings {at(args, 'max_position_embeddings')}",
+        )
+    if args.intermediate_size is not None and args.expansion_factor is not None:
+        problems.add(
+            "expansion_factor", f"intermediate_size {at(args, 'intermediate_size')} says the width; remove one"
+        )
+    _positions(args, problems)
+    _blocks(args, problems)
+    try:
+        ffn = args.ffn_size
+    except ValueError as cause:
+        key = "compat_ffn_width" if args.compat_ffn_width else "intermediate_size"
+        problems.add(key, str(cause) if args.compat_ffn_width else f"{args.intermediate_size} {cause}")
+        return
+    if ffn % args.tp:
+        key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
+        problems.add(
+            key, f"the MLP's width {ffn} is not a multiple of model_parallel_size {at(args, 'model_parallel_size')}"
+        )
+
+
+def _positions(args: "NeoXArgs", problems: Problems) -> None:
+    scaling = args.rope_scaling
+    if args.opt_pos_emb_offset and args.pos_emb != "learned":
+        problems.add("opt_pos_emb_offset", f"only pos_emb learned reads it, not {at(args, 'pos_emb')}; remove it")
+    rows = args.max_position_embeddings - args.opt_pos_emb_offset
+    if args.pos_emb == "learned" and args.opt_pos_emb_offset and args.seq_length > rows:
+        problems.add(
+            "opt_pos_emb_offset", f"leaves {rows} of max_position_embeddings {at(args, 'max_position_embeddings')} "
+            f"for seq_length {at(args, 'seq_length')}; raise max_position_embeddings by the offset",
+        )  # fmt: skip
+    if args.pos_emb == "sinusoidal" and args.hidden_size % 2:
+        problems.add("pos_emb", f"sinusoidal needs an even hidden_size, not {at(args, 'hidden_size')}")
+    if args.pos_emb == "rpe" and args.rpe_max_distance <= args.rpe_num_buckets // 2:
+        problems.add("rpe_max_distance", f"must be more than half of rpe_num_buckets {at(args, 'rpe_num_buckets')}")
+    if scaling is None:
+        return
+    kind = scaling["rope_type"]
+    if args.pos_emb != "rotary":
+        problems.add("rope_scaling", f"only pos_emb rotary reads it, not {at(args, 'pos_emb')}; remove it")
+    needed = {
+        "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "dynamic": ("original_max_position_embeddings",),
+    }.get(kind, ())
+    allowed = {
+        "llama3": needed,
+        "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+                 "mscale_all_dim"),
+        "dynamic": ("original_max_position_embeddings",),
+    }.get(kind, ())  # fmt: skip
+    for name, value in scaling.items():
+        if name in needed and value is None:
+            problems.add("rope_scaling", f"{kind} needs {name}")
+        if value is not None and name not in (*allowed, "rope_type", "factor"):
+            problems.add(f"rope_scaling.{name}", f"{kind} does not read it; remove it")
+
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if kind == "llama3" and low is not None and high is not None and low >= high:
+        problems.add("rope_scaling.low_freq_factor", f"{low} must be less than high_freq_factor {high}")
+    if kind == "dynamic" and int(args.head_dim * args.rotary_pct) <= 2:
+        problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions a head")
+
+
+def _blocks(args: "NeoXArgs", problems: Problems) -> None:
+    tied, shape = args.gpt_j_tied, args.norm
+    if tied and not args.gpt_j_residual:
+        problems.add("gpt_j_tied", "only gpt_j_residual: true reads it; remove it or set gpt_j_residual")
+    if args.norm_placement == "olmo3":
+        for key in ("gpt_j_residual", "te_layernorm_mlp"):
+            if getattr(args, key):
+                problems.add("norm_placement", f"olmo3 has no form with {key} {at(args, key)}; remove one of them")
+    if args.te_layernorm_mlp and tied:
+        problems.add("te_layernorm_mlp", f"its MLP has its own norm, so gpt_j_tied ({args.origin('gpt_j_tied')}) "
+            "cannot hold; remove one of them")  # fmt: skip
+    if args.te_layernorm_mlp and shape in ("scalenorm", "non_parametric_layernorm"):
+        problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {at(args, 'norm')}")
+    if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
+        problems.add("use_separate_qk_norms", "needs use_qk_layernorm: true and norm: rmsnorm")
+    elif args.use_qk_layernorm and not args.use_separate_qk_norms:
+        _qk_layernorm(args, problems)
+
+
+def _qk_layernorm(args: "NeoXArgs", problems: Problems) -> None:
+    key = "use_qk_layernorm"
+    if args.norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
+        problems.add(key, f"needs norm layernorm or rmsnorm, not {at(args, 'norm')}")
+    elif args.kv_heads < args.num_attention_heads:
+        problems.add(
+            key, f"one norm cannot serve all heads of queries and {args.kv_heads} of keys "
+            f"(num_kv_heads: {args.origin('num_kv_heads')}); set use_separate_qk_norms: true",
+        )  # fmt: skip
+    elif args.te_mha:
+        problems.add(key, f"Transformer-Engine's attention has none (te_mha: {args.origin('te_mha')}); remove one")
+
+
+def validate_parallel(args: "NeoXArgs", problems: Problems) -> None:
+    tp, key = args.tp, "model_parallel_size"
+    if tp > args.kv_heads and args.num_kv_heads is not None:
+        problems.add(key, f"{tp} is more than num_kv_heads {at(args, 'num_kv_heads')}; use at most {args.kv_heads}")
+    elif args.num_attention_heads % tp or args.kv_heads % tp:
+        name = "num_attention_heads" if args.num_attention_heads % tp else "num_kv_heads"
+        problems.add(key, f"{tp} does not divide {name} {at(args, name)}")
+    if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
+        problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {at(args, key)}")
+    if args.pp > args.num_layers:
+        problems.add(
+            "pipe_parallel_size", f"{args.pp} stages for num_layers {at(args, 'num_layers')}; use fewer stages"
+        )
+    if args.pp > 1 and args.zero_stage > 1:
+        stage = f"zero_optimization.stage {args.zero_stage} ({args.origin('zero_optimization.stage')})"
+        problems.add("pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}")
+    if args.sequence_parallel and args.seq_length % tp:
+        problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {at(args, 'seq_length')}")
+    method = args.pipe_partition_method
+    if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
+        problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
+
+
+def at(args: "NeoXArgs", key: str) -> str:
+    """`12 (a.yml:3)`: a key's value with its place."""
+    value, origin = getattr(args, key), args.origin(key)
+    return f"{value} ({origin})"

@@ -1,0 +1,215 @@
+"""The presets of configs/: they load, run as they are, and are the models they are named after."""
+
+import json
+import re
+from fnmatch import fnmatch
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megatron.model import layer_params
+from megatron.neox_arguments import NeoXArgs, load
+from megatron.neox_arguments.declare import keys_of
+from megatron.tokenizer.tokenizer import padded_vocab_size
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+GOLDEN = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").read_text())["loaded"]
+PAGE = (ROOT / "docs/from-gpt-neox.md").read_text()
+
+NEOX, LLAMA, LLAMA3 = 50277, 32000, 128256  # entries of the published tokenizers
+# preset: (tokens, parameters, which of the embeddings they count). Whole numbers are exact: those of the model cards
+# on huggingface.co, of transformers' model of the published config, and of the fork. Millions are rounded: GPT-3's
+# (arXiv 2005.14165, table D.1; one embedding) and those that GPT-NeoX's own files are named after (none).
+PUBLISHED = {
+    "19M": (NEOX, 19e6, "none"),
+    "49M": (NEOX, 49e6, "none"),
+    "125M": (NEOX, 125e6, "one"),
+    "350M": (NEOX, 356e6, "one"),
+    "760M": (NEOX, 760e6, "one"),
+    "800M": (NEOX, 800e6, "none"),
+    "1-3B": (NEOX, 1320e6, "one"),
+    "2-7B": (NEOX, 2650e6, "one"),
+    "6-7B": (NEOX, 6660e6, "one"),
+    "13B": (NEOX, 12850e6, "one"),
+    "20B": (NEOX, 20_554_567_680, "all"),
+    "175B": (NEOX, 174600e6, "one"),
+    "neox_7b": (NEOX, 6.85e9, "all"),
+    "pythia/14M": (NEOX, 14_067_712, "all"),
+    "pythia/31M": (NEOX, 30_494_720, "all"),
+    "pythia/70M": (NEOX, 70_426_624, "all"),
+    "pythia/160M": (NEOX, 162_322_944, "all"),
+    "pythia/410M": (NEOX, 405_334_016, "all"),
+    "pythia/1B": (NEOX, 1_011_781_632, "all"),
+    "pythia/1-4B": (NEOX, 1_414_647_808, "all"),
+    "pythia/2-8B": (NEOX, 2_775_208_960, "all"),
+    "pythia/6-9B": (NEOX, 6_857_302_016, "all"),
+    "pythia/12B": (NEOX, 11_846_072_320, "all"),
+    "llama/7B": (LLAMA, 6_738_415_616, "all"),
+    "llama/13B": (LLAMA, 13_015_864_320, "all"),
+    "llama/30B": (LLAMA, 32_528_943_616, "all"),
+    "llama/65B": (LLAMA, 65_285_660_672, "all"),
+    "llama2/7B": (LLAMA, 6_738_415_616, "all"),
+    "llama2/13B": (LLAMA, 13_015_864_320, "all"),
+    "llama2/70B": (LLAMA, 68_976_648_192, "all"),
+    "llama3/8B": (LLAMA3, 8_030_261_248, "all"),
+    "llama3/70B": (LLAMA3, 70_553_706_496, "all"),
+    "llama3-1/8B": (LLAMA3, 8_030_261_248, "all"),
+    "llama3-1/70B": (LLAMA3, 70_553_706_496, "all"),
+    "llama_7b_gqa": (NEOX, 7.39e9, "all"),
+    "mistral/7B": (LLAMA, 7_241_732_096, "all"),
+    "olmo/1B": (50280, 1_176_764_416, "all"),
+    "olmo/7B": (50280, 6_888_095_744, "all"),
+    "olmo2/7B": (100278, 7_298_617_344, "all"),
+}
+ENVIRONMENT = {"local_setup", "hosts_setup", "slurm_setup", "text_generation"}  # go after a model
+WHOLE = {"container_setup"}  # goes alone
+OTHERS = {"quickstart"}
+# What GPT-NeoX's files have otherwise than the published models, or not in the same unit.
+NOT_PUBLISHED = {
+    "llama2/7B": {"use_bias_in_mlp"},
+    "llama2/13B": {"use_bias_in_mlp"},
+    "llama2/70B": {"use_bias_in_mlp", "rotary_emb_base"},
+}
+SHAPE = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "max_position_embeddings",
+    "norm", "layernorm_epsilon", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "gpt_j_tied",
+    "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear", "use_bias_in_mlp", "init_method",
+    "output_layer_init_method", "sliding_window_width",
+)  # fmt: skip
+OPTIMIZATION = ("min_lr", "weight_decay", "gradient_clipping", "train_iters", "lr_decay_style", "warmup")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    for name in ("DATA_DIR", "OUTPUT_DIR", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "HOSTFILE", "MINUTES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+
+
+def preset(name):
+    return load([f"configs/{name}.yml", "configs/local_setup.yml"])
+
+
+def golden(name):
+    """What GPT-NeoX resolves its own file of that name to; None where it has none."""
+    for second in ("", " + configs/llama/train_config.yml"):
+        if f"configs/{name}.yml{second}" in GOLDEN:
+            return GOLDEN[f"configs/{name}.yml{second}"]["values"]
+    return None
+
+
+def test_every_file_is_known():
+    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
+    assert found == set(PUBLISHED) | ENVIRONMENT | WHOLE | OTHERS
+
+
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS}))
+def test_a_preset_runs_as_it_is(name):
+    args = preset(name).check_training()
+    assert args.refusals() == {} and args.notes() == []  # nor does a key stand there that has no effect
+    assert args.compat_ffn_width in (None, "none")
+    assert args.save.startswith("checkpoints/")
+    for nodes in (1, 8):
+        world = args.for_world(nodes * args.pp * args.tp)
+        assert world.data_parallel_size == nodes and world.gradient_accumulation_steps >= 1
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_preset_has_as_many_parameters_as_published(name):
+    vocab, published, embeddings = PUBLISHED[name]
+    args = preset(name)
+    args = args.replace(padded_vocab_size=padded_vocab_size(vocab, args.make_vocab_size_divisible_by, args.tp))
+    count = sum(prod(spec.shape) for layer in layer_params(args).values() for spec in layer)
+    embedding = args.padded_vocab_size * args.hidden_size
+    count -= {"all": 0, "one": embedding * args.no_weight_tying, "none": embedding * (1 + args.no_weight_tying)}[
+        embeddings
+    ]
+    assert count == published if isinstance(published, int) else count == pytest.approx(published, rel=0.011)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PUBLISHED if golden(name)))
+def test_a_preset_is_the_model_of_the_same_name(name):
+    args, values = preset(name), golden(name)
+    keys = keys_of(NeoXArgs)
+    if name.startswith("mistral"):
+        # GPT-NeoX's file is no model that runs; and its window does not count the token itself, as the published does
+        assert {key for key in SHAPE if getattr(args, key) != values.get(key, keys[key].default)} == {
+            "max_position_embeddings", "sliding_window_width", "use_bias_in_mlp", "init_method",
+            "output_layer_init_method",
+        }  # fmt: skip
+        return
+    theirs = {key: values.get(key, keys[key].default) for key in SHAPE}
+    assert {key for key in SHAPE if getattr(args, key) != theirs[key]} == NOT_PUBLISHED.get(name, set())
+    width = {key: values[key] for key in ("activation", "intermediate_size", "mlp_multiple_of") if key in values}
+    shape = {key: theirs[key] for key in SHAPE[:6]} | width | {"compat_ffn_width": "upstream"}
+    assert args.ffn_size == NeoXArgs.from_dict(shape).ffn_size
+    if args.norm == "rmsnorm":
+        assert args.rms_norm_epsilon == values["rms_norm_epsilon"]
+    if not name.startswith("llama"):  # whose recipe is the paper's, not that of fine-tuning
+        assert {key for key in OPTIMIZATION if getattr(args, key) != values.get(key, keys[key].default)} == set()
+        ours = dict(args.optimizer["params"])
+        assert ours | {"betas": list(ours["betas"])} == values["optimizer"]["params"]
+
+
+def test_environment_files_go_after_any_preset():
+    for name in sorted(ENVIRONMENT):
+        files = ["configs/pythia/1-4B.yml", f"configs/{name}.yml"]
+        args = load(files + ["configs/local_setup.yml"] * (name == "text_generation")).check_training()
+        assert args.refusals() == {} and args.notes() == []
+        assert args.data_path and args.vocab_file
+
+
+def test_a_container_is_configured_by_its_environment(monkeypatch):
+    args = load(["configs/container_setup.yml"]).check_training()
+    assert args.refusals() == {} and args.notes() == [] and (args.train_epochs, args.lr) == (1, 6e-4)
+    for name, value in {"DATA_DIR": "/d", "OUTPUT_DIR": "/o", "EPOCHS": "3", "BATCH_SIZE": "64"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LEARNING_RATE", "3e-4")
+    args = load(["configs/container_setup.yml"])
+    assert (args.data_path, args.vocab_file, args.save) == ("/d/text_document", "/d/tokenizer.json", "/o")
+    assert (args.train_epochs, args.train_batch_size, args.lr) == (3, 64, 3e-4)
+    assert preset("125M").save == "/o/125M"
+
+
+def test_the_container_says_how_a_preset_takes_these():
+    text = (CONFIGS / "container_setup.yml").read_text()
+    shown = re.findall(r"(\w[\w.]*)=(\S+)", "".join(re.findall(r"#  +--set.*\n(?:#  +.*\n)*", text)))
+    assert len(shown) == 6
+    values = {"$DATA_DIR": "/d", "$BATCH_SIZE": "64", "$LEARNING_RATE": "1e-4", "$EPOCHS": "2"}
+    texts = [f"{key}={re.sub(r'[$][A-Z_]+', lambda found: values[found.group()], value)}" for key, value in shown]
+    args = load(["configs/pythia/70M.yml", "configs/local_setup.yml"], texts).check_training()
+    assert (args.train_epochs, args.train_iters, args.lr, args.train_batch_size) == (2, None, 1e-4, 64)
+
+
+def _words():
+    """What the page says in code style, without values."""
+    return {word for text in re.findall(r"`([^`\n]+)`", PAGE) for word in re.split(r"[:=, ]+", text)}
+
+
+def test_the_migration_page_names_every_key_that_acts_differently():
+    rows = [
+        line.split("|")[1] for line in PAGE.partition("## Keys that act differently")[2].splitlines() if "|" in line
+    ]
+    named = {word for row in rows for word in re.findall(r"[\w.]+", row)}
+    keys = keys_of(NeoXArgs)
+    assert {name for name, key in keys.items() if key.differs} - named == set()
+    assert {name for name in keys if name.startswith("compat_")} <= _words()
+
+
+def test_the_migration_page_names_every_key_that_is_refused():
+    here, words = keys_of(NeoXArgs), _words()
+    unnamed = [
+        name
+        for name, key in here.items()
+        if key.standing in ("refused", "later") and not any(fnmatch(name, word) for word in words)
+    ]
+    assert unnamed == []
+
+
+def test_the_migration_page_names_no_key_that_is_not_there():
+    keys = keys_of(NeoXArgs)
+    values = {value for key in keys.values() for value in key.choices} | {"a_b", "madgrad_wd"}
+    named = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)(?:: [^`]*)?`", PAGE))
+    assert named - set(keys) - values == set()
