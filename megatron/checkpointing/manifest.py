@@ -22,8 +22,12 @@ MANIFEST = "manifest.json"
 _MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "kv_heads", "ffn_size", "padded_vocab_size", "norm",
     "activation", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "no_weight_tying",
-    "layernorm_epsilon", "rms_norm_epsilon", "bias_gelu_fusion",
+    "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "bias_gelu_fusion", "te_layernorm_mlp",
+    "norm_placement", "use_qk_layernorm", "use_separate_qk_norms", "gpt_j_tied",
+    "opt_pos_emb_offset", "rpe_max_distance",
 )  # fmt: skip
+
+_LATER = ("config", "optimizer")  # fields that the first manifests lack
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Layout:
 @dataclass(frozen=True)
 class Manifest:
     """model: `model_keys(args)`; tokenizer: fingerprint; data: fingerprint of each set; versions: of libraries;
-    created: ISO time; config: the keys the user gave; files: filled by the ranks, completed by `publish`."""
+    created: ISO time; config: the keys the user gave; files: filled by the ranks, completed by `publish`; optimizer:
+    whether its state is there (`no_save_optim`)."""
 
     run_id: str
     iteration: int
@@ -55,6 +60,7 @@ class Manifest:
     created: str
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    optimizer: bool = True
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -75,7 +81,7 @@ class Manifest:
                 )
             raw["layout"] = Layout(**raw["layout"])
             raw["files"] = {n: FileRecord(n, int(r["size"]), str(r["sha256"])) for n, r in raw["files"].items()}
-            return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name != "config"})
+            return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _LATER})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise DamagedError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import load_tensors
-from megatron.checkpointing.names import to_our_names
+from megatron.checkpointing.names import to_file_names, to_our_names
 from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
@@ -115,11 +115,27 @@ def load_weights(
         loaded[layer] = {}
         if specs:
             loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
+    if any(spec.shared for spec in expected[2]):
+        first = _load_layer(source, args, 2, expected[2], tensor_rank, tensor_size, [], [])
+        problems += _shared_problems(first, loaded, expected[2])
     problems += mismatches[:_SHOWN]
     if len(mismatches) > _SHOWN:
         problems.append(f"and {len(mismatches) - _SHOWN} more tensors of another shape")
     _refuse(path, problems)
     return loaded
+
+
+def _shared_problems(
+    first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]], specs: Sequence[ParamSpec]
+) -> list[str]:
+    """Copies of what all blocks share that differ from layer 2's."""
+    names = [spec.name for spec in specs if spec.shared and spec.name in first]
+    return [
+        f"layer {layer}: {name} is another than layer 2's (GPT-NeoX trained one a pipeline stage); the blocks share one"
+        for layer, tensors in loaded.items()
+        for name in names
+        if name in tensors and not torch.equal(tensors[name], first[name])
+    ]
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> None:
@@ -130,7 +146,9 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
 def _layer_problems(source: _Source, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs) -> list[str]:
     """Layers that only the checkpoint or only the model has, with the key that would settle it."""
     want = {layer for layer, specs in expected.items() if specs}
-    missing, extra = sorted(want - source.layers), sorted(source.layers - want)
+    # NeoX writes an empty file for a norm without parameters.
+    extra = sorted(layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0))
+    missing = sorted(want - source.layers)
     if not missing and not extra:
         return []
     last = max(source.layers)
@@ -162,16 +180,11 @@ def _load_layer(
     parts: dict[int, dict[str, Tensor]] = {}
     for rank in range(source.tensor_size) if need_all else (tensor_rank,):
         file = source.file(layer, rank)
-        state = to_our_names(
-            source.tensors(layer, rank),
-            names,
-            gated=args.is_gated,
-            grouped=args.kv_heads != args.num_attention_heads,
-            where=str(file),
-        )
+        state = to_our_names(source.tensors(layer, rank), names, args, str(file))
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
-                problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}")
+                fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
+                problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}{fix}")
         parts[rank] = state
     out: dict[str, Tensor] = {}
     for spec in specs:
@@ -234,7 +247,7 @@ def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: NeoX
 def local_layer_state(
     layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, *, tensor_rank: int, tensor_size: int
 ) -> dict[str, Tensor]:
-    """What this tensor rank writes to its layer file: NeoX's names, on CPU, each tensor with its own storage.
+    """What this tensor rank writes to its layer file, under `to_file_names`: on CPU, each tensor with its own storage.
 
     Of a bias that is a sum over ranks each rank writes 1/tensor_size; the last one writes what is left, so that the
     sum is exact where the division is not.
@@ -254,4 +267,4 @@ def local_layer_state(
             rest = tensor - share.double() * (tensor_size - 1)
             tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
         state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return state
+    return to_file_names(state, args)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.cache import LayerCache
-from megatron.model.positions import Rope, apply_rope
+from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm
+from megatron.model.positions import Rope, apply_rope, distances
+from megatron.model.weight_map import norm_kind
 from megatron.mpu import DTYPES, Linear, ParallelGroups, seeded
 from megatron.mpu.random import fork_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -25,13 +27,15 @@ class AttentionInputs(NamedTuple):
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 `[batch * (seq + 1)]` document starts over the flattened batch, for the varlen kernel (CUDA only).
+    cu_seqlens: int32 document starts over the flattened batch and its end, for the varlen kernel (CUDA only).
+    window: with cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
 
     rope: Rope | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    window: int = -1
     columns: Tensor | None = None
 
 
@@ -50,6 +54,29 @@ _CALLS = {
     (True, True): "with a mask and dropout",
 }
 _CACHED = "from a cache"
+_WINDOWED = "in windows"
+
+
+def has_bias(args: NeoXArgs) -> bool:
+    """Whether positions are added to attention logits, which makes every call one with a mask."""
+    return args.pos_emb in ("alibi", "rpe")
+
+
+def sliding_window(args: NeoXArgs) -> int | None:
+    """Keys before itself that a query sees: flash attention's `window_size=(W, 0)`, so W + 1 keys with its own.
+
+    Transformers' `sliding_window` counts the token itself: W + 1 there is W here. None when all of the longest
+    sequence is seen.
+    """
+    width = args.sliding_window_width
+    return width if width is not None and width < args.max_position_embeddings - 1 else None
+
+
+def takes_varlen(args: NeoXArgs, device: torch.device) -> bool:
+    """Whether documents and windows run on the varlen kernel, not under a mask: it is flash attention, which knows
+    neither biases nor fp32."""
+    plain = not has_bias(args) and args.attention_dropout == 0.0 and args.params_dtype != "fp32"
+    return plain and device.type == "cuda" and args.attention_backend in ("auto", "flash")
 
 
 @dataclass(frozen=True)
@@ -77,6 +104,7 @@ def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
 
     `auto` takes the first that works of cuDNN, flash, efficient and math, on CPUs of flash and math. A named kernel
     is used for all of training, and where it takes no mask, the first that does for packed documents and generation.
+    Sliding windows run on the varlen kernel where `takes_varlen`, else under a mask.
     Raises ConfigError for a named kernel that does not work on this device or for this run.
     """
     asked, place = args.attention_backend, args.origin("attention_backend")
@@ -84,11 +112,12 @@ def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
         raise ConfigError([f"{place}: attention_backend: {asked} needs a GPU; set attention_backend: auto"])
     order = list(_KERNELS) if device.type == "cuda" else ["flash", "math"]
     names = order if asked == "auto" else [asked, *(name for name in order if name != asked)]
-    alibi, seq = args.pos_emb == "alibi", min(args.seq_length, 256)
+    windowed, seq = sliding_window(args) is not None, min(args.seq_length, 256)
+    always_masked = has_bias(args) or windowed
     calls = [(call, masked, dropping, [(seq, seq)]) for (masked, dropping), call in _CALLS.items()]
-    kernels: dict[str, str] = {}
+    kernels: dict[str, str] = {_WINDOWED: "flash"} if windowed and takes_varlen(args, device) else {}
     for call, masked, dropping, shapes in [*calls, (_CACHED, True, False, [(1, 1), (1, 9)])]:
-        if (dropping and args.attention_dropout == 0.0) or (alibi and not masked):
+        if (dropping and args.attention_dropout == 0.0) or (always_masked and not masked):
             continue  # this run makes no such calls
         for name in names:
             found = [_problem(name, args, device, *shape, masked, dropping) for shape in shapes]
@@ -96,7 +125,7 @@ def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
             if problem is None:
                 kernels[call] = name
                 break
-            if name == asked and masked == alibi and call != _CACHED:
+            if name == asked and masked == always_masked and call != _CACHED and _WINDOWED not in kernels:
                 fix = "set attention_backend: auto"
                 raise ConfigError([f"{place}: attention_backend: {name} cannot do this run ({problem}); {fix}"])
     return Backend(kernels)
@@ -105,10 +134,10 @@ def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
 def _problem(
     name: str, args: NeoXArgs, device: torch.device, queries: int, keys: int, masked: bool, dropping: bool
 ) -> str | None:
-    """Why a kernel cannot do one call (and its gradient, for more than one query); None when it can."""
+    """Why a kernel cannot do one call (and its gradient, for a whole text); None when it can."""
     dtype = DTYPES[args.params_dtype]
     kv_heads = min(args.kv_heads, 2)
-    heads, training = kv_heads * args.num_attention_heads // args.kv_heads, queries > 1
+    heads, training = kv_heads * args.num_attention_heads // args.kv_heads, queries == keys
 
     def values(seq: int, heads: int) -> Tensor:
         whole = torch.zeros(seq, 2, heads, args.head_dim, device=device, dtype=dtype, requires_grad=training)
@@ -116,8 +145,8 @@ def _problem(
 
     mask = None
     if masked:
-        alibi = args.pos_emb == "alibi"
-        mask = torch.ones(2, heads if alibi else 1, queries, keys, device=device, dtype=dtype if alibi else torch.bool)
+        shape, kind = ((2, heads, queries, keys), dtype) if has_bias(args) else ((2, 1, queries, keys), torch.bool)
+        mask = torch.ones(shape, device=device, dtype=kind, requires_grad=args.pos_emb == "rpe" and training)
 
     def call() -> Tensor:
         return F.scaled_dot_product_attention(
@@ -132,6 +161,8 @@ def _problem(
                 out = call()
             if training:
                 out.sum().backward()
+                if mask is not None and mask.requires_grad and mask.grad is None:
+                    return "it gives no gradient to biases"
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except RuntimeError as problem:
@@ -148,6 +179,16 @@ def document_mask(cu_seqlens: Tensor, seq: int) -> Tensor:
     document = torch.searchsorted(cu_seqlens, steps.int().expand(cu_seqlens.shape[0], -1).contiguous(), right=True)
     same = document.unsqueeze(2) == document.unsqueeze(1)
     return (same & (steps.unsqueeze(0) <= steps.unsqueeze(1))).unsqueeze(1)
+
+
+def window_mask(seq: int, window: int | None, device: torch.device, queries: Tensor | None = None) -> Tensor:
+    """Keys no later than their query and at most `window` before it, boolean `[batch or 1, 1, queries, seq]`.
+
+    queries: their places `[batch, queries]`; None: all of seq.
+    """
+    distance = distances(seq, device, queries)
+    causal = distance <= 0
+    return causal if window is None else causal & (distance >= -window)
 
 
 def attend(
@@ -168,7 +209,9 @@ def attend(
     Dropout of the probabilities is a function of `seed` alone.
     """
     if inputs.cu_seqlens is not None:
-        return _attend_varlen(q, k, v, inputs.cu_seqlens)
+        if cache is not None:
+            cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), None)
+        return _attend_varlen(q, k, v, inputs.cu_seqlens, inputs.window)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]
     if cache is not None:
@@ -185,7 +228,7 @@ def attend(
     return out.permute(2, 0, 1, 3)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
     # Padding starts (equal to the row's end) are empty documents to the kernel, so shapes stay fixed without a sync.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -193,7 +236,7 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tenso
     q, k, v = (x.transpose(0, 1).reshape(batch * seq, x.shape[2], head_dim) for x in (q, k, v))
     if k.shape[1] != heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seq, seq, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seq, seq, window_size=(window, 0))
     assert isinstance(out, Tensor)
     return out.view(batch, seq, heads, head_dim).transpose(0, 1)
 
@@ -201,7 +244,8 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tenso
 class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
 
-    Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`.
+    Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
+    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`.
     """
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
@@ -213,6 +257,14 @@ class SelfAttention(nn.Module):
         self.tensor_rank = groups.rank("tensor")
         self.backend = backend
         query, kv = args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
+        self.qk_layernorm: nn.Module | None = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if args.use_qk_layernorm and args.use_separate_qk_norms:
+            self.q_norm = WideRMSNorm(args, groups, args.num_attention_heads)
+            self.k_norm = WideRMSNorm(args, groups, args.kv_heads)
+        elif args.use_qk_layernorm:
+            self.qk_layernorm = (QKRMSNorm if norm_kind(args) == "rmsnorm" else QKLayerNorm)(args, groups)
         bias, sequence_parallel = args.use_bias_in_attn_linear, args.sequence_parallel
         self.query_key_value = Linear(
             args.hidden_size, query + 2 * kv, parallel="column", bias=bias, groups=groups,
@@ -232,6 +284,10 @@ class SelfAttention(nn.Module):
     def core(self, x: Tensor, inputs: AttentionInputs, seed: int, cache: LayerCache | None = None) -> Tensor:
         """Everything before `dense`: `[seq, batch, local heads * head_dim]`."""
         q, k, v = self._split(self.query_key_value(x))
+        if self.qk_layernorm is not None:
+            q, k = self.qk_layernorm(q, k)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0

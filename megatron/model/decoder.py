@@ -7,20 +7,36 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from megatron.data import Batch
-from megatron.model.attention import AttentionInputs, Backend, choose_backend, document_mask
+from megatron.model.attention import (
+    AttentionInputs,
+    Backend,
+    choose_backend,
+    document_mask,
+    sliding_window,
+    takes_varlen,
+    window_mask,
+)
 from megatron.model.block import Block
 from megatron.model.cache import KVCache
 from megatron.model.norms import build_norm
-from megatron.model.positions import alibi_bias, rope_tables
+from megatron.model.positions import (
+    RelativePositionBias,
+    alibi_bias,
+    rope_frequencies,
+    rope_tables,
+    sinusoidal_embedding,
+)
 from megatron.model.weight_map import layer_params
 from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, dropout, mix_seed, scatter_to_sequence
 from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
@@ -37,7 +53,7 @@ class Hidden(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Tokens (and learned positions) to hidden states."""
+    """Tokens (and learned or sinusoidal positions) to hidden states."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         super().__init__()
@@ -45,6 +61,8 @@ class Embedding(nn.Module):
             args.padded_vocab_size, args.hidden_size, groups=groups, sequence_parallel=args.sequence_parallel
         )
         self.sequence_group = groups.group("tensor") if args.sequence_parallel else None
+        self.sinusoidal = args.pos_emb == "sinusoidal"
+        self.position_offset = args.opt_pos_emb_offset
         self.position_embeddings: nn.Embedding | None = None
         if args.pos_emb == "learned":
             self.position_embeddings = nn.Embedding(
@@ -57,7 +75,11 @@ class Embedding(nn.Module):
         """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
         x = self.word_embeddings(tokens.t())
         if self.position_embeddings is not None:
-            x = x + scatter_to_sequence(self.position_embeddings(positions.t()), self.sequence_group)
+            added = self.position_embeddings(positions.t() + self.position_offset)
+            x = x + scatter_to_sequence(added, self.sequence_group)
+        if self.sinusoidal:
+            added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
+            x = x + scatter_to_sequence(added, self.sequence_group)
         return dropout(x, self.dropout, seed + self.seed_offset, self.training)
 
 
@@ -184,6 +206,12 @@ class Stage(nn.Module):
         for spec in specs:
             layers[str(spec.index)] = self._build(spec, groups, backend, layers)
         self.layers = nn.ModuleDict(layers)
+        if args.pos_emb == "rpe":
+            # One table, which every block holds under NeoX's name; pipeline stages sum its gradient.
+            bias = RelativePositionBias(args, groups)
+            for spec in specs:
+                if spec.kind == "block":
+                    self.layers[str(spec.index)].attention.rpe = bias  # type: ignore[union-attr]
 
     def _build(
         self, spec: LayerSpec, groups: ParallelGroups, backend: Backend, built: dict[str, nn.Module]
@@ -211,29 +239,38 @@ class Stage(nn.Module):
         dtype = next(self.parameters()).dtype
         return KVCache.empty(blocks, (rows, kv_heads, length, self.args.head_dim), dtype, self.device_of_groups)
 
-    def _attention_inputs(self, batch: Batch, positions: Tensor, cache: KVCache | None = None) -> AttentionInputs:
-        args, seq = self.args, batch.tokens.shape[1]
+    def _attention_inputs(
+        self, batch: Batch, positions: Tensor, cache: KVCache | None = None, last: Tensor | None = None
+    ) -> AttentionInputs:
+        args, (rows, seq), device = self.args, batch.tokens.shape, batch.tokens.device
         rope = mask = cu_seqlens = columns = None
         if args.pos_emb == "rotary":
-            # NeoX rounds the rotated width down to an even number of dimensions.
-            rope = rope_tables(positions, int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base)
+            length = seq if last is None else (last + 1).unsqueeze(1)
+            rope = rope_tables(positions, *rope_frequencies(args, length, device))
         if cache is not None and batch.positions is not None:
             columns, seq = positions, cache.length
-            mask = (torch.arange(seq, device=positions.device) <= positions.unsqueeze(2)).unsqueeze(1)
-        if batch.cu_seqlens is not None:
-            # The varlen kernel is flash attention, which knows neither biases nor fp32.
-            plain = args.pos_emb != "alibi" and args.attention_dropout == 0.0 and args.params_dtype != "fp32"
-            flash = self.device_of_groups.type == "cuda" and args.attention_backend in ("auto", "flash")
-            if plain and flash:
-                rows = torch.arange(batch.tokens.shape[0], device=batch.tokens.device, dtype=torch.int32)
-                cu_seqlens = (batch.cu_seqlens + seq * rows.unsqueeze(1)).flatten()
-            else:
-                mask = document_mask(batch.cu_seqlens, seq)
-        if args.pos_emb == "alibi":
-            heads = (args.num_attention_heads, self.first_head, self.local_heads)
-            bias = alibi_bias(seq, *heads, batch.tokens.device, columns)
+        window, documents = sliding_window(args), batch.cu_seqlens
+        if columns is None and (documents is not None or window) and takes_varlen(args, self.device_of_groups):
+            offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
+            cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
+            return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
+        if documents is not None:
+            mask = document_mask(documents, seq)
+        if window is not None or columns is not None:
+            near = window_mask(seq, window, device, columns)
+            mask = near if mask is None else mask & near
+        bias = self._bias(seq, device, columns)
+        if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        return AttentionInputs(rope, mask, cu_seqlens, columns)
+        return AttentionInputs(rope, mask, columns=columns)
+
+    def _bias(self, seq: int, device: torch.device, columns: Tensor | None) -> Tensor | None:
+        if self.args.pos_emb == "alibi":
+            return alibi_bias(seq, self.args.num_attention_heads, self.first_head, self.local_heads, device, columns)
+        if self.args.pos_emb == "rpe":
+            first = next(spec for spec in self.specs if spec.kind == "block")
+            return self.layers[str(first.index)].attention.rpe(seq, columns)  # type: ignore[union-attr,operator]
+        return None
 
     def _run_blocks(
         self, specs: list[LayerSpec], x: Tensor, inputs: AttentionInputs, seed: int, cache: KVCache | None
@@ -248,9 +285,11 @@ class Stage(nn.Module):
 
         if not self.recompute or not torch.is_grad_enabled():
             return run(x, 0, len(specs))
-        for first in range(0, len(specs), self.recompute):
-            # Masks of dropout are functions of their seeds, so no generator state need be kept.
-            x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
+        on_gpu = self.device_of_groups.type == "cuda"
+        with save_on_cpu(pin_memory=on_gpu) if self.args.checkpoint_in_cpu else nullcontext():
+            for first in range(0, len(specs), self.recompute):
+                # Masks of dropout are functions of their seeds, so no generator state need be kept.
+                x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
         return x
 
     def forward(
@@ -277,7 +316,7 @@ class Stage(nn.Module):
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states
-        x = self._run_blocks(blocks, x, self._attention_inputs(batch, positions, cache), batch.seed, cache)
+        x = self._run_blocks(blocks, x, self._attention_inputs(batch, positions, cache, last), batch.seed, cache)
         if self.specs[-1].kind != "head":
             return Hidden(x)
         if last is not None:

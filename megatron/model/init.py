@@ -41,9 +41,9 @@ def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.dev
         return full.fill_(1.0)
     if spec.init == "zeros":
         return full.zero_()
-    generator = torch.Generator(device).manual_seed(mix_seed(args.seed, layer, spec.name))
-    method = args.output_layer_init_method if spec.init == "output" else args.init_method
-    _fill(full, method, args, generator)
+    generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
+    methods = {"output": args.output_layer_init_method, "xavier_normal": "xavier_normal"}
+    _fill(full, methods.get(spec.init, args.init_method), args, generator)
     return full
 
 
@@ -57,11 +57,14 @@ def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
         param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
 
 
-def stage_parameters(stage: Stage) -> list[tuple[int, str, nn.Parameter]]:
-    """(layer, name in the weight map, parameter) of a stage; the copy of a tied embedding counts as layer 0's."""
-    found = []
-    for full_name, param in stage.named_parameters():
+def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
+    """(layer, name in the weight map, parameter) of a stage; the copy of a tied embedding counts as layer 0's.
+
+    copies: a parameter that blocks share comes with each of them, not with the first alone.
+    """
+    found: dict[tuple[int, str], nn.Parameter] = {}
+    for full_name, param in stage.named_parameters(remove_duplicate=not copies):
         _, index, name = full_name.split(".", 2)
         tied = name == "word_embeddings.weight" and index != "0"
-        found.append((0 if tied else int(index), name, param))
-    return found
+        found[0 if tied else int(index), name] = param
+    return [(layer, name, param) for (layer, name), param in found.items()]

@@ -16,12 +16,15 @@ from megatron.neox_arguments import NeoXArgs
 def activation_function(args: NeoXArgs) -> Callable[[Tensor], Tensor]:
     """The nonlinearity of `activation`; for gated ones, that of the gate.
 
-    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX.
+    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's gelu and
+    geglu are the tanh approximation: `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x * x)))` in
+    common/util/math.h, and its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
     """
-    gelu = partial(F.gelu, approximate="tanh") if args.bias_gelu_fusion else F.gelu
+    tanh = partial(F.gelu, approximate="tanh")
+    gelu = tanh if args.bias_gelu_fusion or args.te_layernorm_mlp else F.gelu
     table: dict[str, Callable[[Tensor], Tensor]] = {
         "gelu": gelu,
-        "geglu": F.gelu,
+        "geglu": tanh if args.te_layernorm_mlp else F.gelu,
         "relu": F.relu,
         "reglu": F.relu,
         "softsign": F.softsign,

@@ -1,21 +1,100 @@
-"""Rotary and alibi position information, computed in fp32 from the batch's positions."""
+"""Position information: rotary with its scalings, sinusoidal, alibi and relative biases, all computed in fp32."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
 
 Rope = tuple[Tensor, Tensor]
 
 
-def rope_tables(positions: Tensor, rotary_dim: int, base: float) -> Rope:
-    """cos and sin `[seq, batch, 1, rotary_dim]` fp32 for positions `[batch, seq]` (half-rotation, arXiv 2104.09864)."""
-    exponent = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32) / rotary_dim
-    angles = positions.t().unsqueeze(-1).float() * base**-exponent
+def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = None) -> Tensor:
+    """`[..., dim / 2]` angles a position, from high to low."""
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
+def dynamic_ntk_limit(args: NeoXArgs) -> int | None:
+    """The length beyond which rotary frequencies depend on a text's length (dynamic NTK), None when they never do."""
+    scaling = args.rope_scaling if args.pos_emb == "rotary" else None
+    if scaling is None or scaling["rope_type"] != "dynamic":
+        return None
+    return scaling["original_max_position_embeddings"] or args.max_position_embeddings
+
+
+def rope_frequencies(args: NeoXArgs, length: int | Tensor, device: torch.device) -> tuple[Tensor, float]:
+    """Angles a position `[dim / 2]` fp32 and the factor of cos and sin, under `rope_scaling` (HuggingFace's formulas).
+
+    length: of the text, for dynamic NTK alone: a number, or one a row, `[batch, 1]`; then `[batch, 1, dim / 2]`.
+    """
+    # NeoX rounds the rotated width down to an even number of dimensions.
+    dim, base = int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base
+    scaling = args.rope_scaling
+    if scaling is None:
+        return _frequencies(dim, base, device), 1.0
+    factor = scaling["factor"]
+    trained = scaling["original_max_position_embeddings"] or args.max_position_embeddings
+    if scaling["rope_type"] == "dynamic":
+        stretch = factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
+        longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
+        return _frequencies(dim, longer.unsqueeze(-1) if longer.dim() else longer, device), 1.0
+    frequencies = _frequencies(dim, base, device)
+    if scaling["rope_type"] == "linear":
+        return frequencies / factor, 1.0
+    if scaling["rope_type"] == "llama3":
+        return _llama3(frequencies, scaling, trained), 1.0
+    return _yarn(frequencies, scaling, trained, dim, base), _yarn_factor(scaling)
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], trained: int) -> Tensor:
+    # Long waves are stretched, short ones are kept, those between are blended.
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = 2 * math.pi / frequencies
+    blend = (trained / waves - low) / (high - low)
+    between = (1 - blend) * frequencies / factor + blend * frequencies
+    kept = torch.where(waves < trained / high, frequencies, between)
+    return torch.where(waves > trained / low, frequencies / factor, kept)
+
+
+def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: int, base: float) -> Tensor:
+    # arXiv 2309.00071, section 3.2; the ramp runs over dimensions, between two numbers of turns in the trained length.
+    def dimension(turns: float) -> float:
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(dimension(scaling["beta_fast"] or 32)), 0)
+    last = min(math.ceil(dimension(scaling["beta_slow"] or 1)), dim - 1)
+    steps = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
+    kept = 1 - ((steps - first) / (last - first or 0.001)).clamp(0, 1)
+    stretched = 1.0 / (scaling["factor"] * base ** (2 * steps / dim))
+    return stretched * (1 - kept) + frequencies * kept
+
+
+def _yarn_factor(scaling: Mapping[str, Any]) -> float:
+    """What cos and sin are multiplied by; attention logits by its square."""
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    if scaling["attention_factor"] is not None:
+        return scaling["attention_factor"]
+    if scaling["mscale"] and scaling["mscale_all_dim"]:
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1.0)
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rope:
+    """factor * cos and sin `[seq, batch, 1, rotary_dim]` fp32 for positions `[batch, seq]` (half-rotation, arXiv
+    2104.09864) and frequencies `[rotary_dim / 2]` or `[batch, 1, rotary_dim / 2]`."""
+    angles = (positions.unsqueeze(-1).float() * frequencies).transpose(0, 1)
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
-    return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
@@ -28,6 +107,12 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat([turned.to(x.dtype), passing], dim=-1)
 
 
+def sinusoidal_embedding(positions: Tensor, hidden_size: int) -> Tensor:
+    """`[..., hidden_size]` fp32: all sines, then all cosines, of base 10000 (NeoX's order and scale)."""
+    angles = positions.unsqueeze(-1).float() * _frequencies(hidden_size, 10000.0, positions.device)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
 def alibi_slopes(num_heads: int) -> list[float]:
     """One slope a head (arXiv 2108.12409; interpolated where heads are no power of two, as its authors' code)."""
 
@@ -37,6 +122,12 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
     whole = 2 ** math.floor(math.log2(num_heads))
     return powers(whole) + powers(2 * whole)[0::2][: num_heads - whole]
+
+
+def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
+    """key - query, `[batch or 1, 1, queries, seq]`; queries: their places `[batch, queries]`, None: all of seq."""
+    keys = torch.arange(seq, device=device)
+    return (keys - (keys.unsqueeze(0) if queries is None else queries).unsqueeze(2)).unsqueeze(1)
 
 
 def alibi_bias(
@@ -52,7 +143,36 @@ def alibi_bias(
     positions: of other queries than all of `seq`, `[batch, queries]`; then `[batch, local_heads, queries, seq]`.
     """
     slopes = torch.tensor(alibi_slopes(num_heads)[first_head : first_head + local_heads], device=device)
-    keys = torch.arange(seq, device=device)
-    queries = keys.unsqueeze(0) if positions is None else positions
-    distance = (keys - queries.unsqueeze(2)).unsqueeze(1)
+    distance = distances(seq, device, positions)
     return (slopes.view(-1, 1, 1) * distance.float()).masked_fill(distance > 0, float("-inf"))
+
+
+def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """T5's bucket of query - key >= 0: one a distance up to half of the buckets, then logarithmic to max_distance."""
+    exact = buckets // 2
+    growth = torch.log(distance.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return torch.where(distance < exact, distance, far)
+
+
+class RelativePositionBias(nn.Module):
+    """T5's relative biases (arXiv 1910.10683), one table for all blocks; `weight` `[buckets, local heads]`.
+
+    As in NeoX they are scaled by sqrt(head_dim), beside logits that are divided by it.
+    """
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.buckets, self.max_distance = args.rpe_num_buckets, args.rpe_max_distance
+        self.scale = math.sqrt(args.head_dim)
+        size = groups.size("tensor")
+        shape = (self.buckets, args.num_attention_heads // size)
+        self.weight = nn.Parameter(torch.empty(shape, device=groups.device, dtype=torch.float32))
+        self.weight.tensor_model_parallel = size > 1  # type: ignore[attr-defined]
+
+    def forward(self, seq: int, positions: Tensor | None = None) -> Tensor:
+        """What is added to attention logits, future keys masked: shapes and arguments as `alibi_bias`."""
+        distance = distances(seq, self.weight.device, positions)
+        bucket = relative_bucket((-distance).clamp(min=0), self.buckets, self.max_distance)
+        bias = F.embedding(bucket.squeeze(1), self.weight.float()).permute(0, 3, 1, 2) * self.scale
+        return bias.masked_fill(distance > 0, float("-inf"))

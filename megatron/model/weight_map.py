@@ -22,9 +22,10 @@ class ParamSpec:
     shape: of the whole parameter, over all tensor ranks.
     axis: the dimension cut over tensor ranks, None when every rank holds a copy.
     blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA, [up, gate] of gated MLPs).
-    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "ones" or "zeros".
+    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones" or "zeros".
     sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
     weight_decay: False for norms and biases.
+    shared: one parameter of all blocks, of which each block's file holds a copy.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParamSpec:
     init: str = "zeros"
     sum_over_tensor: bool = False
     weight_decay: bool = False
+    shared: bool = False
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Shape of one tensor rank's part."""
@@ -42,11 +44,42 @@ class ParamSpec:
         return tuple(n // tensor_size if i == self.axis else n for i, n in enumerate(self.shape))
 
 
+def norm_kind(args: NeoXArgs) -> str:
+    """`norm` without what only says under which names it stands on disk."""
+    return args.norm.removeprefix("te_")
+
+
+def has_norm_bias(args: NeoXArgs) -> bool:
+    return norm_kind(args) == "layernorm" and (args.use_bias_in_norms or args.compat_norm_bias)
+
+
+def is_tied(args: NeoXArgs) -> bool:
+    """Whether attention and MLP read one norm. Transformer-Engine's MLP has its own, also in GPT-NeoX."""
+    return args.gpt_j_residual and args.gpt_j_tied and not args.te_layernorm_mlp
+
+
 def _norm(args: NeoXArgs, name: str) -> list[ParamSpec]:
-    hidden = (args.hidden_size,)
-    if args.norm == "rmsnorm":
+    kind, hidden = norm_kind(args), (args.hidden_size,)
+    if kind == "layernorm":
+        bias = [ParamSpec(f"{name}.bias", hidden)] if has_norm_bias(args) else []
+        return [ParamSpec(f"{name}.weight", hidden, init="ones"), *bias]
+    if kind == "rmsnorm":
         return [ParamSpec(f"{name}.scale", hidden, init="ones")]
-    return [ParamSpec(f"{name}.weight", hidden, init="ones"), ParamSpec(f"{name}.bias", hidden)]
+    return [ParamSpec(f"{name}.g", (1,), init="ones")] if kind == "scalenorm" else []
+
+
+def _query_key_norms(args: NeoXArgs) -> list[ParamSpec]:
+    heads, kv = args.num_attention_heads, args.kv_heads * args.head_dim
+    if not args.use_qk_layernorm:
+        return []
+    if args.use_separate_qk_norms:
+        widths = {"attention.q_norm.scale": heads * args.head_dim, "attention.k_norm.scale": kv}
+        return [ParamSpec(name, (width,), 0, (width,), "ones") for name, width in widths.items()]
+    name = "attention.qk_layernorm." + ("scale" if norm_kind(args) == "rmsnorm" else "weight")
+    found = [ParamSpec(name, (heads, args.head_dim), 0, (heads,), "ones")]
+    if has_norm_bias(args):
+        found.append(ParamSpec("attention.qk_layernorm.bias", (heads, args.head_dim), 0, (heads,)))
+    return found
 
 
 def _column(name: str, out: int, inp: int, bias: bool, blocks: Sequence[int] = ()) -> list[ParamSpec]:
@@ -64,6 +97,14 @@ def _row(args: NeoXArgs, name: str, out: int, inp: int, bias: bool) -> list[Para
     return specs
 
 
+def _relative_biases(args: NeoXArgs) -> list[ParamSpec]:
+    if args.pos_emb != "rpe":
+        return []
+    heads = args.num_attention_heads
+    shape, init = (args.rpe_num_buckets, heads), "xavier_normal"
+    return [ParamSpec("attention.rpe.weight", shape, 1, (heads,), init, weight_decay=True, shared=True)]
+
+
 def block_params(args: NeoXArgs) -> tuple[ParamSpec, ...]:
     """Parameters of one transformer block, in NeoX's registration order."""
     hidden, head_dim = args.hidden_size, args.head_dim
@@ -72,14 +113,25 @@ def block_params(args: NeoXArgs) -> tuple[ParamSpec, ...]:
     qkv_blocks = (3 * query,) if args.kv_heads == args.num_attention_heads else (query, kv, kv)
     ffn = args.ffn_size
     ffn_blocks = (ffn, ffn) if args.is_gated else (ffn,)
+    olmo3 = args.norm_placement == "olmo3"
     return (
-        *_norm(args, "input_layernorm"),
+        *([] if olmo3 else _norm(args, "input_layernorm")),
+        *_query_key_norms(args),
         *_column("attention.query_key_value", sum(qkv_blocks), hidden, args.use_bias_in_attn_linear, qkv_blocks),
+        *_relative_biases(args),
         *_row(args, "attention.dense", hidden, query, args.use_bias_in_attn_linear),
-        *_norm(args, "post_attention_layernorm"),
+        *([] if is_tied(args) else _norm(args, "post_attention_layernorm")),
+        *(_norm(args, "post_feedforward_layernorm") if olmo3 else []),
         *_column("mlp.linear1", sum(ffn_blocks), hidden, args.use_bias_in_mlp, ffn_blocks),
         *_row(args, "mlp.linear2", hidden, ffn, args.use_bias_in_mlp),
     )
+
+
+def unused_params(args: NeoXArgs) -> tuple[ParamSpec, ...]:
+    """Norms of a block that GPT-NeoX makes and saves, though nothing reads them: its files hold their first values."""
+    if is_tied(args):
+        return tuple(_norm(args, "post_attention_layernorm"))
+    return tuple(_norm(args, "input_layernorm")) if args.norm_placement == "olmo3" else ()
 
 
 def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:

@@ -42,13 +42,17 @@ def configure_logging(rank: int) -> logging.Logger:
 def join(args: NeoXArgs, process: Process, logger: logging.Logger) -> ParallelGroups:
     """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this world.
 
-    Raises ConfigError when `distributed_backend: nccl` finds no GPU.
+    Raises ConfigError when `distributed_backend: nccl` finds no GPU and there are ranks to connect. (All files of
+    GPT-NeoX say nccl; one rank alone exchanges nothing, and trains on the CPU.)
     """
     has_gpu = torch.cuda.is_available()
     backend = args.distributed_backend
     if backend == "auto":
         backend = "nccl" if has_gpu else "gloo"
         logger.info(f"distributed_backend: auto chose {backend}")
+    if backend == "nccl" and not has_gpu and process.world_size == 1:
+        backend = "gloo"
+        logger.info("distributed_backend: nccl has nothing to connect: one rank, on the CPU, for want of a GPU")
     if backend == "nccl" and not has_gpu:
         place = args.origin("distributed_backend")
         raise ConfigError([f"{place}: distributed_backend: nccl needs a GPU; set distributed_backend: auto"])

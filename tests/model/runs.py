@@ -19,6 +19,7 @@ LLAMA: dict[str, Any] = {
     "norm": "rmsnorm",
     "activation": "swiglu",
     "intermediate_size": 48,
+    "compat_ffn_width": "none",
     "num_kv_heads": 2,
     "use_bias_in_attn_linear": False,
     "use_bias_in_mlp": False,
@@ -27,7 +28,16 @@ LLAMA: dict[str, Any] = {
 }
 ALIBI: dict[str, Any] = {"pos_emb": "alibi", "num_layers": 4}
 LEARNED: dict[str, Any] = {"pos_emb": "learned", "num_layers": 4}
-MODELS: dict[str, dict[str, Any]] = {"neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED}
+RPE: dict[str, Any] = {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 10, "num_layers": 4}
+WINDOW: dict[str, Any] = {"pos_emb": "sinusoidal", "sliding_window_width": 3, "num_layers": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "neox": NEOX,
+    "llama": LLAMA,
+    "alibi": ALIBI,
+    "learned": LEARNED,
+    "rpe": RPE,
+    "window": WINDOW,
+}
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": LR}},
     "gradient_clipping": 0.0,

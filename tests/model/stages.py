@@ -40,7 +40,8 @@ def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
         weights[layer] = {}
         for spec in specs:
             value = torch.randn(spec.shape, generator=generator)
-            weights[layer][spec.name] = 1 + 0.2 * value if spec.init == "ones" else 0.2 * value
+            value = 1 + 0.2 * value if spec.init == "ones" else 0.2 * value
+            weights[layer][spec.name] = weights[2].get(spec.name, value) if spec.shared else value
     return weights
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.data import Batch
+from megatron.data import Batch, collate
 from megatron.model.attention import document_mask
 from megatron.mpu import token_logprobs
 from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps
-from tests.model.stages import document_batch, documents, random_weights, small, stage_with
+from tests.model.stages import document_batch, documents, gradients, random_weights, small, stage_with
 from tests.pool import run_ranks
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
@@ -55,7 +56,7 @@ def test_a_packed_row_is_its_documents_alone(name: str) -> None:
             assert (leaking[row, first:last] - expected).abs().max() > 1e-3, "boundaries make no difference"
 
 
-@pytest.mark.parametrize("name", ["neox", "learned"])
+@pytest.mark.parametrize("name", ["neox", "learned", "window"])
 @torch.no_grad()
 def test_positions_are_read(name: str) -> None:
     args = small(**MODELS[name])
@@ -77,3 +78,34 @@ def test_document_mask() -> None:
             first = max(start for start in bounds if start <= query)
             expected[row, 0, query, first : query + 1] = True
     assert torch.equal(document_mask(starts, 6), expected)
+
+
+def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
+    """Logits and gradients, from an end-of-document token to the model, with all kinds of positions."""
+    rows = torch.randint(1, 64, (2, 17), generator=torch.Generator().manual_seed(5)).numpy()
+    rows[0, [3, 9, 10]] = 0  # documents of 4, 6, 1 and 5 tokens: the first may be the rest of one
+    rows[1, [0, 15, 16]] = 0  # of 1 and 15 tokens, whose end is also the row's
+    resets = partial(collate, eod=0, reset_attention_mask=True, reset_position_ids=True)
+    for name, values in MODELS.items():
+        args = small(**values)
+        stage, packed = stage_with(args, random_weights(args)), resets(rows)
+        assert [(row, first) for row, first, _ in documents(packed)] == [
+            (0, 0),
+            (0, 4),
+            (0, 10),
+            (0, 11),
+            (1, 0),
+            (1, 1),
+        ]
+        logprobs = token_logprobs(stage(None, packed), packed.labels.t(), None).t()
+        logprobs.sum().backward()
+        together = gradients(stage)
+        stage.zero_grad()
+        for row, first, last in documents(packed):
+            alone = collate(rows[row : row + 1, first : last + 1])
+            expected = token_logprobs(stage(None, alone), alone.labels.t(), None)[:, 0]
+            torch.testing.assert_close(logprobs[row, first:last], expected, rtol=1e-5, atol=1e-5)
+            expected.sum().backward()
+        for parameter, gradient in gradients(stage).items():
+            difference = (together[parameter] - gradient).norm()
+            assert difference <= 1e-5 * gradient.norm() + 1e-7, f"{name}: {parameter}"

@@ -1,0 +1,180 @@
+"""Files under Transformer-Engine's names and row orders, unused norms, and the rotary buffer.
+
+The row orders are those of Transformer-Engine's own source: MultiheadAttention.forward splits its projection as
+`te_split` does, and its tests compute LayerNormMLP's gated activations as `te_mlp` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
+from megatron.checkpointing.layout import layer_file
+from megatron.model import build_stage
+from megatron.model.weight_map import layer_params, shard
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, whole, write_at
+from tests.checkpointing.test_names import LAYERS, TE, renamed
+from tests.model.stages import Weights, random_weights, small, stage_with
+
+ALONE = ParallelGroups.single()
+NATIVE: dict[str, Any] = {"te_backend": "native", "te_mha": True, "te_layernorm_mlp": True}
+GATED: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 2}
+
+
+def written(path: Path, args: NeoXArgs, weights: Weights, size: int = 1) -> Path:
+    """The layer files of all tensor ranks."""
+    path.mkdir(exist_ok=True)
+    for rank in range(size):
+        for layer, specs in layer_params(args).items():
+            local = {spec.name: shard(weights[layer][spec.name], spec, rank, size) for spec in specs}
+            state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=size)
+            save_tensors(state, path / layer_file(layer, rank))
+    return path
+
+
+def read(path: Path, layer: int, rank: int = 0) -> dict[str, Tensor]:
+    return torch.load(path / layer_file(layer, rank), weights_only=True)
+
+
+def test_golden_weights_under_transformer_engines_names(tmp_path: Path) -> None:
+    """Heads of their own keys keep NeoX's rows; read back whether these names are asked for or not."""
+    run = "neox_pp2_mp2"
+    path = write_at(tmp_path / "te", golden_args(run, **NATIVE), checkpoint(run), size=2)
+    for layer in LAYERS:
+        for rank in (0, 1):
+            expected = renamed(raw_layer(run, layer, rank), TE)
+            got = read(path, layer, rank)
+            assert got.keys() == expected.keys()
+            # Summed biases are divided anew; test_weights.py holds them to their sum.
+            same = [name for name in got if name not in ("attention.proj.bias", "mlp.fc2_bias")]
+            assert all(torch.equal(got[name], expected[name]) for name in same)
+    for args in (golden_args(run), golden_args(run, **NATIVE)):
+        assert_same(whole(path, args), whole(checkpoint(run), golden_args(run)))
+
+
+def te_split(rows: Tensor, kv_heads: int, queries: int, head_dim: int) -> list[Tensor]:
+    groups = rows.view(*rows.shape[:-1], kv_heads, queries + 2, head_dim)
+    parts = torch.split(groups, [queries, 1, 1], dim=-2)
+    return [part.reshape(*rows.shape[:-1], -1, head_dim) for part in parts]
+
+
+def te_mlp(x: Tensor, state: dict[str, Tensor]) -> Tensor:
+    normed = F.rms_norm(x, (32,), state["mlp.layer_norm_weight"], 1e-8)
+    first, second = F.linear(normed, state["mlp.fc1_weight"], state["mlp.fc1_bias"]).chunk(2, -1)
+    return F.linear(F.silu(first) * second, state["mlp.fc2_weight"], state["mlp.fc2_bias"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_grouped_queries_and_gates_have_transformer_engines_rows(size: int, tmp_path: Path) -> None:
+    args = small(**NATIVE, **GATED, norm="rmsnorm")
+    weights = random_weights(args)
+    path = written(tmp_path / "c", args, weights, size)
+    block = stage_with(args, weights).layers["2"]
+    x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(3))
+    files = [read(path, 2, rank) for rank in range(size)]
+    with torch.no_grad():
+        ours = block.attention._split(block.attention.query_key_value(x))  # type: ignore[union-attr,operator]
+        projected = [F.linear(x, f["attention.qkv.weight"], f["attention.qkv.bias"]) for f in files]
+        theirs = [te_split(rows, 2 // size, 2, 8) for rows in projected]
+        for part, by_rank in zip(ours, zip(*theirs, strict=True), strict=True):
+            torch.testing.assert_close(part, torch.cat(by_rank, 2))
+        assert files[0].keys() == {
+            "input_layernorm.scale", "attention.qkv.weight", "attention.qkv.bias", "attention.proj.weight",
+            "attention.proj.bias", "mlp.layer_norm_weight", "mlp.fc1_weight", "mlp.fc1_bias", "mlp.fc2_weight",
+            "mlp.fc2_bias",
+        }  # fmt: skip
+        if size == 1:
+            normed = block.post_attention_layernorm(x)  # type: ignore[union-attr,operator]
+            mlp = block.mlp.linear2(block.mlp.core(normed))  # type: ignore[union-attr,operator]
+            torch.testing.assert_close(mlp, te_mlp(x, files[0]))
+    for changes in ({}, {"te_mha": False}, {"te_layernorm_mlp": False}):
+        assert_same(whole(path, args.replace(**changes)), weights)
+    other = load_weights(path, args, layers=[2], tensor_rank=1, tensor_size=2)[2]
+    assert all(torch.equal(other[s.name], shard(weights[2][s.name], s, 1, 2)) for s in layer_params(args)[2])
+
+
+@pytest.mark.parametrize("norm, names", [("te_rmsnorm", ["weight"]), ("te_layernorm", ["weight", "bias"])])
+def test_norms_wrapped_as_gpt_neox_wraps_transformer_engines(norm: str, names: list[str], tmp_path: Path) -> None:
+    args = small(norm=norm)
+    weights = random_weights(args)
+    path = written(tmp_path / "c", args, weights)
+    for layer, modules in ((2, ["input_layernorm", "post_attention_layernorm"]), (5, ["norm"])):
+        found = {name for name in read(path, layer) if "norm" in name}
+        assert found == {f"{module}.norm.{name}" for module in modules for name in names}
+    assert_same(whole(path, args), weights)
+
+
+TIED = {"gpt_j_residual": True, "gpt_j_tied": True}
+OLMO3 = {"norm_placement": "olmo3", "norm": "rmsnorm", "use_qk_layernorm": True, "use_separate_qk_norms": True}
+UNUSED: list[tuple[dict[str, Any], dict[str, float]]] = [
+    (TIED, {"post_attention_layernorm.weight": 1.0, "post_attention_layernorm.bias": 0.0}),
+    (OLMO3, {"input_layernorm.scale": 1.0}),
+    ({**TIED, **NATIVE}, {}),  # the MLP's own norm is used
+]
+
+
+@pytest.mark.parametrize("keys, unused", UNUSED)
+def test_norms_that_gpt_neox_saves_unused(keys: dict[str, Any], unused: dict[str, float], tmp_path: Path) -> None:
+    args = small(**keys)
+    weights = random_weights(args)
+    path = written(tmp_path / "c", args, weights)
+    block = read(path, 2)
+    for name, value in unused.items():
+        assert name not in weights[2]
+        assert torch.equal(block[name], torch.full((32,), value))
+    assert len(block) == len(weights[2]) + len(unused)
+    assert_same(whole(path, args), weights)
+    for name in unused:  # and files without them, as converters may write
+        del block[name]
+    save_tensors(block, path / layer_file(2, 0))
+    assert_same(whole(path, args), weights)
+
+
+def test_trained_norms_are_not_dropped(tmp_path: Path) -> None:
+    untied = small(gpt_j_residual=True)
+    path = written(tmp_path / "c", untied, random_weights(untied))
+    with pytest.raises(CheckpointError, match=r"post_attention_layernorm\.\w+ is trained.*gpt_j_tied: false"):
+        whole(path, small(**TIED))
+
+
+def test_biases_of_norms_that_are_not_wanted(tmp_path: Path) -> None:
+    args = small()
+    weights = random_weights(args)
+    path = written(tmp_path / "c", args, weights)
+    with pytest.raises(CheckpointError, match="extra input_layernorm.bias.*compat_norm_bias: true"):
+        whole(path, args.replace(use_bias_in_norms=False))
+    assert_same(whole(path, args.replace(use_bias_in_norms=False, compat_norm_bias=True)), weights)
+
+
+@pytest.mark.parametrize("te, module", [(False, "rotary_emb"), (True, "rotary_embeddings")])
+def test_rotary_buffer(te: bool, module: str, tmp_path: Path) -> None:
+    args = small(rotary_save_freqs_buffer=True, rotary_pct=0.5, te_mha=te, te_backend="native")
+    weights = random_weights(args)
+    path = written(tmp_path / "c", args, weights)
+    assert f"attention.{module}.inv_freq" in read(path, 2)
+    torch.testing.assert_close(read(path, 2)[f"attention.{module}.inv_freq"], torch.tensor([1.0, 0.01]))
+    assert not any("inv_freq" in name for layer in (0, 5) for name in read(path, layer))
+    assert_same(whole(path, args), weights)
+    low = {name: value.bfloat16() for name, value in weights[2].items()}
+    state = local_layer_state(2, low, args, tensor_rank=0, tensor_size=1)
+    assert state[f"attention.{module}.inv_freq"].dtype == torch.bfloat16
+
+
+def test_a_norm_without_parameters_has_an_empty_file(tmp_path: Path) -> None:
+    """As GPT-NeoX writes and wants it."""
+    args = small(norm="non_parametric_layernorm")
+    weights = random_weights(args)
+    path = written(tmp_path / "c", args, weights)
+    assert read(path, 5) == {}
+    assert_same(whole(path, args), weights)
+    (path / layer_file(5, 0)).unlink()
+    assert_same(whole(path, args), weights)
+    assert not list(build_stage(args, ALONE).layers["5"].parameters())

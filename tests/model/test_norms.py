@@ -1,0 +1,124 @@
+"""Norms of hidden states, and of queries and keys, against torch's and transformers' own; in every tensor layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
+
+from megatron.model.mlp import activation_function
+from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
+from megatron.mpu import ParallelGroups
+from tests.model.runs import SGD, assert_same_step, sgd_steps
+from tests.model.stages import small
+from tests.pool import run_ranks
+
+ALONE = ParallelGroups.single()
+GENERATOR = torch.Generator().manual_seed(7)
+X = torch.randn(3, 2, 32, generator=GENERATOR)
+QK = 0.3 + torch.randn(2, 3, 2, 4, 8, generator=GENERATOR)
+WEIGHT, BIAS = 1 + torch.rand(32, generator=GENERATOR), torch.rand(32, generator=GENERATOR)
+
+
+def test_scalenorm() -> None:
+    norm = build_norm(small(norm="scalenorm", scalenorm_epsilon=0.5), ALONE)
+    norm.load_state_dict({"g": torch.tensor([3.0])})
+    x = X.clone()
+    x[0] *= 1e-3  # shorter than epsilon: divided by that instead
+    expected = torch.cat([x[:1] / 0.5, nn.functional.normalize(x[1:], dim=-1)]) * 3
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_non_parametric_layernorm_equals_olmos() -> None:
+    norm = build_norm(small(norm="non_parametric_layernorm", layernorm_epsilon=1e-5), ALONE)
+    assert not list(norm.parameters())
+    torch.testing.assert_close(norm(X), OlmoLayerNorm(32)(X))
+
+
+@pytest.mark.parametrize("keys, bias", [({}, False), ({"compat_norm_bias": True}, True)])
+def test_norms_without_bias(keys: dict[str, Any], bias: bool) -> None:
+    args = small(use_bias_in_norms=False, layernorm_epsilon=1e-2, **keys)
+    norm, theirs = build_norm(args, ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
+    state = {"weight": WEIGHT, **({"bias": BIAS} if bias else {})}
+    norm.load_state_dict(state)
+    theirs.load_state_dict(state)
+    torch.testing.assert_close(norm(X), theirs(X))
+
+
+@pytest.mark.parametrize("name, fixed", [("layernorm", 1e-5), ("rmsnorm", 1e-8)])
+def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
+    keys = {"layernorm_epsilon": 0.5, "rms_norm_epsilon": 0.5}
+    for prefix in ("", "te_"):
+        args = small(norm=prefix + name, **keys)
+        outside, inside = build_norm(args, ALONE), build_norm(args, ALONE, in_te_mlp=True)
+        for norm, eps in ((outside, 0.5), (inside, fixed)):
+            for param in norm.parameters():
+                nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
+            theirs = Gemma2RMSNorm(32, eps=eps) if name == "rmsnorm" else nn.LayerNorm(32, eps=eps)
+            torch.testing.assert_close(norm(X), theirs(X))
+
+
+def test_gelu_of_transformer_engine_is_the_tanh_approximation() -> None:
+    x = torch.linspace(-6, 6, 99)
+    for name in ("gelu", "geglu"):
+        for te, approximate in ((True, "tanh"), (False, "none")):
+            function = activation_function(small(activation=name, te_layernorm_mlp=te, te_backend="native"))
+            torch.testing.assert_close(function(x), nn.GELU(approximate)(x))
+
+
+def test_one_layernorm_of_queries_and_keys() -> None:
+    """GPT-NeoX makes it LayerNorm([heads, head_dim])."""
+    norm, theirs = QKLayerNorm(small(layernorm_epsilon=1e-2), ALONE), nn.LayerNorm([4, 8], eps=1e-2)
+    for module in (norm, theirs):
+        module.load_state_dict({"weight": WEIGHT.view(4, 8), "bias": BIAS.view(4, 8)})
+    for ours, x in zip(norm(*QK), QK, strict=True):
+        torch.testing.assert_close(ours, theirs(x))
+
+
+def test_one_rmsnorm_of_queries_and_keys() -> None:
+    norm = QKRMSNorm(small(norm="rmsnorm", rms_norm_epsilon=1e-2), ALONE)
+    norm.load_state_dict({"scale": WEIGHT.view(4, 8)})
+    heads = [nn.RMSNorm(8, eps=1e-2) for _ in range(4)]
+    for head, weight in zip(heads, WEIGHT.view(4, 8), strict=True):
+        head.load_state_dict({"weight": weight})
+    for ours, x in zip(norm(*QK), QK, strict=True):
+        torch.testing.assert_close(ours, torch.stack([heads[i](x[:, :, i]) for i in range(4)], 2))
+
+
+def test_wide_rmsnorm_equals_olmo3() -> None:
+    norm = WideRMSNorm(small(norm="rmsnorm", rms_norm_epsilon=1e-2), ALONE, heads=4)
+    theirs = Olmo3RMSNorm(32, eps=1e-2)
+    norm.load_state_dict({"scale": WEIGHT})
+    theirs.load_state_dict({"weight": WEIGHT})
+    expected: Tensor = theirs(QK[0].flatten(2)).view_as(QK[0])
+    torch.testing.assert_close(norm(QK[0]), expected)
+
+
+WIDE: dict[str, Any] = {"norm": "rmsnorm", "use_qk_layernorm": True, "use_separate_qk_norms": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "scalenorm": {"norm": "scalenorm"},
+    "non_parametric": {"norm": "non_parametric_layernorm"},
+    "no bias": {"use_bias_in_norms": False},
+    "qk layernorm": {"use_qk_layernorm": True},
+    "qk rmsnorm": {"use_qk_layernorm": True, "norm": "rmsnorm"},
+    "wide qk norms": WIDE,
+    "olmo3": {**WIDE, "norm_placement": "olmo3", "num_kv_heads": 2, "activation": "swiglu", "intermediate_size": 48},
+    "tied": {"gpt_j_residual": True, "gpt_j_tied": True, "use_bias_in_mlp": False},
+    "te": {"te_mha": True, "te_layernorm_mlp": True, "te_backend": "native", "norm": "te_layernorm"},
+}
+TP2: dict[str, Any] = {"model_parallel_size": 2}
+LAYOUTS: list[dict[str, Any]] = [TP2, {**TP2, "sequence_parallel": True}]
+
+
+def test_two_tensor_ranks_equal_one() -> None:
+    """Losses, log-probabilities and gradients: weights that each rank holds whole see all tokens and all heads."""
+    references = run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
+    configs = [{**model, **layout} for layout in LAYOUTS for model in MODELS.values()]
+    found = run_ranks(sgd_steps, 2, configs, timeout=120)
+    for i, (values, reference) in enumerate(zip(configs, references * len(LAYOUTS), strict=True)):
+        assert_same_step(small(**SGD, **values), [steps[i] for steps in found], reference)

@@ -1,0 +1,111 @@
+"""Scaled rotary positions: tables and logits are those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron.data import Batch
+from megatron.generation import Model, Sampling, complete, for_inference
+from megatron.model.positions import rope_frequencies, rope_tables
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import CharLevelTokenizer
+from tests.model.stages import random_weights, small, stage_with
+from tests.model.test_transformers import SIZES, llama_weights, randomised
+
+CPU = torch.device("cpu")
+TRAINED = {"original_max_position_embeddings": 8}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED},
+    "llama3 wide": {
+        "rope_type": "llama3", "factor": 2.5, "low_freq_factor": 0.5, "high_freq_factor": 9.0,
+        "original_max_position_embeddings": 31,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **TRAINED},
+    "yarn ramp": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1, **TRAINED},
+    "yarn factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, **TRAINED},
+    "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.9, "mscale_all_dim": 0.6, **TRAINED},
+}  # fmt: skip
+NORMS = {"norm": "rmsnorm", "rms_norm_epsilon": 1e-3, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+
+
+def args_of(scaling: dict[str, Any], **changes: Any) -> NeoXArgs:
+    """HuggingFace's dynamic knows no other first length than its max_position_embeddings."""
+    trained = {"original_max_position_embeddings": 8} if scaling["rope_type"] == "dynamic" else {}
+    values = {"max_position_embeddings": 32, "rotary_emb_base": 500, **changes}
+    return small(rope_scaling={**scaling, **trained}, **values)
+
+
+def config_of(scaling: dict[str, Any], **changes: Any) -> LlamaConfig:
+    longest = 8 if scaling["rope_type"] == "dynamic" else 32
+    rope = {**scaling, "rope_theta": 500.0}
+    return LlamaConfig(**{**SIZES, "max_position_embeddings": longest, "rope_parameters": rope, **changes})
+
+
+@pytest.mark.parametrize("head_dim", [8, 64])
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("length", [6, 20])
+def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int) -> None:
+    scaling = SCALINGS[name]
+    config = config_of(scaling, hidden_size=4 * head_dim)
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU, seq_len=length)
+    found, own_factor = rope_frequencies(args_of(scaling, hidden_size=4 * head_dim), length, CPU)
+    assert torch.equal(found, expected) and own_factor == factor
+    plain, _ = rope_frequencies(small(rotary_emb_base=500, hidden_size=4 * head_dim), length, CPU)
+    assert torch.equal(found, plain) == (name == "dynamic" and length == 6)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@torch.no_grad()
+def test_logits_are_llamas(name: str) -> None:
+    config = config_of(SCALINGS[name], intermediate_size=40, rms_norm_eps=1e-3)
+    model = LlamaForCausalLM(config)
+    weights = llama_weights(randomised(model), 4)
+    for tensors in weights.values():
+        for old in [key for key in tensors if "norm" in key]:
+            tensors[old.replace(".weight", ".scale")] = tensors.pop(old)
+    args = args_of(SCALINGS[name], activation="swiglu", intermediate_size=40, no_weight_tying=True, **NORMS)
+    stage = stage_with(args, weights)
+    for length in (20, 7):  # for dynamic: stretched, and back again
+        tokens = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(1))
+        logits = stage(None, Batch(tokens, tokens, torch.ones_like(tokens)))
+        assert isinstance(logits, Tensor)
+        torch.testing.assert_close(logits.transpose(0, 1), model(tokens).logits, rtol=1e-5, atol=2e-5)
+
+
+def test_a_length_for_each_row() -> None:
+    args, positions = args_of(SCALINGS["dynamic"]), torch.arange(5).expand(2, 5)
+    both = rope_tables(positions, *rope_frequencies(args, torch.tensor([[8], [20]]), CPU))
+    for row, length in enumerate((8, 20)):
+        alone = rope_tables(positions[:1], *rope_frequencies(args, length, CPU))
+        for table, expected in zip(both, alone, strict=True):
+            torch.testing.assert_close(table[:, row : row + 1], expected)
+    assert not torch.allclose(both[0][:, 0], both[0][:, 1])
+
+
+def test_generation_with_dynamic_frequencies() -> None:
+    """Every token is what a forward over its whole text says, whatever the rows beside it."""
+    args = for_inference(args_of(SCALINGS["dynamic"], no_weight_tying=True))
+    tokenizer = CharLevelTokenizer()
+    tokenizer.vocab_size = 64
+    stage = stage_with(args, random_weights(args))
+    prompts = [[5, 3, 9], [7, 7, 7, 7, 7, 2, 10], [1]]
+    model = Model(args, ParallelGroups.single(), tokenizer, stage, torch.float32)
+    found = complete(model, prompts, Sampling(), maximum_tokens=12, seeds=range(3))
+    assert sum(len(row.tokens) for row in found) > 20
+    for prompt, row in zip(prompts, found, strict=True):
+        text = list(prompt)
+        for token in row.tokens:
+            tokens = torch.tensor([text])
+            logits = stage(None, Batch(tokens, tokens, torch.ones_like(tokens)))
+            assert isinstance(logits, Tensor)
+            assert int(logits[-1, 0].argmax()) == token
+            text.append(token)

@@ -1,0 +1,118 @@
+"""Sliding windows: against transformers' Mistral, the formula, and on the varlen kernel's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from transformers import MistralConfig, MistralForCausalLM
+
+from megatron.model.attention import AttentionInputs, attend, choose_backend, sliding_window, window_mask
+from megatron.model.cache import LayerCache
+from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.model.test_attention import by_formula
+from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("width", [1, 4, 14, 15, 40])
+def test_mistral(width: int) -> None:
+    """Their window counts the token itself, ours (flash attention's) does not."""
+    config = MistralConfig(
+        **SIZES, intermediate_size=40, num_key_value_heads=2, rms_norm_eps=1e-3, sliding_window=width + 1,
+        max_position_embeddings=32, head_dim=8,
+    )  # fmt: skip
+    model = MistralForCausalLM(config)
+    weights = llama_weights(randomised(model), 2)
+    for tensors in weights.values():
+        for old in [key for key in tensors if "norm" in key]:
+            tensors[old.replace(".weight", ".scale")] = tensors.pop(old)
+    args = small(
+        norm="rmsnorm", rms_norm_epsilon=1e-3, activation="swiglu", intermediate_size=40, num_kv_heads=2,
+        no_weight_tying=True, use_bias_in_attn_linear=False, use_bias_in_mlp=False, sliding_window_width=width,
+    )  # fmt: skip
+    assert_equal_logits(model, args, weights)
+
+
+def test_a_window_over_everything_is_none() -> None:
+    assert sliding_window(small(sliding_window_width=31)) is None  # of 32 positions
+    assert sliding_window(small(sliding_window_width=30)) == 30
+    assert choose_backend(small(sliding_window_width=30), CPU).kernels.keys() == {"with a mask", "from a cache"}
+    assert choose_backend(small(sliding_window_width=31), CPU) == choose_backend(small(), CPU)
+
+
+@pytest.mark.parametrize("pos_emb", ["rotary", "alibi", "rpe"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
+    """Every combination shows exactly the keys that are near, not later and of the same document."""
+    args = small(pos_emb=pos_emb, sliding_window_width=3)
+    batch = document_batch(args) if packed else random_batch(args)
+    positions = torch.arange(16).expand_as(batch.tokens)
+    with torch.no_grad():
+        inputs = stage_with(args, random_weights(args))._attention_inputs(batch, positions)
+    assert inputs.mask is not None and inputs.cu_seqlens is None
+    shown = inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask > float("-inf")
+    for row in range(2):
+        starts = set(batch.cu_seqlens[row].tolist()) if batch.cu_seqlens is not None else {0}
+        for query in range(16):
+            begun = max(start for start in starts if start <= query)
+            expected = [max(begun, query - 3) <= key <= query for key in range(16)]
+            for head in shown[row % len(shown), :, query]:
+                assert head.tolist() == expected
+
+
+def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any) -> Tensor:
+    """What torch documents of `varlen_attn`, sequence after sequence in float64."""
+    (left, right), out = how["window_size"], torch.empty_like(q)
+    assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32 and k.shape == q.shape
+    for first, last in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        distance = torch.arange(last - first) - torch.arange(last - first).unsqueeze(1)
+        hidden = (distance > 0) | ((distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool))
+        bias = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
+        one, keys, values = (x[first:last].unsqueeze(1) for x in (q, k, v))
+        out[first:last] = by_formula(one, keys, values, bias)[:, 0].to(q.dtype)
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("width", [None, 1, 5])
+@torch.no_grad()
+def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
+    args = small(precision="bfloat16", sliding_window_width=width)
+    batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
+    positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
+    masked = stage._attention_inputs(batch, positions)
+    stage.device_of_groups = torch.device("cuda")  # only asked for its type
+    inputs = stage._attention_inputs(batch, positions)
+    assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(16, 3, heads, 8, generator=generator) for heads in (4, 2, 2))
+    backend = choose_backend(args, CPU)
+    cache = LayerCache(torch.zeros(3, 2, 20, 8), torch.zeros(3, 2, 20, 8))
+    found = attend(q, k, v, inputs, backend=backend, cache=cache)
+    torch.testing.assert_close(found, attend(q, k, v, masked, backend=backend), rtol=1e-5, atol=1e-5)
+    assert torch.equal(cache.keys[:, :, :16], k.permute(1, 2, 0, 3)) and not cache.keys[:, :, 16:].any()
+    assert torch.equal(cache.values[:, :, :16], v.permute(1, 2, 0, 3))
+
+
+def test_window_mask_equals_its_definition() -> None:
+    queries = torch.tensor([[5, 2], [0, 7]])
+    found = window_mask(8, 2, CPU, queries)
+    assert found.shape == (2, 1, 2, 8)
+    for row in range(2):
+        for i, query in enumerate(queries[row].tolist()):
+            assert found[row, 0, i].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
+
+
+@torch.no_grad()
+def test_the_window_is_seen_in_the_output() -> None:
+    q = torch.randn(10, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    bias = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~window_mask(10, 3, CPU)[0, 0], float("-inf"))
+    args = small(sliding_window_width=3)
+    out = attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), backend=choose_backend(args, CPU))
+    torch.testing.assert_close(out.double(), by_formula(q, q, q, bias), rtol=1e-5, atol=1e-6)
