@@ -7,16 +7,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 from megatron.data.blending import BlendedDataset, BlendMaps, build_blend, wanted_samples, weights_by_documents
+from megatron.data.curriculum import check_curriculum, curriculum_section, step_length
 from megatron.data.datasets import (
     Datasets,
     SampleSet,
     build_datasets,
     data_fingerprint,
     data_prefixes,
+    data_seed,
+    epoch_iterations,
     fingerprint,
     split_boundaries,
     unigram_entropy,
 )
+from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import IndexMaps, build_packed
@@ -25,7 +29,7 @@ from megatron.data.preprocess import EncodeJob, Output, preprocess
 
 if TYPE_CHECKING:
     from megatron.data.batch import Batch, collate
-    from megatron.data.loader import eval_batches, train_loader
+    from megatron.data.loader import collation, eval_batches, train_loader
 
 __all__ = [
     "Batch",
@@ -39,25 +43,39 @@ __all__ = [
     "IndexedDatasetWriter",
     "Output",
     "PackedDataset",
+    "RepeatedDataset",
     "SampleSet",
     "best_fitting_dtype",
     "build_blend",
     "build_datasets",
+    "build_epoch",
     "build_packed",
+    "check_curriculum",
     "collate",
+    "collation",
+    "curriculum_section",
     "data_fingerprint",
     "data_prefixes",
+    "data_seed",
+    "epoch_iterations",
     "eval_batches",
     "fingerprint",
     "preprocess",
     "split_boundaries",
+    "step_length",
     "train_loader",
     "unigram_entropy",
     "wanted_samples",
     "weights_by_documents",
 ]
 
-_NEED_TORCH = {"Batch": "batch", "collate": "batch", "eval_batches": "loader", "train_loader": "loader"}
+_NEED_TORCH = {
+    "Batch": "batch",
+    "collate": "batch",
+    "collation": "loader",
+    "eval_batches": "loader",
+    "train_loader": "loader",
+}
 
 
 def __getattr__(name: str):

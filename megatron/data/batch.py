@@ -33,17 +33,49 @@ class Batch:
         return self.map(Tensor.pin_memory)
 
 
-def collate(samples: np.ndarray, *, eod: int | None = None, eod_mask_loss: bool = False, seed: int = 0) -> Batch:
+def collate(
+    samples: np.ndarray,
+    *,
+    eod: int | None = None,
+    eod_mask_loss: bool = False,
+    reset_attention_mask: bool = False,
+    reset_position_ids: bool = False,
+    seed: int = 0,
+) -> Batch:
     """Next-token batch of windows [batch, seq + 1] int64.
 
     eod_mask_loss leaves out the positions whose input token is `eod` (NeoX): what follows a document's end is chance.
+    reset_attention_mask, reset_position_ids (Megatron): documents begin after each `eod` and at the window's
+    beginning; attention stays in them, positions count from 0 in each.
     """
+    if eod is None and (eod_mask_loss or reset_attention_mask or reset_position_ids):
+        raise ValueError("eod_mask_loss and the resets need the tokenizer's end-of-document token")
     windows = torch.from_numpy(samples)
     tokens, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
     loss_weights = torch.ones_like(tokens)
     if eod_mask_loss:
-        if eod is None:
-            raise ValueError("eod_mask_loss needs the tokenizer's end-of-document token")
+        assert eod is not None
         loss_weights = (tokens != eod).long()
         labels = labels * loss_weights
-    return Batch(tokens, labels, loss_weights, seed=seed)
+    starts = _document_starts(samples[:, :-1] == eod) if reset_attention_mask or reset_position_ids else None
+    positions = torch.from_numpy(_positions(starts)) if starts is not None and reset_position_ids else None
+    cu_seqlens = torch.from_numpy(starts) if starts is not None and reset_attention_mask else None
+    return Batch(tokens, labels, loss_weights, positions, cu_seqlens, seed)
+
+
+def _document_starts(ends: np.ndarray) -> np.ndarray:
+    """`Batch.cu_seqlens` from where documents end, boolean [batch, seq]."""
+    rows, seq = ends.shape
+    starts = np.full((rows, seq + 1), seq, dtype=np.int32)
+    for row, last in enumerate(ends):
+        found = np.flatnonzero(last[:-1]) + 1
+        starts[row, 0], starts[row, 1 : len(found) + 1] = 0, found
+    return starts
+
+
+def _positions(starts: np.ndarray) -> np.ndarray:
+    """Distance of every token from its document's start, [batch, seq] int64."""
+    rows, seq = starts.shape[0], starts.shape[1] - 1
+    begun = np.zeros((rows, seq + 1), dtype=np.int64)
+    np.put_along_axis(begun, starts.astype(np.int64), starts, axis=1)
+    return np.arange(seq) - np.maximum.accumulate(begun[:, :seq], axis=1)

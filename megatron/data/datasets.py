@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from megatron.data.blending import (
     wanted_samples,
     weights_by_documents,
 )
-from megatron.data.cache import cached, load
+from megatron.data.cache import CacheKey, cached, load
+from megatron.data.epochs import EpochKey, RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import IndexKey, IndexMaps, build_packed
@@ -29,7 +30,7 @@ NAMES = ("train", "valid", "test")
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
 
-SampleSet = PackedDataset | BlendedDataset
+SampleSet = PackedDataset | BlendedDataset | RepeatedDataset
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,26 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Plan:
-    """One set: its parts, blended by weight when there are several, and how many samples are wanted in all."""
+    """One set: its parts, blended by weight when there are several, and how many samples are wanted in all; with
+    epochs, all samples of the parts, this many times."""
 
     name: str
     parts: tuple[_Part, ...]
     weights: tuple[float, ...]
     num_samples: int
+    epochs: int | None = None
+
+    @property
+    def key(self) -> CacheKey:
+        """Of the maps that blend the parts."""
+        if self.epochs is None:
+            return BlendKey(self.weights, self.num_samples)
+        return EpochKey(tuple(part.num_samples for part in self.parts))
+
+    def blend(self) -> BlendMaps:
+        if self.epochs is None:
+            return build_blend(self.weights, self.num_samples)
+        return build_epoch([part.num_samples for part in self.parts])
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
@@ -93,6 +108,27 @@ def requested_samples(args: NeoXArgs, train_batch_size: int) -> tuple[int, int, 
     )
 
 
+def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
+    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out.
+
+    Raises DataError for data that cannot be used, or is less than a batch.
+    """
+    assert args.train_epochs is not None
+    (plan,) = (plan for plan in _plans(args, (1, 0, 0), args.train_epochs) if plan.name == "train")
+    samples = args.train_epochs * plan.num_samples
+    if samples < train_batch_size:
+        raise DataError(
+            f"train_epochs: {args.train_epochs} passes over {plan.num_samples} samples do not fill a train_batch_size "
+            f"of {train_batch_size}; use more epochs, more data or a smaller batch"
+        )
+    return samples // train_batch_size
+
+
+def data_seed(args: NeoXArgs) -> int:
+    """Seed of the order of samples."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
     """`index_cache_dir`, else `index_cache` in the `save` folder, else beside the data."""
     if args.index_cache_dir:
@@ -100,28 +136,27 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
     return Path(args.save or Path(prefix).parent) / "index_cache"
 
 
-def build_datasets(args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], None]], None]) -> Datasets:
+def build_datasets(
+    args: NeoXArgs,
+    *,
+    train_batch_size: int,
+    once: Callable[[Callable[[], None]], None],
+    epochs: int | None = None,
+) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
 
     once: called on every rank with the writing of index maps that the cache does not hold; it runs that on one rank,
     lets the others wait, and raises on all what it raised there. Raises DataError on all ranks alike for data that
-    cannot be used.
+    cannot be used. epochs: the training set is so many passes over the data (`epoch_iterations`).
     """
-    plans = _plans(args, requested_samples(args, train_batch_size))
-    for plan in plans:
-        for part in plan.parts:
-            _check_length(plan.name, part, args.seq_length)
+    plans = _plans(args, requested_samples(args, train_batch_size), epochs)
 
     def write() -> None:
         for plan in plans:
             for part in plan.parts:
                 cached(_cache(part, args), _key(part, args), lambda part=part: _maps(part, args))  # type: ignore[misc]
             if len(plan.parts) > 1:
-                cached(
-                    _cache(plan.parts[0], args),
-                    BlendKey(plan.weights, plan.num_samples),
-                    lambda plan=plan: build_blend(plan.weights, plan.num_samples),  # type: ignore[misc]
-                )
+                cached(_cache(plan.parts[0], args), plan.key, plan.blend)
 
     once(write)
     sets = {plan.name: _load(plan, args) for plan in plans}
@@ -192,7 +227,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _plans(args: NeoXArgs, wanted: tuple[int, int, int]) -> list[_Plan]:
+def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = None) -> list[_Plan]:
     prefixes = data_prefixes(args)
     plans = []
     if "all" in prefixes:
@@ -215,13 +250,28 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int]) -> list[_Plan]:
                 )
                 plans.append(_Plan(name, parts, weights, samples))
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.parts[0].last > plan.parts[0].first]
-    if args.train_iters > 0 and not any(plan.name == "train" for plan in plans):
+    if wanted[0] > 0 and not any(plan.name == "train" for plan in plans):
         raise DataError(f"no document is left for training (data {prefixes}, split {args.split})")
-    return plans
+    for plan in plans:
+        for part in plan.parts:
+            _check_length(plan.name, part, args.seq_length)
+    if epochs is None:
+        return plans
+    return [_whole_epochs(plan, args.seq_length, epochs) if plan.name == "train" else plan for plan in plans]
+
+
+def _whole_epochs(plan: _Plan, seq_length: int, epochs: int) -> _Plan:
+    """The plan with as many samples as one pass over its parts has."""
+    parts = [replace(part, num_samples=(_tokens(part) - 1) // seq_length) for part in plan.parts]
+    return _Plan(plan.name, tuple(parts), (), sum(part.num_samples for part in parts), epochs)
+
+
+def _tokens(part: _Part) -> int:
+    return int(part.indexed.sizes[part.first : part.last].sum(dtype=np.int64))
 
 
 def _check_length(name: str, part: _Part, seq_length: int) -> None:
-    tokens = int(part.indexed.sizes[part.first : part.last].sum(dtype=np.int64))
+    tokens = _tokens(part)
     if tokens < seq_length + 1:
         raise DataError(
             f"{part.origin}: {tokens} tokens in {part.last - part.first} documents, but one sample takes "
@@ -241,13 +291,14 @@ def _key(part: _Part, args: NeoXArgs) -> IndexKey:
         part.last,
         part.num_samples,
         args.seq_length,
-        args.seed,
+        data_seed(args),
         args.pack_impl,
     )
 
 
 def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
-    return build_packed(part.indexed.sizes, part.first, part.last, part.num_samples, args.seq_length, args.seed)
+    wanted = (part.first, part.last, part.num_samples)
+    return build_packed(part.indexed.sizes, *wanted, args.seq_length, data_seed(args))
 
 
 def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
@@ -255,7 +306,7 @@ def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
     for part in plan.parts:
         maps = load(_cache(part, args), _key(part, args), IndexMaps)
         members.append(PackedDataset(plan.name, part.indexed, maps, args.seq_length, args.padded_vocab_size))
-    if len(members) == 1:
-        return members[0]
-    blend = load(_cache(plan.parts[0], args), BlendKey(plan.weights, plan.num_samples), BlendMaps)
-    return BlendedDataset(plan.name, members, blend)
+    dataset: PackedDataset | BlendedDataset = members[0]
+    if len(members) > 1:
+        dataset = BlendedDataset(plan.name, members, load(_cache(plan.parts[0], args), plan.key, BlendMaps))
+    return dataset if plan.epochs is None else RepeatedDataset(dataset, plan.epochs)

@@ -3,8 +3,9 @@
 import hashlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,29 @@ class _MicroBatches(Dataset):
 
     dataset: SampleSet
     seed: int
-    eod: int | None
-    eod_mask_loss: bool
+    collate: Callable[..., Batch]
 
-    def __getitem__(self, samples: range) -> Batch | DataError:
+    def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
+        """item: sample numbers, and how many of their tokens are read (None: all)."""
+        samples, length = item
         try:
             windows = np.stack([self.dataset[index] for index in samples])
         except DataError as problem:
             return problem
+        windows = windows if length is None else windows[:, : length + 1]
         seed = micro_batch_seed(self.seed, samples.start)
-        return collate(windows, eod=self.eod, eod_mask_loss=self.eod_mask_loss, seed=seed)
+        return self.collate(windows, seed=seed)
+
+
+def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
+    """How this configuration makes a Batch of windows and a seed."""
+    return partial(
+        collate,
+        eod=eod,
+        eod_mask_loss=args.eod_mask_loss,
+        reset_attention_mask=args.reset_attention_mask,
+        reset_position_ids=args.reset_position_ids,
+    )
 
 
 def train_loader(
@@ -57,10 +71,12 @@ def train_loader(
     consumed_samples: int = 0,
     eod: int | None = None,
     pin_memory: bool = False,
+    length: Callable[[int], int] | None = None,
 ) -> Iterator[list[Batch]]:
     """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an optimizer step.
 
     Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has handed out.
+    length: tokens that the n-th list, from 0 on, reads of each sample; None: all.
     Raises DataError at the step that holds data which cannot be used. The `num_workers` processes start at once;
     closing or dropping the iterator ends them.
     """
@@ -73,9 +89,13 @@ def train_loader(
     steps = max(0, len(dataset) - consumed_samples) // batch
     workers = args.num_workers
     loader = DataLoader(
-        _MicroBatches(dataset, args.seed, eod, args.eod_mask_loss),
+        _MicroBatches(dataset, args.seed, collation(args, eod)),
         batch_size=None,  # a slice of samples is one item: it comes out as one Batch
-        sampler=train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),
+        sampler=_with_lengths(
+            train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),
+            accumulation,
+            length,
+        ),
         collate_fn=_as_is,
         num_workers=workers,
         pin_memory=pin_memory,
@@ -93,11 +113,9 @@ def eval_batches(
     micro_batch: int,
     data_rank: int,
     data_size: int,
-    *,
-    eod: int | None = None,
-    eod_mask_loss: bool = False,
+    collate: Callable[..., Batch] = collate,
 ) -> Iterator[Batch]:
-    """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size.
+    """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size, made by `collate`.
 
     Every data rank gets as many; places without a sample repeat sample 0 with loss weights 0, so that nothing is
     dropped and nothing is counted twice.
@@ -105,9 +123,16 @@ def eval_batches(
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
         windows = np.stack([dataset[index if index < n_samples else 0] for index in slots])
-        batch = collate(windows, eod=eod, eod_mask_loss=eod_mask_loss)
+        batch = collate(windows)
         real = torch.tensor([index < n_samples for index in slots], dtype=torch.int64)[:, None]
         yield replace(batch, labels=batch.labels * real, loss_weights=batch.loss_weights * real)
+
+
+def _with_lengths(
+    slices: Iterator[range], accumulation: int, length: Callable[[int], int] | None
+) -> Iterator[tuple[range, int | None]]:
+    for i, samples in enumerate(slices):
+        yield samples, None if length is None else length(i // accumulation)
 
 
 def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:

@@ -16,6 +16,7 @@ from megatron.data import Batch
 from megatron.generation.model import Model
 from megatron.generation.sampling import Sampling, next_tokens
 from megatron.model import KVCache, forward_only
+from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import gather_from_tensor
 
 
@@ -82,8 +83,8 @@ def complete(
     """Continue prompts (none empty) until the end of document or `maximum_tokens`; together fitting the positions.
 
     seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. All ranks of a model call it
-    together with the same arguments. Keys and values are cached, unless `recompute` is set. Raises CheckpointError
-    when logits are not numbers.
+    together with the same arguments. Keys and values are cached, unless `recompute` is set or dynamic NTK changes the
+    rotary frequencies on the way. Raises CheckpointError when logits are not numbers.
     """
     begun = time.perf_counter()
     eod = model.tokenizer.eod
@@ -95,7 +96,10 @@ def complete(
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     finished, seconds = [False] * len(prompts), [0.0] * len(prompts)
     running = torch.arange(len(prompts))
-    cache = None if model.args.recompute else model.stage.empty_cache(len(prompts), tokens.shape[1] - 1)
+    longest, limit = tokens.shape[1] - 1, dynamic_ntk_limit(model.args)
+    # Keys in a cache would keep the frequencies of a shorter text.
+    recompute = model.args.recompute or (limit is not None and longest > limit)
+    cache = None if recompute else model.stage.empty_cache(len(prompts), longest)
     for step in range(maximum_tokens):
         if cache is None or step == 0:
             logits = next_logits(model, tokens[running], lengths[running], cache)

@@ -31,14 +31,15 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
 def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
     """A prompt of each text. One that leaves no place for `maximum_tokens` loses its beginning, and says so; an empty
     one begins a document."""
-    room = args.max_position_embeddings - args.maximum_tokens
+    positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
+    room = positions - args.maximum_tokens
     prompts = []
     for text, tokens in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
         message = None
         if len(tokens) > room:
             message = (
                 f"WARNING: only the last {room} of the context's {len(tokens)} tokens were used; the model has "
-                f"{args.max_position_embeddings} positions and maximum_tokens is {args.maximum_tokens}"
+                f"{positions} positions and maximum_tokens is {args.maximum_tokens}"
             )
         prompts.append(Prompt(text, tokens[-room:] or [tokenizer.eod], message))
     return prompts

@@ -73,7 +73,7 @@ def plan_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] 
     wanted = args.num_gpus
     if args.hostfile and wanted is None:
         wanted = hostfile_slots(args.hostfile)
-    world_size, devices = choose_ranks(visible_gpus(os.environ), wanted, args.include)
+    world_size, devices = choose_ranks(visible_gpus(os.environ), wanted, args.include, args.exclude)
     if script.stem != "generate":  # which needs no batch; what does not fit is refused once, not by every rank
         args = args.for_world(world_size)
     port = None if args.origin("master_port") == "default" else args.master_port
@@ -108,18 +108,26 @@ def _latest(args: "NeoXArgs") -> int | None:
 
 
 def choose_ranks(
-    gpus: Sequence[str], num_gpus: int | None = None, include: str | None = None
+    gpus: Sequence[str], num_gpus: int | None = None, include: str | None = None, exclude: str | None = None
 ) -> tuple[int, tuple[str, ...]]:
     """Number of ranks, and the GPU of each in CUDA_VISIBLE_DEVICES' spelling (none without GPUs).
 
-    gpus: what this machine shows (`visible_gpus`). include: `localhost:2,3`, DeepSpeed's spelling.
-    Raises LaunchError when a GPU asked for is not there.
+    gpus: what this machine shows (`visible_gpus`). include: the GPUs to use, exclude: those not to use, as
+    `localhost:2,3`, DeepSpeed's spelling. Raises LaunchError when a GPU named or asked for is not there.
     """
+    if include and exclude:
+        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them")
     if not gpus:
-        if include:
-            raise LaunchError(f"include: {include!r} names GPUs, but this machine shows none; use num_gpus instead")
+        for key, value in (("include", include), ("exclude", exclude)):
+            if value:
+                raise LaunchError(f"{key}: {value!r} names GPUs, but this machine shows none; use num_gpus instead")
         return num_gpus or 1, ()
-    chosen = _named_gpus(include, gpus) if include else list(gpus)
+    chosen = _named_gpus("include", include, gpus) if include else list(gpus)
+    if exclude:
+        left_out = _named_gpus("exclude", exclude, gpus)
+        chosen = [gpu for gpu in gpus if gpu not in left_out]
+        if not chosen:
+            raise LaunchError(f"exclude: {exclude!r} leaves none of the GPUs {', '.join(gpus)}; name fewer")
     wanted = len(chosen) if num_gpus is None else num_gpus
     if wanted > len(chosen):
         raise LaunchError(f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer")
@@ -163,15 +171,15 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def _named_gpus(include: str, gpus: Sequence[str]) -> list[str]:
-    """GPUs of `localhost:2,3`, or of `localhost`: all of them."""
-    host, _, indices = include.partition(":")
+def _named_gpus(key: str, value: str, gpus: Sequence[str]) -> list[str]:
+    """GPUs of `localhost:2,3`, or of `localhost`: all of them. key: whose value it is."""
+    host, _, indices = value.partition(":")
     if host not in _local_names():
-        raise LaunchError(f"include: {include!r} names another machine than this one; write localhost:0,1")
+        raise LaunchError(f"{key}: {value!r} names another machine than this one; write localhost:0,1")
     named = [name.strip() for name in indices.split(",") if name.strip()] or list(gpus)
     for name in named:
         if name not in gpus:
-            raise LaunchError(f"include: {include!r} asks for GPU {name}; this machine shows {', '.join(gpus)}")
+            raise LaunchError(f"{key}: {value!r} asks for GPU {name}; this machine shows {', '.join(gpus)}")
     return named
 
 

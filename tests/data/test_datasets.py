@@ -30,7 +30,7 @@ def make_args(**changes):
         "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
         "weight_by_num_documents": False, "weighted_sampler_alpha": 1.0, "compat_weight_by_num_documents": False,
         "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
-        "padded_vocab_size": 380,
+        "padded_vocab_size": 380, "data_seed": None,
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 
@@ -43,8 +43,8 @@ def make_blend(tmp_path: Path, **changes):
     return make_args(**values | changes)
 
 
-def build(args, batch: int = 8):
-    return build_datasets(args, train_batch_size=batch, once=lambda work: work())
+def build(args, batch: int = 8, epochs: int | None = None):
+    return build_datasets(args, train_batch_size=batch, once=lambda work: work(), epochs=epochs)
 
 
 def build_train_blend(args) -> BlendedDataset:

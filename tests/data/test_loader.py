@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from megatron.data import (
     build_blend,
     build_packed,
     collate,
+    collation,
     eval_batches,
     train_loader,
 )
@@ -40,6 +42,7 @@ def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, *
     values = {
         "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "seed": 7, "num_workers": workers,
         "gradient_accumulation_steps": batch // (micro * size), "eod_mask_loss": False,
+        "reset_attention_mask": False, "reset_position_ids": False,
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 
@@ -209,7 +212,7 @@ def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, mic
 
 def test_evaluation_honours_eod_mask_loss(dataset: PackedDataset):
     eod = int(dataset[0][3])
-    batch = next(eval_batches(dataset, 4, 4, 0, 1, eod=eod, eod_mask_loss=True))
+    batch = next(eval_batches(dataset, 4, 4, 0, 1, partial(collate, eod=eod, eod_mask_loss=True)))
     assert torch.equal(batch.loss_weights, (batch.tokens != eod).long())
 
 
@@ -258,3 +261,34 @@ def _refused(dataset: PackedDataset, index: int) -> bool:
 def test_every_token_of_the_vocabulary_is_welcome(tmp_path: Path, token: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
     assert len(_flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))) == len(dataset) // 8 * 4
+
+
+def test_documents_of_a_batch_end_with_their_eod():
+    samples = np.array([[5, 0, 6, 7, 0, 8], [0, 0, 3, 4, 5, 0]])
+    batch = collate(samples, eod=0, reset_attention_mask=True, reset_position_ids=True)
+    assert batch.cu_seqlens is not None and batch.positions is not None
+    assert batch.cu_seqlens.dtype == torch.int32 and batch.positions.dtype == torch.int64
+    assert batch.cu_seqlens.tolist() == [[0, 2, 5, 5, 5, 5], [0, 1, 2, 5, 5, 5]]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert batch.loss_weights.all()
+    only = collate(samples, eod=0, reset_attention_mask=True)
+    assert only.positions is None and only.cu_seqlens is not None and torch.equal(only.cu_seqlens, batch.cu_seqlens)
+    only = collate(samples, eod=0, reset_position_ids=True)
+    assert only.cu_seqlens is None and only.positions is not None and torch.equal(only.positions, batch.positions)
+    for key in ("reset_attention_mask", "reset_position_ids"):
+        with pytest.raises(ValueError, match="end-of-document"):
+            collate(samples, **{key: True})
+
+
+@pytest.mark.parametrize("key, name", [("reset_attention_mask", "cu_seqlens"), ("reset_position_ids", "positions")])
+def test_loaders_reset_as_the_configuration_says(dataset: PackedDataset, key: str, name: str):
+    eod = int(dataset[0][3])
+    args = make_args(**{key: True})
+    batches = [
+        next(train_loader(dataset, args, data_rank=0, data_size=1, eod=eod))[0],
+        next(eval_batches(dataset, 2, 2, 0, 1, collation(args, eod))),
+    ]
+    for batch in batches:
+        expected = collate(np.stack([dataset[0], dataset[1]]), eod=eod, **{key: True})
+        assert torch.equal(getattr(batch, name), getattr(expected, name))
+        assert (batch.positions is None) != (batch.cu_seqlens is None)

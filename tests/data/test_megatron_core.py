@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data import IndexedDataset, IndexedDatasetWriter, collate
+from megatron.model.attention import document_mask
 from tests.data.samples import DATASET
 
 VERSION = "0.16.1"
@@ -76,3 +77,36 @@ def test_both_ways(megatron_core: Path, tmp_path: Path):
         assert [theirs[i].tolist() for i in range(len(theirs))] == expected
         for suffix in (".bin", ".idx"):
             assert Path(f"{prefix}{suffix}").read_bytes() == Path(f"{prefix}_copy{suffix}").read_bytes()
+
+
+RESETS = """
+import json, sys, torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids as resets
+found = []
+for row in json.load(sys.stdin):
+    mask, loss_mask, positions = resets(torch.tensor(row), 0, True, True, True, True)
+    found.append({"hidden": mask[0].tolist(), "weights": loss_mask.tolist(), "positions": positions.tolist()})
+print(json.dumps(found))
+"""
+
+
+def test_resets_at_documents_are_megatrons(megatron_core: Path):
+    """Masks, positions and loss masks of rows with few, many and no ends of documents."""
+    windows = np.random.default_rng(3).integers(0, [[2], [4], [9], [9], [9]], (5, 13))
+    windows[3], windows[4, [0, 11, 12]] = 5, 0
+    batch = collate(windows, eod=0, eod_mask_loss=True, reset_attention_mask=True, reset_position_ids=True)
+    assert batch.cu_seqlens is not None and batch.positions is not None
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RESETS],
+        env=os.environ | {"PYTHONPATH": str(megatron_core), "OMP_NUM_THREADS": "1"},
+        input=json.dumps(windows[:, :-1].tolist()),
+        cwd=megatron_core,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = document_mask(batch.cu_seqlens, 12)[:, 0]
+    for row, theirs in enumerate(json.loads(done.stdout.splitlines()[-1])):
+        assert (~shown[row]).tolist() == theirs["hidden"]
+        assert batch.positions[row].tolist() == theirs["positions"]
+        assert batch.loss_weights[row].tolist() == theirs["weights"]

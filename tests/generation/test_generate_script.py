@@ -116,7 +116,6 @@ def test_batch_sizes_of_training_do_not_matter(words: list[str], tmp_path: Path)
         ("prompt_end=''", "generate.py: error: --set: prompt_end: is empty"),
         ("hidden_size=64", "hidden_size is 32 in the checkpoint, 64 here"),
         ("model_parallel_size=2", "generate.py: error: --set: model_parallel_size: 1 ranks cannot be divided"),
-        ("distributed_backend=nccl", "generate.py: error: --set: distributed_backend: nccl needs a GPU"),
         ("sample_output_file={folder}", "error: --set: sample_output_file: {folder}: is a folder; name a file"),
         ("sample_output_file={folder}/no/x", "there is no folder {folder}/no; make it first"),
         ("sample_input_file={folder}/no.txt", "error: --set: sample_input_file: {folder}/no.txt: No such file"),

@@ -27,6 +27,29 @@ def test_ranks_on_gpus(num_gpus, include, expected):
     assert choose_ranks(GPUS, num_gpus, include) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "exclude", "expected"),
+    [(None, "localhost:0", ("1", "2", "3")), (None, "localhost:1,2", ("0", "3")), (1, "localhost:0,1", ("2",))],
+)
+def test_ranks_without_some_gpus(num_gpus, exclude, expected):
+    assert choose_ranks(GPUS, num_gpus, exclude=exclude) == (len(expected), expected)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "include", "exclude", "message"),
+    [
+        (GPUS, None, "localhost:7", "exclude: 'localhost:7' asks for GPU 7; this machine shows 0, 1, 2, 3"),
+        (GPUS, None, "localhost", "exclude: 'localhost' leaves none of the GPUs"),
+        (GPUS, None, "elsewhere:0", "exclude: 'elsewhere:0' names another machine"),
+        (GPUS, "localhost:1", "localhost:0", "exclude: 'localhost:0', but include: 'localhost:1'"),
+        ([], None, "localhost:0", "exclude: 'localhost:0' names GPUs, but this machine shows none"),
+    ],
+)
+def test_exclude_refused(gpus, include, exclude, message):
+    with pytest.raises(LaunchError, match=message):
+        choose_ranks(gpus, None, include, exclude)
+
+
 def test_ranks_follow_cuda_visible_devices():
     assert choose_ranks(["2", "3"]) == (2, ("2", "3"))
     with pytest.raises(LaunchError, match="asks for GPU 0; this machine shows 2, 3"):

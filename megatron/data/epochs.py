@@ -1,0 +1,50 @@
+"""Whole passes over the data (`train_epochs`): every window once, then again in the same order, as GPT-NeoX's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.blending import BlendedDataset, BlendMaps
+from megatron.data.cache import CacheKey
+from megatron.data.gpt2_dataset import PackedDataset
+
+
+@dataclass(frozen=True)
+class EpochKey(CacheKey):
+    """All that decides the maps of one pass over several sets."""
+
+    samples: tuple[int, ...]
+    epoch_version: int = 1
+
+
+def build_epoch(samples: Sequence[int]) -> BlendMaps:
+    """One pass over sets of so many samples: each sample once, every set spread evenly over the pass.
+
+    (GPT-NeoX draws from all sets alike, so that small ones come again and large ones never end.)
+    """
+    counts = np.asarray(samples, dtype=np.int64)
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    order = np.argsort((numbers + 0.5) / np.repeat(counts, counts), kind="stable")
+    sets = np.repeat(np.arange(len(counts), dtype=np.min_scalar_type(len(counts) - 1)), counts)
+    return BlendMaps(sets[order], numbers[order], counts)
+
+
+class RepeatedDataset:
+    """`epochs` passes over a dataset."""
+
+    def __init__(self, dataset: PackedDataset | BlendedDataset, epochs: int):
+        self.dataset, self.epochs = dataset, epochs
+
+    def __len__(self) -> int:
+        return self.epochs * len(self.dataset)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.dataset[index % len(self.dataset)]
+
+    @property
+    def order(self) -> dict[str, int | list[int]]:
+        """What decides the order; more epochs only continue it."""
+        return {f"{name}_per_epoch": samples for name, samples in self.dataset.order.items()}

@@ -1,0 +1,89 @@
+"""Lengths of a curriculum: against DeepSpeed's scheduler, and in the batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+from megatron.data import PackedDataset, build_packed, check_curriculum, step_length, train_loader
+from megatron.data.curriculum import difficulty
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.data.samples import write_dataset
+from tests.data.test_loader import make_args
+
+LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}
+
+
+def section(kind: str = "fixed_linear", least: int = 8, most: int = 64, **schedule: Any) -> dict[str, Any]:
+    return {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": least, "max_difficulty": most,
+        "schedule_type": kind, "schedule_config": schedule,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "curriculum",
+    [
+        section(**LINEAR),
+        section(least=10, most=1023, total_curriculum_step=37, difficulty_step=16),
+        section(least=8, most=256, total_curriculum_step=50, difficulty_step=64),
+        section("fixed_root", **LINEAR, root_degree=2),
+        section("fixed_root", least=1, most=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
+        section("fixed_discrete", difficulty=[8, 24, 64], max_step=[5, 17]),
+    ],
+)
+def test_lengths_equal_deepspeed(curriculum: dict[str, Any]):
+    theirs = CurriculumScheduler(curriculum)
+    lengths = [difficulty(curriculum, step) for step in range(1, 200)]
+    assert lengths == [theirs.update_difficulty(step) for step in range(1, 200)]
+    assert lengths[0] < lengths[-1] == curriculum["max_difficulty"]
+
+
+def configured(curriculum: dict[str, Any] | None, **changes: Any) -> NeoXArgs:
+    values = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64}
+    return NeoXArgs.from_dict({**values, "max_position_embeddings": 64, "curriculum_learning": curriculum, **changes})
+
+
+def test_length_without_a_curriculum_is_seq_length():
+    args = configured(section(**LINEAR))
+    assert [step_length(args, step) for step in (1, 20, 90, 100, 1000)] == [8, 16, 56, 64, 64]
+    off = configured({**section(**LINEAR), "enabled": False})
+    assert step_length(off, 1) == step_length(configured(None), 1) == 64
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: expected lengths of at least one"),
+        (
+            section(total_curriculum_step=9, difficulty_step=3),
+            "difficulty_step: .* over 2 ranks, which does not divide 3",
+        ),
+        (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* does not divide 9"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message: str):
+    parallel = {"model_parallel_size": 2, "sequence_parallel": True}
+    check_curriculum(configured(section(**LINEAR), **parallel))
+    with pytest.raises(ConfigError, match=f"curriculum_learning.schedule_config.{message}"):
+        check_curriculum(configured(curriculum, **parallel))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_beginnings_of_the_whole_ones(workers: int, tmp_path: Path):
+    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
+    dataset = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, 8, 3), 8)
+
+    def batches(**more: Any) -> list[Any]:
+        args = make_args(workers=workers, eod_mask_loss=True)
+        return list(train_loader(dataset, args, data_rank=0, data_size=1, eod=50, **more))
+
+    whole, cut = batches(), batches(length=lambda n: (2, 3, 8)[min(n, 2)])
+    assert [[batch.tokens.shape[1] for batch in step] for step in cut[:3]] == [[2] * 4, [3] * 4, [8] * 4]
+    for ours, theirs in zip(sum(cut, []), sum(whole, []), strict=True):
+        length = ours.tokens.shape[1]
+        for name in ("tokens", "labels", "loss_weights"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)[:, :length])
+        assert ours.tokens.is_contiguous() and ours.seed == theirs.seed

@@ -1,0 +1,83 @@
+"""`train_epochs`: how many iterations they are, and what they visit."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, RepeatedDataset, build_epoch, epoch_iterations
+from tests.data.samples import golden_json
+from tests.data.test_datasets import A, B, build, make_args
+
+GOLDEN = golden_json("summary.json")["packed_split_epochs1/train"]
+
+
+def make(tmp_path: Path, **changes):
+    return make_args(train_epochs=3, train_iters=None, eval_iters=0, index_cache_dir=str(tmp_path), **changes)
+
+
+def test_one_epoch_has_the_shapes_of_neox(tmp_path: Path):
+    args = make(tmp_path)
+    args.train_iters = epoch_iterations(args, 8)
+    train = build(args, epochs=3).train
+    assert isinstance(train, RepeatedDataset)
+    maps = train.dataset.maps
+    for name in ("doc_idx", "sample_idx", "shuffle_idx"):
+        assert list(getattr(maps, name).shape) == GOLDEN[f"{name}_shape"]
+    # Upstream leaves out a sample of each epoch, and what fills no batch of it
+    assert len(train) == 3 * (GOLDEN["len"] + 1) and args.train_iters == 3 * (GOLDEN["len"] + 1) // 8
+
+
+def test_every_epoch_visits_every_window_once_in_one_order(tmp_path: Path):
+    args = make(tmp_path)
+    args.train_iters = epoch_iterations(args, 8)
+    train = build(args, epochs=3).train
+    assert train is not None
+    size = len(train) // 3
+    samples = np.stack([train[i] for i in range(len(train))]).reshape(3, size, -1)
+    assert len(np.unique(train.dataset.maps.shuffle_idx)) == size
+    assert (samples == samples[0]).all()
+    with pytest.raises(IndexError):
+        train[len(train)]
+    assert train.order == {"train_samples_per_epoch": size}, "more epochs only go on"
+
+
+def test_epochs_of_several_sets_visit_each_sample_once(tmp_path: Path):
+    args = make(tmp_path, data_path=None, train_data_paths=(A, B), seq_length=32)
+    args.train_iters = epoch_iterations(args, 8)
+    train = build(args, epochs=3).train
+    assert train is not None
+    sizes = [len(member) for member in train.dataset.members]
+    seen = Counter(tuple(train[i]) for i in range(len(train)))
+    each = Counter(tuple(member[i]) for member in train.dataset.members for i in range(len(member)))
+    assert seen == {window: 3 * count for window, count in each.items()}
+    assert args.train_iters == 3 * sum(sizes) // 8 and sizes[0] != sizes[1]
+
+
+def test_sets_are_spread_over_the_epoch():
+    counts = [1000, 10, 333]
+    maps = build_epoch(counts)
+    assert maps.drawn.tolist() == counts
+    for number, count in enumerate(counts):
+        places = np.flatnonzero(maps.dataset_index == number)
+        assert maps.dataset_sample_index[places].tolist() == list(range(count))
+        due = (np.arange(count) + 0.5) / count * sum(counts)
+        assert np.abs(places - due).max() < 3
+
+
+def test_less_than_a_batch_is_refused(tmp_path: Path):
+    with pytest.raises(
+        DataError, match="train_epochs: 3 passes over 107 samples do not fill a train_batch_size of 400"
+    ):
+        epoch_iterations(make(tmp_path), 400)
+
+
+def test_data_seed_is_the_seed_of_the_order(tmp_path: Path):
+    def order(**seeds) -> list[int]:
+        train = build(make_args(index_cache_dir=str(tmp_path), **seeds)).train
+        assert train is not None
+        return train.maps.shuffle_idx.tolist()
+
+    assert order(seed=5, data_seed=1234) == order(seed=1234)
+    assert order(seed=1234, data_seed=5) == order(seed=5) != order(seed=1234)
