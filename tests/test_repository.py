@@ -81,6 +81,7 @@ def test_versions_are_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"deepspeed=={pins['deepspeed']}" in project["dependencies"]
     extras = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *extras["data"], *extras["dev"], *extras["wandb"]]:
+    pinned = [name for extra in ("data", "dev", "wandb", "comet", "nvml") for name in extras[extra]]
+    for requirement in [*project["dependencies"], *pinned]:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement)
         assert name and (name.group().lower() in pins or requirement == "neox[data]"), requirement

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.neox_arguments.declare import key
-from megatron.neox_arguments.sections import CurriculumLearning
+from megatron.neox_arguments.sections import CommsLogger, CurriculumLearning
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; remove it"
 _UNUSED = "GPT-NeoX never reads it; write {} instead"
@@ -31,14 +31,20 @@ class DeepspeedKeys:
         differs="GPT-NeoX sends them in the type of the weights: say bf16 or fp16 for its traffic",
     )
     prescale_gradients: bool = key(False, "Divide gradients before they are summed over ranks, not after")
-    gradient_predivide_factor: float = key(1.0, "prescale_gradients: what they are divided by first", gt=0)
+    gradient_predivide_factor: float = key(
+        1.0, "Without prescale_gradients: what they are divided by before they are summed", gt=0
+    )
     curriculum_learning: Mapping[str, Any] | None = key(
         None, "Grow the sequence length while training", section=CurriculumLearning
     )
     curriculum_seqlen: int = key(0, "Made by the curriculum", refuse="curriculum_learning sets it; remove it")
     dump_state: bool = key(False, "Let DeepSpeed print its state at start")
-    flops_profiler: Mapping[str, Any] | None = key(None, "DeepSpeed's FLOPs profiler")
-    comms_logger: Mapping[str, Any] | None = key(None, "DeepSpeed's log of collectives")
+    flops_profiler: Mapping[str, Any] | None = key(
+        None,
+        "DeepSpeed's FLOPs profiler",
+        refuse="it hangs in pipelines; FLOPs are in every log line, and profile: true traces",
+    )
+    comms_logger: Mapping[str, Any] | None = key(None, "DeepSpeed's log of collectives", section=CommsLogger)
     steps_per_print: int = key(10, "DeepSpeed's own log interval", no_effect="log_interval decides")
     wall_clock_breakdown: bool = key(False, "DeepSpeed's timers", no_effect="DeepSpeed's timers are not printed")
     scheduler: Mapping[str, Any] | None = key(

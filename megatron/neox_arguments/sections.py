@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.declare import REQUIRED, key
 
+_ALL_USED = "all weights are used"
+_OUR_FILES = "weights are always whole in checkpoints"
+_QUANTIZED = "it rounds what is sent to a few bits; remove it"
 _BF16_SCALE = "bf16 needs no loss scale"
 
 
@@ -36,7 +39,11 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Offload:
-    device: Literal["none", "cpu", "nvme"] = key("none", "Where it is kept")
+    device: Literal["none", "cpu", "nvme"] = key(
+        "none",
+        "Where it is kept",
+        refuse_values={"nvme": "checkpoints would lack what is on disks; write cpu"},
+    )
     pin_memory: bool = key(None, "In page-locked memory")
     nvme_path: str = key(None, "nvme: folder of the files")
     ratio: float = key(None, "Share of the optimizer's update done on the CPU", ge=0, le=1)
@@ -59,7 +66,25 @@ class ZeroOptimization:
     reduce_bucket_size: int = key(500_000_000, "Elements reduced at once", gt=0)
     overlap_comm: bool = key(False, "Reduce gradients while backward still runs")
     contiguous_gradients: bool = key(False, "Copy gradients to one buffer as they are made")
-    round_robin_gradients: bool = key(False, "Stage 1 and 2: spread gradient copies over the ranks")
+    round_robin_gradients: bool = key(
+        False,
+        "Stage 1 and 2: spread gradient copies over the ranks",
+        refuse="DeepSpeed 0.19.8 trains other numbers with it, and saves other weights; remove it",
+    )
+    use_multi_rank_bucket_allreduce: bool = key(True, "Stage 1 and 2: reduce the buckets of several ranks together")
+    zero_hpz_partition_size: int = key(
+        1, "Stage 3: ranks of one machine that keep a copy of the weights (ZeRO++)", ge=1
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = key(False, "Stage 3: fetch weights by all-reduce")
+    stage3_allgather_sequential: bool = key(False, "Stage 3: fetch weights one after another")
+    stage3_model_persistence_threshold: int = key(None, "Stage 3: elements of small parameters that stay", ge=0)
+    ignore_unused_parameters: bool = key(True, "Stage 2: allow unused weights", no_effect=_ALL_USED)
+    memory_efficient_linear: bool = key(True, "Stage 3: DeepSpeed's linear", no_effect="linears are ours")
+    stage3_gather_16bit_weights_on_model_save: bool = key(False, "Stage 3: DeepSpeed's save", no_effect=_OUR_FILES)
+    stage3_gather_fp16_weights_on_model_save: bool = key(False, "Old name of the former", no_effect=_OUR_FILES)
+    elastic_checkpoint: bool = key(False, "DeepSpeed's save", no_effect=_OUR_FILES)
+    zero_quantized_weights: bool = key(False, "ZeRO++", refuse=_QUANTIZED)
+    zero_quantized_gradients: bool = key(False, "ZeRO++", refuse=_QUANTIZED)
     sub_group_size: int = key(1_000_000_000, "Stage 3: parameters updated at once", gt=0)
     stage3_prefetch_bucket_size: int = key(50_000_000, "Stage 3: elements fetched ahead", ge=0)
     stage3_param_persistence_threshold: int = key(100_000, "Stage 3: smaller parameters stay whole", ge=0)
@@ -127,6 +152,15 @@ class CurriculumLearning:
     max_difficulty: int = key(None, "Length at last: seq_length", ge=1)
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = key("fixed_linear", "How it grows")
     schedule_config: Mapping[str, Any] = key(None, "The schedule's numbers", section=CurriculumSchedule)
+
+
+@dataclass(frozen=True)
+class CommsLogger:
+    enabled: bool = key(False, "Use it")
+    verbose: bool = key(False, "Print every collective")
+    prof_all: bool = key(True, "Record all kinds of collectives")
+    debug: bool = key(False, "Name the callers")
+    prof_ops: tuple[str, ...] = key((), "Kinds to record, with prof_all false")
 
 
 @dataclass(frozen=True)

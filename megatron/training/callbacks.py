@@ -11,27 +11,31 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
+from megatron.data import curriculum_section
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate
 from megatron.training.flops import model_flops, neox_flops, readable_flops
-from megatron.training.loggers import MetricLogger
+from megatron.training.loggers import MetricLogger, metrics
+from megatron.training.probes import Probe
 from megatron.training.setup import Training
 
 
 @dataclass
 class Step:
-    """One finished optimizer step. row: its metrics, filled by callbacks."""
+    """One finished optimizer step. seq_length: tokens it read of each sample; row: its metrics, filled by callbacks."""
 
     iteration: int
     consumed_samples: int
     seq_length: int
     result: StepResult | None
+    consumed_tokens: int | None = None  # None: all tokens of the samples
     row: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.row["iteration"] = self.iteration
         self.row["consumed_samples"] = self.consumed_samples
-        self.row["consumed_tokens"] = self.consumed_samples * self.seq_length
+        whole = self.consumed_samples * self.seq_length
+        self.row["consumed_tokens"] = whole if self.consumed_tokens is None else self.consumed_tokens
 
 
 class Reading:
@@ -80,12 +84,22 @@ class LogCallback:
     step are read when the next step has been started, or when something else has to wait for the device anyway."""
 
     def __init__(
-        self, training: Training, bar: tqdm, stopwatch: Stopwatch, loggers: Sequence[MetricLogger] = ()
+        self,
+        training: Training,
+        bar: tqdm,
+        stopwatch: Stopwatch,
+        loggers: Sequence[MetricLogger] = (),
+        probes: Sequence[Probe] = (),
     ) -> None:
-        self.training, self.bar, self.stopwatch, self.loggers = training, bar, stopwatch, loggers
+        self.training, self.bar, self.stopwatch, self.loggers, self.probes = training, bar, stopwatch, loggers, probes
         self.steps = self.skipped = 0
+        self.tokens, self.length = (
+            0,
+            0.0,
+        )  # of a sample, over the steps since the last line: sum, and mean of the pending
         self.losses: list[torch.Tensor] = []
         self.norm: torch.Tensor | float | None = None
+        self.probed: list[str] = []
         self.pending: tuple[Step, Reading, float] | None = None
         self.told_memory = False
 
@@ -94,6 +108,7 @@ class LogCallback:
         self.settle()
         assert step.result is not None
         self.steps += 1
+        self.tokens += step.seq_length
         self.skipped += int(step.result.skipped)
         if not step.result.skipped:
             self.losses.append(step.result.loss)
@@ -101,18 +116,27 @@ class LogCallback:
             return
         norm = step.result.grad_norm
         on_device = [*self.losses, torch.as_tensor(math.nan if norm is None else norm, device=step.result.loss.device)]
-        reading = Reading(torch.stack([value.float() for value in on_device]))
+        self.probed, values = [], [torch.stack([value.float() for value in on_device])]
+        for probe in self.probes:
+            names, found = probe.values()
+            self.probed += names
+            values.append(found.float().to(values[0].device))
+        reading = Reading(torch.cat(values))
         self.pending = (step, reading, self.stopwatch.lap() / self.steps)
-        self.losses, self.steps = [], 0
+        self.length = self.tokens / self.steps
+        self.losses, self.steps, self.tokens = [], 0, 0
 
     def settle(self, write: bool = True) -> None:
         """Finish the step whose values were on their way: its line, and its row unless the caller adds to it."""
         if self.pending is None:
             return
         (step, reading, seconds), self.pending = self.pending, None
-        *losses, norm = reading.read()
+        values = reading.read()
+        end = len(values) - len(self.probed)
+        *losses, norm = values[:end]
         losses = losses or [math.nan]
         self._fill(step, losses[-1], norm, seconds)
+        step.row.update(zip(self.probed, values[end:], strict=True))
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
             with self.bar.external_write_mode():
@@ -124,7 +148,7 @@ class LogCallback:
 
     def write(self, step: Step) -> None:
         """Hand a step's row to the loggers, if it says more than where the run is."""
-        if any("/" in name for name in step.row):
+        if metrics(step.row):
             for target in self.loggers:
                 target.write(step.row)
 
@@ -134,14 +158,20 @@ class LogCallback:
         row["train/lm_loss"] = loss
         row["train/learning_rate"] = self.training.schedule(step.iteration)
         row["train/grad_norm"] = norm
+        scale = self.training.engine.loss_scale
+        if scale is not None:
+            row["train/loss_scale"] = scale
         row["runtime/restarts"] = self.training.watchdog.restarts
         row["runtime/iteration_time"] = seconds
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds
         row["runtime/steps_per_sec"] = 1.0 / seconds
-        row["runtime/tokens_per_sec"] = args.train_batch_size * args.seq_length / seconds
+        row["runtime/tokens_per_sec"] = args.train_batch_size * self.length / seconds
+        if curriculum_section(args) is not None:
+            row["curriculum_seqlen"] = step.seq_length
         hardware, model = self._flops_per_second(seconds)
         row["runtime/flops_per_sec_per_gpu"] = hardware
-        row["runtime/model_flops_per_sec_per_gpu"] = model_flops(args) / (seconds * self.training.groups.world_size)
+        flops = model_flops(args, self.length)
+        row["runtime/model_flops_per_sec_per_gpu"] = flops / (seconds * self.training.groups.world_size)
         if args.peak_theoretical_tflops is not None:
             row["runtime/model_flops_utilization"] = model / (args.peak_theoretical_tflops * 1e12)
             row["runtime/hardware_flops_utilization"] = hardware / (args.peak_theoretical_tflops * 1e12)
@@ -150,7 +180,8 @@ class LogCallback:
         """(with recomputation, without), a device."""
         args, world = self.training.args, self.training.groups.world_size
         factor = 4 if args.checkpoint_activations else 3
-        return neox_flops(args, factor) / (seconds * world), neox_flops(args, 3) / (seconds * world)
+        hardware, model = (neox_flops(args, count, self.length) for count in (factor, 3))
+        return hardware / (seconds * world), model / (seconds * world)
 
     def _line(self, step: Step, loss: float, seconds: float) -> str:
         args, row = self.training.args, step.row
@@ -163,9 +194,8 @@ class LogCallback:
             line += f" MFU: {row['runtime/model_flops_utilization'] * 100:.2f}% |"
             line += f" HFU: {row['runtime/hardware_flops_utilization'] * 100:.2f}% |"
         line += f" lm_loss: {loss:.6E} |"
-        scale = self.training.engine.loss_scale
-        if scale is not None:
-            line += f" loss scale: {scale:.1f} |"
+        if "train/loss_scale" in row:
+            line += f" loss scale: {row['train/loss_scale']:.1f} |"
         line += f" number of skipped iterations: {self.skipped:3d} |"
         line += f" number of nan iterations: {int(math.isnan(loss)):3d} |"
         return line
@@ -192,12 +222,16 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
         return
     name, samples = "validation" if which == "valid" else "test", args.eval_iters * args.train_batch_size
     with training.watchdog.phase(f"computing the {name} loss"):
-        found = evaluate(training.engine, dataset, samples, args, training.groups, training.tokenizer.eod)
+        detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
+        found = evaluate(training.engine, dataset, samples, args, training.groups, training.tokenizer.eod, detokenize)
     row[f"{name}/lm_loss"] = found.lm_loss
     row[f"{name}/lm_loss_ppl"] = found.perplexity
     row[f"{name}/unigram_entropy"] = found.unigram_entropy
     line = f" {name} results at iteration {iteration} |"
     line += f" lm_loss value: {found.lm_loss:.6E} | lm_loss_ppl value: {found.perplexity:.6E} | "
+    if found.character_perplexity is not None:
+        row[f"{name}/lm_loss_char_lvl_ppl"] = found.character_perplexity
+        line += f"lm_loss_char_lvl_ppl value: {found.character_perplexity:.6E} | "
     with bar.external_write_mode():
         for text in ("-" * (len(line) + 1), line, "-" * (len(line) + 1)):
             training.logger.info(text)

@@ -44,22 +44,25 @@ from megatron.checkpointing import (
     zero_adam_state,
     zero_file,
 )
-from megatron.data import data_fingerprint
+from megatron.data import data_fingerprint, data_seed
 from megatron.mpu import ParallelGroups, on_rank_zero, together, together_local
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.engine import Engine
-from megatron.training.schedules import Schedule
+from megatron.training.forward_check import LOGITS, check_forward, fixed_logits
+from megatron.training.schedules import Schedule, resumed_schedule
 from megatron.training.sources import Source
 
 
 @dataclass
 class Progress:
-    """How far a run is. skipped: steps whose update the optimizer refused."""
+    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those of all
+    samples when a curriculum cuts them."""
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped: int = 0
+    consumed_tokens: int = 0
 
 
 class Checkpointer:
@@ -83,6 +86,8 @@ class Checkpointer:
         # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
         split = args.split.replace(" ", "")
         self.order = {**train_order, "seq_length": args.seq_length, "split": split}
+        if data_seed(args) != args.seed:
+            self.order["data_seed"] = data_seed(args)
         self.saved_at: int | None = None
         self._lock: Any = None
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
@@ -108,8 +113,11 @@ class Checkpointer:
         with self._no_half_checkpoint(Path(save) / "begin"):
             temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
         weights = self.engine.weights(keep=self.groups.rank("data") == 0)
+        extra: dict[str, Any] = {}
+        if self.args.checkpoint_validation_with_forward_pass:
+            extra[LOGITS] = fixed_logits(self.engine, self.args)
         with self._no_half_checkpoint(temporary):
-            records = together(self.groups, lambda: self._write(temporary, weights, progress))
+            records = together(self.groups, lambda: self._write(temporary, weights, extra, progress))
         manifest = Manifest(
             run_id=self.run_id,
             iteration=progress.iteration,
@@ -122,6 +130,7 @@ class Checkpointer:
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=json.loads(self.args.to_json())["given"],
+            optimizer=not self.args.no_save_optim,
             files={record.name: record for per_rank in records for record in per_rank},
         )
         keep, configs = self.args.keep_last_n_checkpoints, self.args.config_files
@@ -146,7 +155,8 @@ class Checkpointer:
 
     def _check_space(self, save: Path) -> None:
         """Refuse to begin a checkpoint that will not fit; what is there stays untouched."""
-        needed = sum(together(self.groups, self.engine.checkpoint_bytes))
+        optimizer = not self.args.no_save_optim
+        needed = sum(together(self.groups, lambda: self.engine.state.checkpoint_bytes(optimizer)))
 
         def check() -> None:
             save.mkdir(parents=True, exist_ok=True)
@@ -168,20 +178,23 @@ class Checkpointer:
         if self.groups.world_rank == 0:
             self._lock = _lock(Path(self.args.save or ""))
 
-    def _write(self, path: Path, weights: Mapping[int, Mapping[str, Any]], progress: Progress) -> list[FileRecord]:
+    def _write(
+        self, path: Path, weights: Mapping[int, Mapping[str, Any]], extra: Mapping[str, Any], progress: Progress
+    ) -> list[FileRecord]:
+        """extra: entries of the mp_rank file that only all ranks together can make."""
         files, groups = self.engine.files, self.groups
         files.records = []
         tensor_rank, tensor_size = groups.rank("tensor"), groups.size("tensor")
         if groups.rank("data") == 0:
             for layer in self._own_layers():
                 state = local_layer_state(
-                    layer, weights[layer], self.args, tensor_rank=tensor_rank, tensor_size=tensor_size
+                    layer, weights.get(layer, {}), self.args, tensor_rank=tensor_rank, tensor_size=tensor_size
                 )
                 files.save(state, str(path / layer_file(layer, tensor_rank)))
-            files.save(self._model_state(progress), str(path / model_file(self.model_rank)))
-        if self.engine.zero_stage > 0:
+            files.save({**self._model_state(progress), **extra}, str(path / model_file(self.model_rank)))
+        if self.engine.zero_stage > 0 and not self.args.no_save_optim:
             name = zero_file(groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
-            files.save(self.engine.zero_state(), str(path / name))
+            files.save(self.engine.state.zero_state(), str(path / name))
         if groups.world_rank == 0:
             (path / "tokenizer").mkdir()
             for name, content in self.tokenizer.files().items():
@@ -196,10 +209,12 @@ class Checkpointer:
     def _model_state(self, progress: Progress) -> dict[str, Any]:
         args = self.args
         return {
-            **self.engine.model_state(),
+            **self.engine.state.model_state(),
+            **({"optimizer": None} if args.no_save_optim else {}),
             "lr_scheduler": self.schedule.state_dict(progress.iteration),
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
             "skipped_steps": progress.skipped,
             "args": {
                 "num_layers": args.num_layers,
@@ -212,7 +227,7 @@ class Checkpointer:
                 "model_parallel_size": args.model_parallel_size,
             },
             "spike_window": self.engine.spikes.state() if self.engine.spikes is not None else [],
-            **rng_state(self.groups.device),
+            **({} if args.no_save_rng else rng_state(self.groups.device)),
         }
 
     # -- starting and going on -----------------------------------------------------------------------------------
@@ -228,6 +243,7 @@ class Checkpointer:
         if args.finetune and not goes_on:
             manifest = self._verified(source)
             self._load_weights(source, manifest)
+            self._check_forward(source, manifest)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
             return Progress()
         while True:
@@ -278,7 +294,8 @@ class Checkpointer:
         manifest = self._verified(path)
         self._check_run(path, manifest, goes_on)
         self._load_weights(path, manifest)
-        if not args.no_load_optim:
+        takes_optimizer = self._takes_optimizer(path, manifest, goes_on)
+        if takes_optimizer:
             self._check_layout(path, manifest)
         rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
         state = together_local(self.groups, lambda: self.engine.files.load(str(path / model_file(rank))))
@@ -288,8 +305,10 @@ class Checkpointer:
             check_model(state.get("args", {}), args, str(path))
             self.logger.info(f"{path} has no manifest, as GPT-NeoX's: its files are not verified")
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
-        if not args.no_load_optim:
+        if takes_optimizer:
+            self._resume_schedule(state.get("lr_scheduler"), str(path))
             together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
+        self._check_forward(path, manifest)
         if not args.no_load_rng:
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
         consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
@@ -304,7 +323,31 @@ class Checkpointer:
                 changed = _changed(manifest.config, json.loads(args.to_json())["given"]) if manifest.config else []
                 if changed:
                     self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
-        return Progress(iteration, consumed, skipped)
+        tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
+        return Progress(iteration, consumed, skipped, tokens)
+
+    def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
+        """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not there."""
+        args = self.args
+        if args.no_load_optim or manifest is None or manifest.optimizer:
+            return not args.no_load_optim
+        if 0 < manifest.iteration < args.train_iters:  # else it was still empty, or is not needed any more
+            other = "restart: true to begin again" if goes_on else "finetune: true to begin at iteration 0"
+            raise CheckpointError(
+                f"{path}: was saved without the optimizer's state (no_save_optim: true); set no_load_optim: true to go "
+                f"on with a fresh optimizer, or {other}"
+            )
+        return False
+
+    def _resume_schedule(self, saved: Mapping[str, Any] | None, where: str) -> None:
+        configured = self.schedule
+        self.schedule = resumed_schedule(configured, saved, self.args, where)
+        if self.schedule != configured:
+            self.logger.info(f"use_checkpoint_lr_scheduler: {self.schedule.describe()}")
+
+    def _check_forward(self, path: Path, manifest: Manifest | None) -> None:
+        if self.args.checkpoint_validation_with_forward_pass:
+            check_forward(self.engine, self.args, self.groups, path, manifest, self.logger.info)
 
     def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
         """Refuse to go on from another run, or on other data."""
@@ -345,9 +388,9 @@ class Checkpointer:
         name = zero_file(self.groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
         if manifest is not None:
             if engine.zero_stage == 0:
-                engine.load_optimizer_state(state["optimizer"])
+                engine.state.load_optimizer_state(state["optimizer"])
             else:
-                engine.load_optimizer_state(engine.files.load(str(path / name))["optimizer_state_dict"])
+                engine.state.load_optimizer_state(engine.files.load(str(path / name))["optimizer_state_dict"])
             return
         if (path / name).exists() and engine.zero_stage in (1, 2):
             saved = engine.files.load(str(path / name))["optimizer_state_dict"]
@@ -360,8 +403,8 @@ class Checkpointer:
                     for i in range(self.groups.size("tensor"))
                 ]
                 saved = sum_bias_masters(ranks, self.groups.rank("tensor"), where)
-            base_groups, sizes = engine.zero_partitions()
-            engine.load_optimizer_state(zero_adam_state(saved, base_groups, sizes, where))
+            base_groups, sizes = engine.state.zero_partitions()
+            engine.state.load_optimizer_state(zero_adam_state(saved, base_groups, sizes, where))
             return
         if engine.zero_stage == 3:
             raise CheckpointError(
@@ -369,7 +412,7 @@ class Checkpointer:
                 "use zero_optimization.stage 0, 1 or 2, or set no_load_optim: true"
             )
         # ZeRO 0: state by parameter, which flat partitions can take too.
-        engine.set_adam_state(torch_adam_state(state.get("optimizer"), engine.parameter_shapes(), where))
+        engine.state.set_adam_state(torch_adam_state(state.get("optimizer"), engine.state.parameter_shapes(), where))
 
 
 def _lock(save: Path) -> Any:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.frozen import thaw
+
+# Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and ours.
+_PASSED = ("comms_logger", "dump_state")
+_COMMS_LOGGER = ("enabled", "verbose", "prof_all", "prof_ops", "debug")
 
 
 def zero_stage_used(args: NeoXArgs) -> int:
@@ -14,23 +21,39 @@ def zero_stage_used(args: NeoXArgs) -> int:
     return args.zero_stage
 
 
+def offload(args: NeoXArgs, what: str) -> dict[str, Any] | None:
+    """The keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off the device."""
+    section = args.zero_optimization[what]
+    if section is None and what == "offload_optimizer" and args.zero_optimization["cpu_offload"]:
+        section = {"device": "cpu"}
+    if section is None or section["device"] == "none":
+        return None
+    return {key: value for key, value in section.items() if value is not None}
+
+
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
-    """The whole DeepSpeed configuration; nothing that matters is left to its defaults."""
+    """The whole DeepSpeed configuration; nothing that matters is left to its defaults.
+
+    Raises ConfigError for what DeepSpeed refuses or does wrongly, and for `deepspeed_extra_args` that contradict.
+    """
+    problems = list(_offload_problems(args)) + list(_gradient_problems(args))
     stage = zero_stage_used(args)
-    zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key}
+    zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key and value is not None}
     zero["stage"] = stage
+    zero |= {what: keys for what in ("offload_optimizer", "offload_param") if (keys := offload(args, what))}
     config: dict[str, Any] = {
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         # Plain fp32 without ZeRO is clipped by us: DeepSpeed neither reports that norm nor stops at a NaN in it.
         "gradient_clipping": args.gradient_clipping if stage > 0 else 0.0,
-        "prescale_gradients": False,
-        "gradient_predivide_factor": 1.0,
+        "prescale_gradients": args.prescale_gradients,
+        "gradient_predivide_factor": args.gradient_predivide_factor,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # `optimizer` says which one updates offloaded state
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
+        "communication_data_type": args.communication_data_type or "fp32",
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},  # it would wait for the device at every micro-batch
@@ -46,4 +69,80 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     if args.params_dtype == "fp16":
         assert args.fp16 is not None
         config["fp16"] = {key: value for key, value in args.fp16.items() if key not in ("type", "fp16")}
+    if args.comms_logger is not None:
+        config["comms_logger"] = thaw(args.comms_logger)
+    if args.dump_state:
+        config["dump_state"] = True
+    problems += _add_extra(config, args)
+    unknown = sorted(set(config.get("comms_logger", {})) - set(_COMMS_LOGGER))
+    if unknown:  # only deepspeed_extra_args can bring such keys
+        problems.append(f"comms_logger: unknown {', '.join(unknown)}; DeepSpeed knows {', '.join(_COMMS_LOGGER)}")
+    if problems:
+        raise ConfigError(problems)
     return config
+
+
+def _offload_problems(args: NeoXArgs) -> Iterator[str]:
+    zero, stage = args.zero_optimization, args.zero_stage
+    if zero["cpu_offload"] and zero["offload_optimizer"] is not None:
+        place = args.origin("zero_optimization.cpu_offload")
+        yield f"{place}: zero_optimization.cpu_offload: offload_optimizer says it too; remove cpu_offload"
+    for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        keys = offload(args, what)
+        if keys is None:
+            continue
+        name = f"zero_optimization.{what if zero[what] is not None else 'cpu_offload'}"
+        place = f"{args.origin(name)}: {name}"
+        if stage < least:
+            yield f"{place}: needs zero_optimization.stage {least}{' or more' if least < 3 else ''}, not {stage}"
+        if keys.get("ratio", 1.0) != 1.0:
+            yield (
+                f"{place}.ratio: {keys['ratio']}: DeepSpeed 0.19.8 updates the rest with the learning rate of the "
+                "start; remove it"
+            )
+    if args.use_bnb_optimizer and offload(args, "offload_optimizer") is not None:
+        place = f"{args.origin('use_bnb_optimizer')}: use_bnb_optimizer"
+        yield f"{place}: its state stays on the GPU; remove it or zero_optimization.offload_optimizer"
+
+
+def _gradient_problems(args: NeoXArgs) -> Iterator[str]:
+    stage, factor = args.zero_stage, args.gradient_predivide_factor
+    asked = [("prescale_gradients", args.prescale_gradients), ("gradient_predivide_factor", factor != 1.0)]
+    for key in (key for key, is_asked in asked if is_asked):
+        place = f"{args.origin(key)}: {key}"
+        if key == "gradient_predivide_factor" and args.prescale_gradients:
+            yield f"{place}: prescale_gradients ({args.origin('prescale_gradients')}) leaves it no effect; remove one"
+        elif key == "gradient_predivide_factor" and stage == 3:
+            # Run: with a factor equal to the data-parallel size it never multiplies back.
+            yield f"{place}: {factor} gives wrong gradients in DeepSpeed's ZeRO 3; remove it"
+        elif stage >= 2 and args.zero_optimization["reduce_scatter"]:
+            yield f"{place}: works with ZeRO {stage} only when zero_optimization.reduce_scatter is false; set that too"
+
+
+def _add_extra(config: dict[str, Any], args: NeoXArgs) -> Iterator[str]:
+    """Put `deepspeed_extra_args` into `config`; yields what cannot be."""
+    off = {"enabled": False}
+    stage = {**config["zero_optimization"], "stage": args.zero_stage}
+    ours = {"fp16": off, "bf16": off, **config, "gradient_clipping": args.gradient_clipping, "zero_optimization": stage}
+    place = f"{args.origin('deepspeed_extra_args')}: deepspeed_extra_args"
+    declared = keys_of(NeoXArgs)
+    for key, value in thaw(args.deepspeed_extra_args or {}).items():
+        name = "precision" if key in ("fp16", "bf16") else key
+        if key in ours:
+            for path, theirs, own in _differences(key, value, ours[key]):
+                by = f"{name} ({args.origin(name)})" if name in declared else "what this engine needs"
+                yield f"{place}.{path}: {theirs} contradicts {by}: {own}; remove one of them"
+        elif key in _PASSED:
+            config[key] = value
+        elif key in declared:
+            yield f"{place}.{key}: {declared[key].refuse or f'write `{key}` outside deepspeed_extra_args'}"
+        else:
+            yield f"{place}.{key}: DeepSpeed 0.19.8 has no such key, or it has no place in this engine; remove it"
+
+
+def _differences(path: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key, value in theirs.items():
+            yield from _differences(f"{path}.{key}", value, ours.get(key))
+    elif theirs != ours:
+        yield path, theirs, ours

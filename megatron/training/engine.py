@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
@@ -35,10 +35,11 @@ from megatron.checkpointing import FileRecord, load_tensors, save_tensors
 from megatron.data import Batch
 from megatron.model import Hidden, Stage, forward_only, layer_params, shard
 from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, token_logprobs
+from megatron.mpu import DTYPES, ParallelGroups, together_local, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
+from megatron.training.engine_state import EngineState
 from megatron.training.guards import GradientWatch, SpikeGuard
 from megatron.training.optimizers import (
     assert_same_groups,
@@ -47,6 +48,7 @@ from megatron.training.optimizers import (
     gradient_norm,
     set_learning_rate,
 )
+from megatron.training.owned import OwnedParts
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,23 @@ class _PipeStage(nn.Module):
         return loss_sum * self.loss_scale * self.watch.note_loss(loss_sum)
 
 
+class _TiedGradient:
+    """Where a tied weight's gradient is: ZeRO with fp16 or offloaded bf16 weights keeps it in `grad_accum`, while the
+    pipeline engine sums `grad` over the copies (without this: none, and they drift apart)."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        accumulated = getattr(param, "grad_accum", None)
+        self.grad = param.grad if accumulated is None else accumulated
+        self._hp_grad = getattr(param, "_hp_grad", None)
+
+
 class _TiedPipelineModule(PipelineModule):
-    """PipelineModule whose tied weight is our own embedding copy (first and last stage)."""
+    """PipelineModule whose tied weights are our own copies on several stages."""
 
     tied: list[tuple[nn.Parameter, Any]] = []
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        return self.tied
+    def get_tied_weights_and_groups(self) -> list[tuple[_TiedGradient, Any]]:
+        return [(_TiedGradient(param), group) for param, group in self.tied]
 
 
 def attach_deepspeed() -> None:
@@ -156,25 +168,29 @@ class Engine:
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
+        self._pipe_shape: torch.Size | None = None
         self.files = CheckpointEngine()
         self.watch = GradientWatch(
             [(name.removeprefix("layers."), p) for name, p in stage.named_parameters()], groups.device
         )
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
-        optimizer = build_optimizer(stage, args)
-        self._ordered = [param for group in optimizer.param_groups for param in group["params"]]
-        self._group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        optimizer = together_local(groups, lambda: build_optimizer(stage, args, DeepSpeedCPUAdam))
+        ordered = [list(group["params"]) for group in optimizer.param_groups]
         assert_same_groups(optimizer.param_groups, groups)
         attach_deepspeed()
         # DeepSpeed reads it even when told the device.
         os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
+        config = deepspeed_config(args)
+        says = config.get("dump_state") or "comms_logger" in config
+        for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
+            log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe = self._wrap_pipeline() if groups.size("pipe") > 1 else None
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else self._module,
                 optimizer=optimizer,
-                config=deepspeed_config(args),
+                config=config,
                 mpu=_PlainMpu(groups) if self._pipe is None else None,
                 dist_init_required=False,
             )[0]
@@ -188,6 +204,9 @@ class Engine:
         if self.spikes is not None:
             self._guard_steps(optimizer, self.spikes)
         self._params = stage_parameters(stage)
+        self.state = EngineState(self._ds, ordered, groups, self.dtype, self.zero_stage)
+        self.owned = OwnedParts(self._params, self._ds.optimizer, groups, self.zero_stage)
+        self.on_gradients: Callable[[], None] | None = None  # asked in every step, between backward and clipping
         if self.dtype != torch.float32:
             self._master_from_init()
 
@@ -200,11 +219,16 @@ class Engine:
         layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
         layers[groups.rank("pipe")] = pipe
         self._module = _TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
+        params = {(layer, name): param for layer, name, param in stage_parameters(self.stage)}
+        tied: list[tuple[nn.Parameter, Any]] = []
         if not self.args.no_weight_tying and groups.embedding is not None:
-            embedding = next(p for i, n, p in stage_parameters(self.stage) if (i, n) == (0, "word_embeddings.weight"))
-            self._module.tied = [(embedding, groups.embedding)]
+            tied.append((params[0, "word_embeddings.weight"], groups.embedding))
+        if self.args.pos_emb == "rpe":
+            tied += [(p, groups.group("pipe")) for (_, name), p in params.items() if name == "attention.rpe.weight"]
+        for param, _ in tied:
             # Counted once in the gradient norm. Set here because PipelineModule clears the mark of what it is given.
-            embedding.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
+            param.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
+        self._module.tied = tied
         return pipe
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -243,6 +267,8 @@ class Engine:
         """What the ZeRO optimizers do in their step: clip, or drop a gradient that is not finite."""
         params = [param for _, _, param in self._params]
         self.watch.judge()
+        if self.on_gradients is not None:
+            self.on_gradients()
         self._norm = gradient_norm(params, self.groups) + self.watch.verdict
         self._skipped = not bool(self._norm.isfinite())
         if self._skipped:
@@ -265,15 +291,20 @@ class Engine:
 
         def judged_step(*args: Any, **kwargs: Any) -> None:
             self.watch.judge()
+            if self.on_gradients is not None:
+                self.on_gradients()
             take_step(*args, **kwargs)
+
+        def on_its_device(norm: Tensor) -> Tensor:
+            return norm + verdict.to(norm.device)  # offloaded gradients have theirs on the CPU
 
         self._ds._take_model_step = judged_step
         if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
             norm = optimizer.scaled_global_norm
-            optimizer.scaled_global_norm = lambda *args, **kwargs: norm(*args, **kwargs) + verdict
+            optimizer.scaled_global_norm = lambda *args, **kwargs: on_its_device(norm(*args, **kwargs))
         elif hasattr(optimizer, "_get_norm_groups"):  # stage 3
             norms = optimizer._get_norm_groups
-            optimizer._get_norm_groups = lambda: [norm + verdict.to(norm.device) for norm in norms()]
+            optimizer._get_norm_groups = lambda: [on_its_device(norm) for norm in norms()]
         else:  # stage 1 in bf16
             grads = optimizer.get_grads_for_norm
 
@@ -307,6 +338,9 @@ class Engine:
     def _pipe_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
         assert self._pipe is not None
         self._pipe.batches, self._pipe.loss_scale = iter(batches), scale
+        if self._pipe_shape != batches[0].tokens.shape:
+            self._pipe_shape = batches[0].tokens.shape
+            self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
         nothing = torch.zeros((), device=self.groups.device)
         return self._ds.train_batch(iter([(nothing, nothing)] * len(batches)))
 
@@ -358,7 +392,7 @@ class Engine:
         """This rank's part of every parameter of its stage, on CPU; fp32 master values if asked for.
         All ranks of a data group call it together; one that does not `keep` them only helps to gather."""
         found: dict[int, dict[str, Tensor]] = {}
-        for layer, name, param in self._params:
+        for layer, name, param in stage_parameters(self.stage, copies=True):
             with self._gathered([param]):
                 value = safe_get_full_fp32_param(param) if master and self.zero_stage > 0 else param
                 if keep:
@@ -369,81 +403,6 @@ class Engine:
         if self.zero_stage < 3:
             return contextlib.nullcontext()
         return deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank)
-
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    def model_state(self) -> dict[str, Any]:
-        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO)."""
-        return self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
-
-    def zero_state(self) -> dict[str, Any]:
-        """This rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; only with ZeRO."""
-        return {
-            "optimizer_state_dict": self._ds.optimizer.state_dict(),
-            "ds_config": self._ds.config,
-            "ds_version": deepspeed.__version__,
-        }
-
-    def checkpoint_bytes(self) -> int:
-        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
-        elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._ordered)
-        first = self.groups.rank("data") == 0
-        weights = elements * torch.finfo(self.dtype).bits // 8 if first else 0
-        if self.zero_stage == 0:
-            return weights + (8 * elements if first else 0)
-        return weights + 12 * elements // self.groups.size("data")
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Restore this rank's optimizer state: `model_state()["optimizer"]` without ZeRO, else `zero_state()`'s
-        `optimizer_state_dict`, fp32 master weights included."""
-        optimizer = self._ds.optimizer
-        if self.zero_stage == 0:
-            optimizer.load_state_dict(state)
-            return
-        everyone: list[Any] = [None] * self.groups.size("data")
-        everyone[self.groups.rank("data")] = state
-        optimizer.load_state_dict(
-            state_dict_list=everyone,
-            load_optimizer_states=True,
-            load_from_fp32_weights=True,
-            checkpoint_folder=None,
-            load_serial=None,
-            param_shapes=self._ds._get_zero_param_shapes(),
-        )
-
-    def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """Local shapes in the order of the optimizer's state: weight decay group first."""
-        return [tuple(getattr(param, "ds_shape", param.shape)) for param in self._ordered]
-
-    def zero_partitions(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Parameter groups of the base optimizer's state_dict, and elements of this rank's partition of each."""
-        base = self._ds.optimizer.optimizer
-        return base.state_dict()["param_groups"], [group["params"][0].numel() for group in base.param_groups]
-
-    @torch.no_grad()
-    def set_adam_state(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Adam's moments and step count by parameter, numbered as `parameter_shapes`; {} leaves a fresh optimizer."""
-        if not state:
-            return
-        if self.zero_stage == 0:
-            groups = self._ds.optimizer.state_dict()["param_groups"]
-            self._ds.optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
-            return
-        # Stages 1 and 2 keep one flat partition a group; a parameter's fragment says where its part of it lies.
-        flat = [group["params"][0] for group in self._ds.optimizer.optimizer.param_groups]
-        states = self._ds.optimizer.optimizer.state
-        for partition in flat:
-            moments = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
-            states[partition] = {"step": state[0]["step"].clone(), **moments}
-        for i, param in enumerate(self._ordered):
-            mapping = param._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:
-                continue  # lies in the other ranks' partitions
-            source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-            partition = flat[self._group_of[i]]
-            for key in ("exp_avg", "exp_avg_sq"):
-                part = state[i][key].flatten().narrow(0, source.start, source.numel)
-                states[partition][key].narrow(0, target.start, target.numel).copy_(part)
 
     @property
     def loss_scale(self) -> float | None:
@@ -458,4 +417,8 @@ class Engine:
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
+        if deepspeed.comm.comm.comms_logger.enabled:
+            if self.groups.world_rank == 0:
+                deepspeed.comm.comm.comms_logger.log_all()
+            deepspeed.comm.configure(enabled=False)
         self._ds.destroy()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron.data import Batch, SampleSet, eval_batches
+from megatron.data import Batch, SampleSet, collation, eval_batches
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
@@ -18,22 +18,36 @@ from megatron.training.engine import Engine
 @dataclass(frozen=True)
 class Evaluation:
     """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that knows only
-    token frequencies reaches."""
+    token frequencies reaches. tokens_per_character: of their text, None when not asked for."""
 
     lm_loss: float
     unigram_entropy: float
+    tokens_per_character: float | None = None
 
     @property
     def perplexity(self) -> float:
         """exp(lm_loss), capped as upstream."""
         return math.exp(min(20.0, self.lm_loss))
 
+    @property
+    def character_perplexity(self) -> float | None:
+        """The same for one character of text; the loss of special tokens counts, their names are no text."""
+        per_character = self.tokens_per_character
+        return None if per_character is None else math.exp(min(20.0, self.lm_loss * per_character))
+
 
 def evaluate(
-    engine: Engine, dataset: SampleSet, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
+    engine: Engine,
+    dataset: SampleSet,
+    num_samples: int,
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    eod: int | None,
+    detokenize: Callable[[Iterable[int]], str] | None = None,
 ) -> Evaluation:
-    """Loss over the first `num_samples` samples (all, when there are fewer)."""
-    totals = torch.zeros(2, dtype=torch.float64)
+    """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their characters are
+    counted too."""
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, tokens, characters
     counts = torch.zeros(args.padded_vocab_size, dtype=torch.int64)
     batches = eval_batches(
         dataset,
@@ -41,13 +55,15 @@ def evaluate(
         args.train_micro_batch_size_per_gpu,
         groups.rank("data"),
         groups.size("data"),
-        eod=eod,
-        eod_mask_loss=args.eod_mask_loss,
+        collation(args, eod),
     )
     for chunk in _chunks(batches, args.gradient_accumulation_steps or 1):
         for batch, logprobs in zip(chunk, engine.token_logprobs(chunk), strict=True):
             weights = batch.loss_weights.double()
-            totals += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
+            totals[:2] += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
+            if detokenize is not None:
+                rows = zip(batch.labels, batch.loss_weights, strict=True)
+                totals[2] += sum(len(detokenize(labels[weighted > 0].tolist())) for labels, weighted in rows)
             counts += batch.labels[batch.loss_weights > 0].bincount(minlength=len(counts))
     if groups.group("data") is not None:
         totals, counts = totals.to(groups.device), counts.to(groups.device)
@@ -55,7 +71,9 @@ def evaluate(
         dist.all_reduce(counts, group=groups.group("data"))
     seen = counts[counts > 0].double()
     shares = seen / seen.sum()
-    return Evaluation(float(totals[0] / totals[1].clamp(min=1.0)), float(-(shares * shares.log()).sum()))
+    loss, tokens, characters = totals.tolist()
+    per_character = tokens / max(1.0, characters) if detokenize is not None else None
+    return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character)
 
 
 def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

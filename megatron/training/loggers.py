@@ -1,4 +1,5 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases. All take the same rows under the same names."""
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the same names,
+in one call a step."""
 
 from __future__ import annotations
 
@@ -12,6 +13,13 @@ from typing import Any, Protocol
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 Row = Mapping[str, float | int]
+POSITION = ("iteration", "consumed_samples", "consumed_tokens")
+"""Where the run is; everything else in a row is a metric."""
+
+
+def metrics(row: Row) -> dict[str, float | int]:
+    """A row without its position."""
+    return {name: value for name, value in row.items() if name not in POSITION}
 
 
 class MetricLogger(Protocol):
@@ -62,45 +70,104 @@ class JsonlLogger:
 class TensorBoardLogger:
     """Event files; values after `iteration` of an earlier start are hidden by TensorBoard."""
 
-    def __init__(self, directory: str, iteration: int) -> None:
+    def __init__(self, directory: str, iteration: int, config: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary = Summary
         self._writer = SummaryWriter(directory, purge_step=iteration + 1 if iteration else None)
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", iteration)
 
     def write(self, row: Row) -> None:
-        for name, value in row.items():
-            if "/" in name:
-                self._writer.add_scalar(name, value, int(row["iteration"]))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(row).items()]
+        # One event a step, where add_scalar would write one a metric.
+        self._writer._get_file_writer().add_summary(self._summary(value=values), int(row["iteration"]))
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbLogger:
-    """One Weights & Biases run, the same one after a restart; one call a row."""
+    """One Weights & Biases run, the same one after a restart."""
 
-    def __init__(self, args: NeoXArgs, run_id: str) -> None:
+    def __init__(self, args: NeoXArgs, run_id: str, rank: int, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as problem:
             place = args.origin("use_wandb")
             raise ConfigError([f"{place}: use_wandb needs wandb: pip install 'neox[wandb]'"]) from problem
-        self._run: Any = wandb.init(
-            id=run_id,
-            resume="allow",
-            project=args.wandb_project,
-            group=args.wandb_group,
-            name=args.wandb_run_name,
-            entity=args.wandb_team,
-            settings=wandb.Settings(base_url=args.wandb_host),
-            config=json.loads(args.to_json())["given"],
-        )
+        directory = log_directory(args)
+        name, group = args.wandb_run_name, args.wandb_group
+        if args.wandb_init_all_ranks:  # the ranks' runs are found together by their group
+            name, group = f"{name or run_id}-rank{rank}", group or run_id
+        try:
+            self._run: Any = wandb.init(
+                id=run_id if rank == 0 else f"{run_id}-rank{rank}",
+                resume="allow",
+                project=args.wandb_project,
+                group=group,
+                name=name,
+                entity=args.wandb_team,
+                mode=args.wandb_mode,
+                dir=str(directory) if directory is not None else None,
+                settings=wandb.Settings(base_url=args.wandb_host),
+                config=dict(config),
+            )
+        except wandb.Error as problem:
+            raise _cannot_start(args, "use_wandb", problem, "wandb_mode") from problem
 
     def write(self, row: Row) -> None:
-        self._run.log({name: value for name, value in row.items() if "/" in name}, step=int(row["iteration"]))
+        self._run.log(metrics(row), step=int(row["iteration"]))
 
     def close(self) -> None:
         self._run.finish()
+
+
+class CometLogger:
+    """One Comet experiment, the same one after a restart. Offline, every start writes an archive of it into log_dir
+    for `comet upload`."""
+
+    def __init__(self, args: NeoXArgs, run_id: str, config: Mapping[str, Any]) -> None:
+        place, directory = args.origin("use_comet"), log_directory(args)
+        try:
+            import comet_ml
+        except ImportError as problem:
+            raise ConfigError([f"{place}: use_comet needs comet-ml: pip install 'neox[comet]'"]) from problem
+        offline = args.comet_mode == "offline"
+        if offline and directory is None:
+            raise ConfigError([f"{args.origin('comet_mode')}: comet_mode: offline writes into log_dir; set it"])
+        try:
+            self._experiment: Any = comet_ml.start(
+                workspace=args.comet_workspace,
+                project=args.comet_project,
+                experiment_key=run_id,  # 32 hexadecimal digits, as Comet wants
+                mode="get_or_create",
+                online=not offline,
+                experiment_config=comet_ml.ExperimentConfig(
+                    name=args.comet_experiment_name,
+                    tags=list(args.comet_tags or ()),
+                    offline_directory=str(directory) if offline else None,
+                    auto_output_logging=False,  # type: ignore[arg-type]  # says str, takes False; output is in log_dir
+                    auto_param_logging=False,
+                    auto_metric_logging=False,
+                    log_code=False,
+                    log_graph=False,
+                ),
+            )
+        except Exception as problem:  # Comet's, of requests, ValueError
+            raise _cannot_start(args, "use_comet", problem, "comet_mode") from problem
+        self._experiment.log_parameters(dict(config))
+        self._experiment.log_others(dict(args.comet_others or {}))
+
+    def write(self, row: Row) -> None:
+        self._experiment.log_metrics(metrics(row), step=int(row["iteration"]))
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+def _cannot_start(args: NeoXArgs, key: str, problem: Exception, mode: str) -> ConfigError:
+    return ConfigError([f"{args.origin(key)}: {key}: {problem} (or set {mode}: offline)"])
 
 
 def log_directory(args: NeoXArgs) -> Path | None:
@@ -110,9 +177,18 @@ def log_directory(args: NeoXArgs) -> Path | None:
     return Path(args.save).expanduser() / "logs" if args.save is not None else None
 
 
-def build_loggers(args: NeoXArgs, iteration: int, run_id: str) -> list[MetricLogger]:
-    """The loggers the configuration asks for; for rank 0. Raises ConfigError for a folder that cannot be written."""
+def build_loggers(
+    args: NeoXArgs, iteration: int, run_id: str, facts: Mapping[str, Any], rank: int = 0
+) -> list[MetricLogger]:
+    """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with `wandb_init_all_ranks`.
+
+    facts: what trackers show beside the configuration. Raises ConfigError for a folder that cannot be written and a
+    tracker that does not start.
+    """
     loggers: list[MetricLogger] = []
+    config = {**json.loads(args.to_json())["given"], **facts}
+    if rank > 0:
+        return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
     directory = log_directory(args)
     folders = {"log_dir" if args.log_dir is not None else "save": directory, "tensorboard_dir": args.tensorboard_dir}
     for key, folder in folders.items():
@@ -124,7 +200,9 @@ def build_loggers(args: NeoXArgs, iteration: int, run_id: str) -> list[MetricLog
     if directory is not None:
         loggers.append(JsonlLogger(directory / "metrics.jsonl", iteration, run_id))
     if args.tensorboard_dir is not None:
-        loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration))
+        loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration, config))
     if args.use_wandb:
-        loggers.append(WandbLogger(args, run_id))
+        loggers.append(WandbLogger(args, run_id, rank, config))
+    if args.use_comet:
+        loggers.append(CometLogger(args, run_id, config))
     return loggers

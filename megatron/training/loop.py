@@ -11,12 +11,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.checkpointing import replace_file
-from megatron.data import Batch, DataError, train_loader
+from megatron.data import Batch, DataError, curriculum_section, step_length, train_loader
 from megatron.mpu import on_rank_zero, together_local
 from megatron.training.callbacks import LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback, validate
 from megatron.training.engine import StepResult
+from megatron.training.facts import facts_line, run_facts
 from megatron.training.guards import NonFiniteError, report
 from megatron.training.loggers import build_loggers
+from megatron.training.measuring import build_probes
+from megatron.training.profiling import StepProfiler
 from megatron.training.setup import Training
 from megatron.training.stopping import StopCondition
 
@@ -34,6 +37,7 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
             f"{len(dataset)} training samples, but {needed} are needed to reach train_iters {args.train_iters} from "
             f"iteration {progress.iteration}: the batch size has changed; lower train_iters"
         )
+    next_step = progress.iteration + 1
     return train_loader(
         dataset,
         training.args,
@@ -42,6 +46,7 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
         consumed_samples=training.progress.consumed_samples,
         eod=training.tokenizer.eod,
         pin_memory=training.groups.device.type == "cuda",
+        length=None if curriculum_section(args) is None else lambda n: step_length(args, next_step + n),
     )
 
 
@@ -60,11 +65,16 @@ def train(training: Training) -> None:
     )  # fmt: skip
     stop = StopCondition(args, training.groups)
     run_id = training.checkpointer.run_id
+    facts = run_facts(args, training.groups, training.engine.stage)
+    logger.info(facts_line(facts))
+    probes = build_probes(training)
+    profiler = StepProfiler(args, training.groups, logger)
     loggers = together_local(
-        training.groups, lambda: build_loggers(args, progress.iteration, run_id) if is_chief else []
+        training.groups,
+        lambda: build_loggers(args, progress.iteration, run_id, facts, training.groups.world_rank),
     )
     stopwatch = Stopwatch()
-    log = LogCallback(training, bar, stopwatch, loggers)
+    log = LogCallback(training, bar, stopwatch, loggers, probes)
     validation, save = ValidationCallback(training, bar), SaveCallback(training)
     reason: str | None = None
     _write_status(training, "running", None)
@@ -75,6 +85,7 @@ def train(training: Training) -> None:
         training.watchdog.now("in the first step")
         overflows = 0
         while progress.iteration < args.train_iters and reason is None:
+            profiler.before_step(progress.iteration)
             result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
             if result.spike:
                 logger.info(
@@ -88,7 +99,8 @@ def train(training: Training) -> None:
                 overflows = 0
             _advance(training, result)
             training.watchdog.step_done(progress.iteration)
-            step = Step(progress.iteration, progress.consumed_samples, args.seq_length, result)
+            length = step_length(args, progress.iteration)
+            step = Step(progress.iteration, progress.consumed_samples, length, result, progress.consumed_tokens)
             log.on_step_end(step)
             reason, timed_save = stop.ask(progress.iteration)
             if reason is not None or timed_save or validation.is_due(step) or save.is_due(step.iteration):
@@ -110,6 +122,7 @@ def train(training: Training) -> None:
     finally:
         stop.close()
         bar.close()
+        profiler.close()
         with training.watchdog.phase("closing the loggers"):
             for target in loggers:
                 target.close()
@@ -133,6 +146,7 @@ def _advance(training: Training, result: StepResult) -> None:
     progress = training.progress
     progress.iteration += 1
     progress.consumed_samples += training.args.train_batch_size
+    progress.consumed_tokens += training.args.train_batch_size * step_length(training.args, progress.iteration)
     progress.skipped += int(result.skipped)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.model import Stage, layer_params
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.deepspeed_config import offload
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
@@ -40,20 +41,68 @@ def assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGr
         raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}")
 
 
-def build_optimizer(stage: Stage, args: NeoXArgs) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion: nothing is compiled.
+def on_cpu_adam(args: NeoXArgs) -> bool:
+    """Whether DeepSpeedCPUAdam makes the updates: asked for, or Adam whose state is kept on the CPU."""
+    offloaded = offload(args, "offload_optimizer") is not None
+    return args.optimizer_name == "cpu_adam" or (args.optimizer_name in ("adam", "adamw") and offloaded)
 
-    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer.
+
+def build_optimizer(
+    stage: Stage, args: NeoXArgs, cpu_adam: Callable[..., torch.optim.Optimizer] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion. cpu_adam: DeepSpeedCPUAdam, which is compiled at
+    its first use; nothing else is.
+
+    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer; when there is
+    no compiler for CPU_Adam; when an optimizer of the CPU meets weights on a GPU.
     """
     groups = parameter_groups(stage, args)
     params = args.optimizer["params"]
+    if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
+        _check_on_cpu(groups, args)
     if args.use_bnb_optimizer:
         return _adam_8bit(groups, args)
     if args.optimizer_name == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=params["momentum"])
     if args.optimizer_name == "lion":
         return Lion(groups, lr=args.lr, betas=params["betas"])
-    return torch.optim.AdamW(groups, lr=args.lr, betas=params["betas"], eps=params["eps"], fused=True)
+    adam = {"lr": args.lr, "betas": params["betas"], "eps": params["eps"]}
+    if not on_cpu_adam(args):
+        return torch.optim.AdamW(groups, **adam, fused=True)
+    assert cpu_adam is not None
+    try:
+        return cpu_adam(groups, **adam)
+    except RuntimeError as problem:
+        reason = " ".join(str(problem.__cause__ or problem).split())
+        text = f"{args.optimizer['type']} on the CPU is compiled at its first use, and was not ({reason}); install g++ "
+        place = args.origin("optimizer.type")
+        raise ConfigError([f"{place}: optimizer.type: {text}and ninja, or write CPU_Torch_Adam"]) from problem
+
+
+def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
+    on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
+    if on_gpu and offload(args, "offload_optimizer") is None:
+        fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
+        place = args.origin("optimizer.type")
+        raise ConfigError([f"{place}: optimizer.type: {args.optimizer['type']} updates on the CPU; {fix}"])
+
+
+def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured now."""
+    state = {
+        i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in found.items()}
+        for i, found in saved["state"].items()
+    }
+    groups = [
+        {**{key: value for key, value in now.items() if key != "params"}, "params": then["params"]}
+        for now, then in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def fitting_step(step: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Updates done as this optimizer counts them: DeepSpeedCPUAdam in int; torch's makes its tensors itself."""
+    return int(step) if hasattr(optimizer, "ds_opt_adam") else step
 
 
 def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megatron.checkpointing import CheckpointError
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -52,9 +55,16 @@ class Schedule:
             return self.min_lr + (self.start_lr - self.min_lr) * shapes[self.decay_style]
         return self.start_lr  # constant
 
+    def describe(self) -> str:
+        """One line for the log."""
+        decay = "then constant"
+        if self.style != "constant":
+            decay = f"{self.style} until step {self.end}, not below {self.min_lr:g}"
+        return f"learning rate {self.start_lr:g} after {self.warmup:g} steps of warm-up, {decay}"
+
     def state_dict(self, num_iters: int) -> dict[str, float | int | str]:
-        """NeoX's `lr_scheduler` entry of a checkpoint."""
-        return {
+        """NeoX's `lr_scheduler` entry of a checkpoint; with `wsd`, which NeoX has not, what that needs besides."""
+        state: dict[str, float | int | str] = {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup,
             "num_iters": num_iters,
@@ -62,13 +72,74 @@ class Schedule:
             "end_iter": self.end,
             "min_lr": self.min_lr,
         }
+        if self.style == "wsd":
+            state |= {"wsd_decay_iters": self.decay, "wsd_decay_style": self.decay_style}
+        return state
 
 
 def build_schedule(args: NeoXArgs) -> Schedule:
-    """The schedule of `lr_decay_style`; its length is `lr_decay_iters`, else a fraction of `train_iters`."""
+    """The schedule of `lr_decay_style`; its length is `lr_decay_iters`, else a fraction of `train_iters`.
+
+    `lr_scaling` multiplies both learning rates by the data-parallel size or by its root (arXiv 1706.02677, 1404.5997).
+    """
     if args.lr_decay_iters is not None:
         end = args.lr_decay_iters
     else:
         end = math.floor(args.train_iters * (args.lr_decay_fraction or 1.0))
+    warmup = args.warmup * end if args.warmup_iters is None else float(args.warmup_iters)
+    factor = 1.0
+    if args.lr_scaling != "none":
+        factor = args.data_parallel_size ** (0.5 if args.lr_scaling == "sqrt" else 1)
     decay = args.lr_wsd_decay_iters or 0  # required with wsd
-    return Schedule(args.lr, args.min_lr, args.lr_decay_style, args.warmup * end, end, decay, args.lr_wsd_decay_style)
+    return Schedule(
+        args.lr * factor, args.min_lr * factor, args.lr_decay_style, warmup, end, decay, args.lr_wsd_decay_style
+    )
+
+
+# A field of Schedule: NeoX's name of it, and the keys that it comes from.
+_WRITTEN_AS = {
+    "start_lr": ("start_lr", ("lr_scaling", "optimizer.params.lr")),
+    "min_lr": ("min_lr", ("min_lr",)),
+    "style": ("decay_style", ("lr_decay_style",)),
+    "warmup": ("warmup_iter", ("warmup_iters", "warmup")),
+    "end": ("end_iter", ("lr_decay_iters", "lr_decay_fraction", "train_iters")),
+    "decay": ("wsd_decay_iters", ("lr_wsd_decay_iters",)),
+    "decay_style": ("wsd_decay_style", ("lr_wsd_decay_style",)),
+}
+
+
+def resumed_schedule(schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, where: str) -> Schedule:
+    """The schedule to go on with: the configuration's, which is `schedule`, or that of the checkpoint at `where`.
+
+    saved: the checkpoint's `lr_scheduler`, NeoX's or ours. Raises CheckpointError when the two differ and neither
+    override_lr_scheduler nor use_checkpoint_lr_scheduler says which of them counts.
+    """
+    if args.override_lr_scheduler:
+        return schedule
+    if not saved:
+        if args.use_checkpoint_lr_scheduler:
+            raise CheckpointError(f"{where}: holds no learning-rate schedule; remove use_checkpoint_lr_scheduler")
+        return schedule
+    stored = Schedule(
+        saved["start_lr"], saved["min_lr"], saved["decay_style"], saved["warmup_iter"], saved["end_iter"],
+        saved.get("wsd_decay_iters", 0), saved.get("wsd_decay_style", "linear"),
+    )  # fmt: skip
+    if args.use_checkpoint_lr_scheduler:
+        return stored
+    changed = []
+    for name, (label, keys) in _WRITTEN_AS.items():
+        there, here = getattr(stored, name), getattr(schedule, name)
+        if stored.style == schedule.style == "constant" and name in ("min_lr", "end"):
+            continue  # it has none
+        if stored.style == schedule.style != "wsd" and name in ("decay", "decay_style"):
+            continue
+        if there == here or (name not in ("style", "decay_style") and math.isclose(there, here, rel_tol=1e-9)):
+            continue
+        key = next((key for key in keys if args.origin(key) not in ("default", "derived")), keys[-1])
+        changed.append(f"{label} {there} there, {here} here ({key}: {args.origin(key)})")
+    if changed:
+        raise CheckpointError(
+            f"{where}: was trained with another learning-rate schedule: {'; '.join(changed)}; set "
+            "override_lr_scheduler: true to go on with this one, or use_checkpoint_lr_scheduler: true with that one"
+        )
+    return schedule

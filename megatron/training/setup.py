@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron.data import Datasets, build_datasets
+from megatron.data import DataError, Datasets, build_datasets, check_curriculum, data_fingerprint, epoch_iterations
 from megatron.model import Stage, build_stage, init_stage
-from megatron.mpu import ParallelGroups, Process, Watchdog, configure_logging, join, on_rank_zero
+from megatron.mpu import ParallelGroups, Process, Watchdog, configure_logging, join, on_rank_zero, together
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
-from megatron.objectives import LANGUAGE_MODELLING
+from megatron.objectives import language_modelling
 from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.deepspeed_config import zero_stage_used
+from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
+from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.gate import check_deepspeed
+from megatron.training.optimizers import on_cpu_adam
+from megatron.training.profiling import record_memory_history
 from megatron.training.schedules import Schedule, build_schedule
 from megatron.training.sources import adopt_vocabulary, choose_source
 
@@ -51,7 +55,28 @@ def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger 
     init_stage(stage, args, groups)
     if say is not None and zero_stage_used(args) != args.zero_stage:
         say("ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)")
-    return Engine(args, groups, stage, LANGUAGE_MODELLING)
+    if say is not None and on_cpu_adam(args):
+        say("optimizer: DeepSpeedCPUAdam (AdamW on the CPU)")
+    return Engine(args, groups, stage, language_modelling(args.z_loss))
+
+
+def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], None]], None]:
+    """How index maps are written while all wait: by rank 0, or on every machine by its first rank.
+
+    Raises DataError when machines that share no files hold different data.
+    """
+    if args.use_shared_fs:
+        return lambda work: on_rank_zero(groups, work)
+    first = process.local_rank == 0
+    found = together(groups, lambda: data_fingerprint(args) if first else None)
+    for rank, data in enumerate(found):
+        if data is not None and data != found[0]:
+            raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
+
+    def write(work: Callable[[], None]) -> None:
+        together(groups, work if first else lambda: None)
+
+    return write
 
 
 def start(args: NeoXArgs, process: Process) -> Training:
@@ -59,6 +84,9 @@ def start(args: NeoXArgs, process: Process) -> Training:
     check_deepspeed()
     logger = configure_logging(process.rank)
     args = args.check_training().for_world(process.world_size)
+    deepspeed_config(args)  # raises for what DeepSpeed cannot do, before anything is built
+    check_curriculum(args)
+    make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
     groups = join(args, process, logger)
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
@@ -68,18 +96,26 @@ def start(args: NeoXArgs, process: Process) -> Training:
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
+    watchdog.now("reading the data")
+    once = _on_writers(args, groups, process)
+    epochs = args.train_epochs
+    if epochs is not None:
+        # From here on a run of so many iterations: the schedule and its checks follow.
+        args = args.replace(train_epochs=None, train_iters=epoch_iterations(args, args.train_batch_size))
+        logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
     logger.info(arguments_dump(args))
     for note in args.notes():
         logger.info(note)
-    watchdog.now("reading the data")
-    datasets = build_datasets(
-        args, train_batch_size=args.train_batch_size, once=lambda work: on_rank_zero(groups, work)
-    )
+    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs)
+    record_memory_history(args, groups)
     watchdog.now("building the model")
     engine = build_engine(args, groups, logger)
     schedule = build_schedule(args)
+    scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
+    logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))
     order = datasets.train.order if datasets.train is not None else {}
     checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, order, source, logger)
     watchdog.now("loading a checkpoint")
     progress = checkpointer.resume()
+    schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
     return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger, watchdog)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask
+from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask, window_mask
 from megatron.mpu import token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import GPU, WIDE, stage_on
@@ -56,6 +56,17 @@ def test_documents_through_varlen_equal_their_mask() -> None:
     masked = AttentionInputs(mask=document_mask(starts, seq).to(GPU))
     expected = outcome("math", masked, leaves, torch.float32, **run)
     found = outcome("auto", AttentionInputs(cu_seqlens=flat.to(GPU)), leaves, torch.bfloat16, **run)
+    for own, theirs in zip(found, expected, strict=True):
+        assert (own - theirs).norm() <= BOUND * theirs.norm()
+
+
+@pytest.mark.parametrize("width", [1, 20])
+def test_windows_through_varlen_equal_their_mask(width: int) -> None:
+    leaves, seq, run = qkv(4, 2), 128, {"num_kv_heads": 2, "sliding_window_width": width}
+    mask = window_mask(seq, width, GPU)
+    expected = outcome("math", AttentionInputs(mask=mask), leaves, torch.float32, **run)
+    starts = torch.tensor([0, seq, 2 * seq], dtype=torch.int32, device=GPU)
+    found = outcome("auto", AttentionInputs(cu_seqlens=starts, window=width), leaves, torch.bfloat16, **run)
     for own, theirs in zip(found, expected, strict=True):
         assert (own - theirs).norm() <= BOUND * theirs.norm()
 

@@ -15,6 +15,13 @@ CASES = [
     ({"attention_config": ["mamba", "flash"]}, "attention_config", "Mamba is not built yet"),
     ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer.type", "use Adam"),
     ({"optimizer": {"type": "sm3", "params": {"lr": 1}}}, "optimizer.type", '"sm3" is refused: '),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.device",
+        "write cpu",
+    ),
+    ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", "remove it"),
+    ({"flops_profiler": {"enabled": True}}, "flops_profiler", "profile: true traces"),
     ({"train_impl": "DPO"}, "train_impl", "post-training is not built yet"),
     ({"eval_tasks": ["piqa"]}, "eval_tasks", "evaluation is not built yet"),
     ({"moe_num_experts": 8}, "moe_num_experts", "mixture of experts is not built yet"),

@@ -62,6 +62,18 @@ LLAMA = {
     "use_bias_in_attn_linear": False,
     "use_bias_in_mlp": False,
     "intermediate_size": 48,
+    "compat_ffn_width": "none",
+}
+# What crosses stages and ranks besides weights: one table for all blocks, documents, the logits' sums, a window.
+RPE = {
+    "pos_emb": "rpe",
+    "rpe_num_buckets": 8,
+    "rpe_max_distance": 16,
+    "sliding_window_width": 12,
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
+    "z_loss": 1e-3,
+    "use_bias_in_attn_linear": False,  # keys' has no gradient but rounding, where nothing is rotated
 }
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
 # A clip that bites: tiny models start with norms well above it.

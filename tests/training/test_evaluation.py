@@ -66,3 +66,43 @@ def test_against_the_bare_model(one_process: dict[str, list[Evaluation]]) -> Non
     loss, labels = run_ranks(direct, 1, _values(NEOX, {}, 8))[0]
     assert one_process["neox"][0].lm_loss == pytest.approx(loss, rel=1e-6)
     assert one_process["neox"][0].unigram_entropy == pytest.approx(unigram_entropy(labels), rel=1e-12)
+
+
+def character_perplexities(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[float, float | None]]:
+    """For the pool: loss and tokens per character of all validation samples."""
+    training = begin(values)
+    assert training.datasets.valid is not None
+    groups, tokenizer = training.groups, training.tokenizer
+    valid = training.datasets.valid
+    found = evaluate(training.engine, valid, 8, training.args, groups, tokenizer.eod, tokenizer.detokenize)
+    return [(found.lm_loss, found.tokens_per_character), (found.character_perplexity or 0.0, None)]
+
+
+def test_characters_are_those_of_the_text() -> None:
+    """Of the labels that the loss is over, in every layout; a document's end has no characters."""
+    import tokenizers
+
+    values = _values(NEOX, {}, 8)
+    (loss, per_character), (perplexity, _) = run_ranks(character_perplexities, 1, values)[0]
+    assert perplexity == pytest.approx(np.exp(loss * per_character))
+    library = tokenizers.Tokenizer.from_file(values["vocab_file"])
+    tokens = characters = 0
+    for batch in run_ranks(first_batches, 1, values)[0]:
+        for labels, weights in zip(batch.labels, batch.loss_weights, strict=True):
+            kept = labels[weights > 0].tolist()
+            tokens, characters = tokens + len(kept), characters + len(library.decode(kept, skip_special_tokens=True))
+    assert per_character == pytest.approx(tokens / characters, rel=1e-12)
+    assert 0.05 < per_character < 1.0
+    for ranks, layout in ((2, {"pipe_parallel_size": 2}), (2, {})):
+        everyone = run_ranks(character_perplexities, ranks, _values(NEOX, layout, 2))
+        assert [found[0][1] for found in everyone] == [per_character] * ranks
+
+
+def first_batches(rank: int, world_size: int, values: dict[str, Any]) -> list[Any]:
+    """For the pool: eight validation samples."""
+    from megatron.data import collate
+
+    training = begin(values)
+    valid, eod = training.datasets.valid, training.tokenizer.eod
+    assert valid is not None
+    return [collate(valid[i][None], eod=eod, eod_mask_loss=True) for i in range(8)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LLAMA, NEOX, SGD, Curve, config, curves, furthest, whole
+from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, SGD, Curve, config, curves, furthest, whole
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -24,9 +24,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero2": (2, {"zero_optimization": {"stage": 2}}),
     "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
 }
-MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA}, {"sgd": SGD, "adamw": ADAMW}
-# Every layout meets every micro-batch size, both models, both optimizers, tied and untied;
-# `make soak` runs all 24 cells.
+MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
+# Every layout meets every micro-batch size, all models, both optimizers, tied and untied;
+# `make soak` runs all 36 cells.
 CELLS = [
     (1, "neox", "sgd", False),
     (1, "llama", "adamw", True),
@@ -34,6 +34,7 @@ CELLS = [
     (2, "llama", "sgd", False),
     (4, "neox", "sgd", True),
     (4, "llama", "adamw", False),
+    (2, "rpe", "adamw", True),
 ]
 
 

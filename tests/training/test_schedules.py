@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.checkpointing import CheckpointError
+from megatron.launch import process_info
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.schedules import Schedule, build_schedule
-from tests.training.runs import BASE, GOLDEN
+from megatron.training import start
+from megatron.training.schedules import Schedule, build_schedule, resumed_schedule
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, BASE, GOLDEN, NEOX, begin, config
 
 FOLDER = GOLDEN / "schedules"
 META = json.loads((FOLDER / "eleuther_meta.json").read_text())
-CASES = [name for name in META if name.split("_")[0] in ("linear", "cosine")]
+CASES = [name for name in META if (FOLDER / f"eleuther_{name}.npy").exists() or "values_before_failure" in META[name]]
 
 
 def schedule_of(meta: dict) -> Schedule:
@@ -75,3 +84,102 @@ def test_length_from_keys() -> None:
     assert build_schedule(NeoXArgs.from_dict({**args, "lr_decay_iters": 50})).end == 50
     part = build_schedule(NeoXArgs.from_dict({**args, "lr_decay_iters": None, "lr_decay_fraction": 0.5}))
     assert (part.end, part.warmup) == (100, 10.0)
+
+
+NO_WARMUP = {key: value for key, value in BASE.items() if key != "warmup"}
+
+
+def test_warmup_iters() -> None:
+    args = NeoXArgs.from_dict({**NO_WARMUP, "train_iters": 200, "warmup_iters": 30})
+    assert (build_schedule(args).warmup, build_schedule(args).end) == (30.0, 200)
+    assert build_schedule(args)(15) == pytest.approx(args.lr / 2)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_lr_scaling(scaling: str, factor: float) -> None:
+    """By the data-parallel size, 4 of 8 ranks; the smallest rate too."""
+    values = {**BASE, "model_parallel_size": 2, "min_lr": 1e-4, "lr_scaling": scaling}
+    schedule = build_schedule(NeoXArgs.from_dict(values).for_world(8))
+    assert (schedule.start_lr, schedule.min_lr) == pytest.approx((1e-3 * factor, 1e-4 * factor), rel=1e-12)
+
+
+SAVED = META["cosine_frac_warmup_N150"]["state_dict"]  # written by the original system
+
+
+def resume(saved: dict[str, Any] | None = None, **more: Any) -> Schedule:
+    keys = {"train_iters": 150, "lr_decay_style": "cosine", "min_lr": 6e-5, "warmup": 0.01, **more}
+    lr = {"optimizer": {"type": "Adam", "params": {"lr": keys.pop("lr", 6e-4)}}}
+    if "warmup_iters" in keys:
+        del keys["warmup"]
+    args = NeoXArgs.from_dict({**NO_WARMUP, **lr, **keys}).for_world(1)
+    return resumed_schedule(build_schedule(args), SAVED if saved is None else saved, args, "there/global_step5")
+
+
+def test_same_schedule_resumes() -> None:
+    assert resume() == resume(override_lr_scheduler=True) == resume(use_checkpoint_lr_scheduler=True)
+    assert resume().state_dict(SAVED["num_iters"]) == SAVED
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"lr": 1e-3}, r"start_lr 0.0006 there, 0.001 here \(optimizer.params.lr: program\)"),
+        ({"min_lr": 1e-5}, r"min_lr 6e-05 there, 1e-05 here \(min_lr: program\)"),
+        ({"warmup": 0.02}, r"warmup_iter 1.5 there, 3.0 here \(warmup: program\)"),
+        ({"warmup_iters": 4}, r"warmup_iter 1.5 there, 4.0 here \(warmup_iters: program\)"),
+        ({"lr_decay_iters": 160, "warmup": 0.009375}, r"end_iter 150 there, 160 here \(lr_decay_iters: program\)"),
+        ({"train_iters": 300, "warmup": 0.005}, r"end_iter 150 there, 300 here \(train_iters: program\)"),
+        ({"lr_decay_style": "linear"}, r"decay_style cosine there, linear here \(lr_decay_style: program\)"),
+    ],
+)
+def test_changed_schedule(change: dict[str, Any], line: str) -> None:
+    end = "; set override_lr_scheduler: true .*, or use_checkpoint_lr_scheduler: true with that one$"
+    with pytest.raises(CheckpointError, match=f"^there/global_step5: .*: {line}{end}"):
+        resume(**change)
+    assert resume(**change, use_checkpoint_lr_scheduler=True) == resume()
+    assert resume(**change, override_lr_scheduler=True) != resume()
+
+
+def test_schedules_that_do_not_differ() -> None:
+    """A constant rate has no end and no minimum; checkpoints of other tools may hold no schedule."""
+    constant = {**SAVED, "decay_style": "constant", "warmup_iter": 0.0}
+    assert resume(constant, lr_decay_style="constant", warmup=0.0, train_iters=300, min_lr=0.0).end == 300
+    assert resume({}) == resume()
+    with pytest.raises(CheckpointError, match="holds no learning-rate schedule; remove use_checkpoint_lr_scheduler"):
+        resume({}, use_checkpoint_lr_scheduler=True)
+
+
+def test_wsd_is_kept_whole() -> None:
+    """NeoX's entries say nothing of the final decay; ours do."""
+    wsd = {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "minus_sqrt"}
+    state = resume(**wsd, override_lr_scheduler=True).state_dict(5)
+    assert resume(state, use_checkpoint_lr_scheduler=True) == resume(state, **wsd)
+    with pytest.raises(
+        CheckpointError, match="wsd_decay_iters 20 there, 30 here .*wsd_decay_style minus_sqrt there, lin"
+    ):
+        resume(state, lr_decay_style="wsd", lr_wsd_decay_iters=30)
+
+
+def test_runs_take_the_schedule_they_are_told(tmp_path: Path) -> None:
+    first = config(NEOX, ADAMW, lr_decay_style="cosine", warmup=0.2, save=str(tmp_path), checkpoint_factor=3)
+    run_ranks(_save, 1, first)
+    changed = {**first, "save": None, "load": str(tmp_path), "lr_decay_style": "linear"}
+    with pytest.raises(AssertionError, match=r"global_step3: .*decay_style cosine there, linear here"):
+        run_ranks(_resumed, 1, changed)
+    ((configured, _),) = run_ranks(_resumed, 1, {**changed, "override_lr_scheduler": True})
+    ((stored, said),) = run_ranks(_resumed, 1, {**changed, "use_checkpoint_lr_scheduler": True})
+    assert (configured.style, stored.style) == ("linear", "cosine")
+    assert dataclasses.replace(stored, style="linear") == configured
+    assert "use_checkpoint_lr_scheduler: learning rate 0.001 after 2 steps of warm-up, cosine until step 10" in said
+
+
+def _save(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    training = begin(values)
+    training.progress.iteration, training.progress.consumed_samples = 3, 24
+    training.checkpointer.save(training.progress)
+
+
+def _resumed(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Schedule, str]:
+    with redirect_stdout(io.StringIO()) as said:
+        schedule = start(NeoXArgs.from_dict(values), process_info()).schedule
+    return schedule, said.getvalue()

@@ -1,0 +1,35 @@
+"""Runs that give the same bits every time (`deterministic_mode`, as Megatron-LM's)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+# What the libraries may be told, ours first. NCCL's other algorithms sum in an order that timing decides.
+_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
+
+
+def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
+    """Tell torch and its libraries, before they touch a GPU. An operation that cannot be deterministic raises an error
+    where it is used; attention kernels that cannot are left out of `attention_backend: auto` and refused by name.
+
+    Raises ConfigError for a variable in the environment that asks for the opposite.
+    """
+    if not args.deterministic_mode:
+        return
+    place = args.origin("deterministic_mode")
+    for name, values in _VARIABLES.items():
+        if os.environ.setdefault(name, values[0]) not in values:
+            wrong = f"{place}: deterministic_mode: the environment sets {name}={os.environ[name]}"
+            raise ConfigError([f"{wrong}; unset it, or use one of {', '.join(values)}"])
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in _VARIABLES)
+    say(f"deterministic_mode: torch.use_deterministic_algorithms(True), cuDNN without benchmarking, {variables}")

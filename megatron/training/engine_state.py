@@ -1,0 +1,106 @@
+"""The part of a checkpoint that DeepSpeed holds: its counters, the optimizer's state, fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.mpu import ParallelGroups
+from megatron.training.optimizers import fitting_state, fitting_step
+
+
+class EngineState:
+    """Goes in and out rank by rank, in the layout it was written in. param_groups: the optimizer's, before ZeRO."""
+
+    def __init__(
+        self,
+        ds: Any,
+        param_groups: Sequence[Sequence[nn.Parameter]],
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        zero_stage: int,
+    ) -> None:
+        self._ds, self.groups, self.dtype, self.zero_stage = ds, groups, dtype, zero_stage
+        self._ordered = [param for params in param_groups for param in params]
+        self._group_of = [i for i, params in enumerate(param_groups) for _ in params]
+
+    def model_state(self) -> dict[str, Any]:
+        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO)."""
+        return self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
+
+    def zero_state(self) -> dict[str, Any]:
+        """This rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; only with ZeRO."""
+        return {
+            "optimizer_state_dict": self._ds.optimizer.state_dict(),
+            "ds_config": self._ds.config,
+            "ds_version": version("deepspeed"),
+        }
+
+    def checkpoint_bytes(self, optimizer: bool = True) -> int:
+        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
+        elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._ordered)
+        first = self.groups.rank("data") == 0
+        weights = elements * torch.finfo(self.dtype).bits // 8 if first else 0
+        if not optimizer:
+            return weights
+        if self.zero_stage == 0:
+            return weights + (8 * elements if first else 0)
+        return weights + 12 * elements // self.groups.size("data")
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Restore this rank's optimizer state: `model_state()["optimizer"]` without ZeRO, else `zero_state()`'s
+        `optimizer_state_dict`, fp32 master weights included."""
+        optimizer = self._ds.optimizer
+        if self.zero_stage == 0:
+            optimizer.load_state_dict(fitting_state(state, optimizer))
+            return
+        base = "optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"
+        everyone: list[Any] = [None] * self.groups.size("data")
+        everyone[self.groups.rank("data")] = {**state, base: fitting_state(state[base], optimizer.optimizer)}
+        optimizer.load_state_dict(
+            state_dict_list=everyone,
+            load_optimizer_states=True,
+            load_from_fp32_weights=True,
+            checkpoint_folder=None,
+            load_serial=None,
+            param_shapes=self._ds._get_zero_param_shapes(),
+        )
+
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """Local shapes in the order of the optimizer's state: weight decay group first."""
+        return [tuple(getattr(param, "ds_shape", param.shape)) for param in self._ordered]
+
+    def zero_partitions(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Parameter groups of the base optimizer's state_dict, and elements of this rank's partition of each."""
+        base = self._ds.optimizer.optimizer
+        return base.state_dict()["param_groups"], [group["params"][0].numel() for group in base.param_groups]
+
+    @torch.no_grad()
+    def set_adam_state(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Adam's moments and step count by parameter, numbered as `parameter_shapes`; {} leaves a fresh optimizer."""
+        if not state:
+            return
+        if self.zero_stage == 0:
+            groups = self._ds.optimizer.state_dict()["param_groups"]
+            self.load_optimizer_state({"state": dict(state), "param_groups": groups})
+            return
+        # Stages 1 and 2 keep one flat partition a group; a parameter's fragment says where its part of it lies.
+        base = self._ds.optimizer.optimizer
+        flat = [group["params"][0] for group in base.param_groups]
+        for partition in flat:
+            moments = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
+            base.state[partition] = {"step": fitting_step(state[0]["step"].clone(), base), **moments}
+        for i, param in enumerate(self._ordered):
+            mapping = param._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue  # lies in the other ranks' partitions
+            source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
+            partition = flat[self._group_of[i]]
+            for key in ("exp_avg", "exp_avg_sq"):
+                part = state[i][key].flatten().narrow(0, source.start, source.numel)
+                base.state[partition][key].narrow(0, target.start, target.numel).copy_(part)

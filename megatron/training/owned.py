@@ -1,0 +1,107 @@
+"""Who answers for which element: what each rank alone holds of weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.mpu import ParallelGroups
+
+Named = list[tuple[tuple[int, str], Tensor]]
+"""((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
+
+
+class OwnedParts:
+    """Parts of the trainable parameters such that every element of the model is owned by exactly one rank: a sum over
+    the parts of all ranks is a sum over the model, in any layout.
+
+    Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without ZeRO.
+    """
+
+    def __init__(
+        self, params: Sequence[tuple[int, str, nn.Parameter]], optimizer: Any, groups: ParallelGroups, zero_stage: int
+    ) -> None:
+        self._optimizer, self._stage = optimizer, zero_stage
+        first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
+        self._params = [
+            ((layer, name), param)
+            for layer, name, param in params
+            if param.requires_grad
+            and (first_tensor or getattr(param, "tensor_model_parallel", False))
+            and not getattr(param, "ds_pipe_replicated", False)
+            and (zero_stage > 0 or first_data)
+        ]
+
+    def gradients(self, loss_scale: float = 1.0) -> Named:
+        """Between backward and update; of the whole batch, not clipped, `loss_scale` taken out."""
+        found: Named = []
+        for name, param in self._params:
+            grad: Tensor | None
+            if self._stage == 0:
+                grad = param.grad
+            elif self._stage == 3:
+                grad = self._real(param, self._optimizer.get_local_fp32_grad_for_param(param))
+            else:
+                grad = self._stage_1_gradient(param)
+            if grad is not None:
+                found.append((name, grad if loss_scale == 1.0 else grad / loss_scale))
+        return found
+
+    def weights(self) -> Named:
+        """fp32 master values."""
+        if self._stage == 0:
+            return [(name, param.detach()) for name, param in self._params]
+        if self._stage == 3:
+            return [(name, self._real(p, self._optimizer.get_local_fp32_param(p))) for name, p in self._params]
+        return [(name, mapping.hp_fragment.detach()) for name, mapping in self._mapped()]
+
+    def states(self) -> dict[str, Named]:
+        """Tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
+        found: dict[str, Named] = {}
+        if self._stage == 0:
+            for name, param in self._params:
+                for key, value in self._optimizer.state[param].items():
+                    if isinstance(value, Tensor) and value.numel() == param.numel():
+                        found.setdefault(key, []).append((name, value))
+            return found
+        base = self._optimizer.optimizer
+        if self._stage == 3:
+            items = [item for state in base.state.values() for item in state.items()]
+            keys = [key for key, value in items if isinstance(value, Tensor) and value.dim() > 0]
+            for key in dict.fromkeys(keys):
+                values = [(name, self._optimizer.get_local_fp32_param(p, key), p) for name, p in self._params]
+                found[key] = [(name, self._real(param, value)) for name, value, param in values]
+            return found
+        for name, mapping in self._mapped():
+            flat = base.param_groups[mapping.param_group_index]["params"][0]
+            for key, value in base.state[flat].items():
+                if isinstance(value, Tensor) and value.numel() == flat.numel():
+                    part = mapping.hp_fragment_address
+                    found.setdefault(key, []).append((name, value.narrow(0, part.start, part.numel)))
+        return found
+
+    def _mapped(self) -> Iterator[tuple[tuple[int, str], Any]]:
+        """Stages 1 and 2 say of each parameter where its part lies in this rank's partition, if it has one."""
+        for name, param in self._params:
+            mapping = param._hp_mapping  # type: ignore[attr-defined]
+            if mapping is not None:
+                yield name, mapping
+
+    @staticmethod
+    def _stage_1_gradient(param: Any) -> Tensor | None:
+        mapping = param._hp_mapping
+        if mapping is None:
+            return None
+        grad = mapping.get_lp_grad_fragment(param._index_in_param_group).flatten()
+        part = mapping.lp_fragment_address
+        # The bf16 optimizer keeps the whole gradient on every data rank, the others their own part.
+        return grad.narrow(0, part.start, part.numel) if grad.numel() == param.numel() else grad
+
+    @staticmethod
+    def _real(param: Any, part: Tensor) -> Tensor:
+        """A stage-3 partition without what pads it to an equal size on every rank."""
+        rank = dist.get_rank(group=param.ds_process_group)
+        return part.narrow(0, 0, max(0, min(part.numel(), param.ds_numel - rank * part.numel())))

@@ -1,0 +1,54 @@
+"""The noise scale of gradients whose noise scale is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.mpu import ParallelGroups
+from megatron.training.noise_scale import NoiseScale
+from tests.pool import run_ranks
+
+GENERATOR_SEED, BATCH = 7, 8
+# Per sample: mean G, independent noise of variance sigma^2 an element. tr(Sigma) / |G|^2 by arithmetic.
+SIZE, MEAN, SIGMA = 400, 0.05, 0.5
+TRUE = SIZE * SIGMA**2 / (SIZE * MEAN**2)
+
+
+def measured(rank: int, world_size: int, n_batches: int, offload: bool, poison: bool = False) -> float:
+    """For the pool: the estimate from 1,200 steps, each rank owning its part of the gradient."""
+    generator = torch.Generator().manual_seed(GENERATOR_SEED)
+    groups = ParallelGroups.single()
+    if world_size > 1:
+        from dataclasses import replace
+
+        groups = replace(groups, world_rank=rank, world_size=world_size)
+    scale = NoiseScale(BATCH, n_batches, groups, cpu_offload=offload)
+    for step in range(1200):
+        gradient = MEAN + SIGMA / math.sqrt(BATCH) * torch.randn(SIZE, generator=generator)
+        if poison and step == 500:
+            gradient[3] = math.inf
+        own = gradient.chunk(world_size)[rank].view(-1, 20)
+        scale.add([((0, "weight"), own[:4]), ((2, "weight"), own[4:])])
+        if step < n_batches - 1:
+            assert scale.value() is None
+    value = scale.value()
+    assert value is not None
+    return float(value)
+
+
+@pytest.mark.parametrize("n_batches", [2, 5])
+def test_known_noise_scale(n_batches: int) -> None:
+    assert pytest.approx(100.0) == TRUE
+    assert measured(0, 1, n_batches, offload=False) == pytest.approx(TRUE, rel=0.1)
+
+
+def test_ranks_that_share_the_gradient_agree() -> None:
+    alone = measured(0, 1, 5, offload=False)
+    assert run_ranks(measured, 2, 5, True) == pytest.approx([alone, alone], rel=1e-5)
+
+
+def test_a_step_without_a_finite_gradient_spoils_its_window_only() -> None:
+    assert measured(0, 1, 5, offload=False, poison=True) == pytest.approx(TRUE, rel=0.1)

@@ -1,0 +1,151 @@
+"""Optimizer state and weights kept on the CPU: the numbers of the same run without, resumed bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model import build_stage
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.optimizers import build_optimizer, fitting_state
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, Part, batches_of, begin, bit_equal, config, curves, furthest, whole
+
+CPU = {"device": "cpu"}
+BF16 = {"precision": "bfloat16"}
+PP2_TIED = {"pipe_parallel_size": 2, "no_weight_tying": False}
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") and shutil.which("ninja")), reason="DeepSpeedCPUAdam is compiled: needs g++ and ninja"
+)
+
+
+def run(stage: int, kind: str, *parts: dict[str, Any], **offload: Any) -> dict[str, Any]:
+    optimizer = {"type": kind, "params": {"lr": 1e-3, "eps": 1e-6}}
+    return config(
+        LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2, train_iters=6,
+        lr_decay_style="cosine", warmup=0.3, checkpoint_factor=3, zero_optimization={"stage": stage, **offload},
+    )  # fmt: skip
+
+
+CASES = {
+    "CPU_Adam without ZeRO, bf16": run(0, "CPU_Adam", BF16),
+    "Adam, ZeRO 1, old spelling": run(1, "Adam", cpu_offload=True),
+    "AdamW, ZeRO 1, bf16": run(1, "AdamW", BF16, offload_optimizer=CPU),
+    "CPU_Torch_Adam, ZeRO 2": run(2, "CPU_Torch_Adam", offload_optimizer=CPU),
+    "CPU_Adam, ZeRO 3, weights too": run(3, "CPU_Adam", BF16, offload_optimizer=CPU, offload_param=CPU),
+    "CPU_Torch_Adam, two stages, tied, bf16": run(1, "CPU_Torch_Adam", BF16, PP2_TIED, offload_optimizer=CPU),
+}
+
+
+def without(values: dict[str, Any]) -> dict[str, Any]:
+    """The same run with AdamW, nothing offloaded."""
+    optimizer = {**values["optimizer"], "type": "AdamW"}
+    return {**values, "optimizer": optimizer, "zero_optimization": {"stage": values["zero_optimization"]["stage"]}}
+
+
+def ask_the_cpu_once() -> None:
+    """DeepSpeedCPUAdam asks the machine what it is, for a second, each time it is made."""
+    import cpuinfo
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+def known_curves(rank: int, world_size: int, values: list[dict[str, Any]]) -> list[Part]:
+    ask_the_cpu_once()
+    return curves(rank, world_size, values, steps=3)
+
+
+@needs_compiler
+def test_same_numbers() -> None:
+    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now and then."""
+    values = [*CASES.values(), *map(without, CASES.values())]
+    parts = run_ranks(known_curves, 2, values, timeout=240)
+    found = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
+    for i, name in enumerate(CASES):
+        loss, norm, weights = furthest(found[i], found[i + len(CASES)])
+        limit = 3e-4 if values[i]["precision"] != "fp32" else 1e-6
+        assert max(loss, norm, weights) < limit, name
+
+
+def stop_and_go_on(
+    rank: int, world_size: int, pairs: list[tuple[dict[str, Any], dict[str, Any]]], folder: str
+) -> list[tuple[Part, Part]]:
+    """For the pool: (before, after) -> losses of steps 4 to 6 and weights, of `before` going on through its save at
+    step 3 and of `after` resumed from there."""
+    ask_the_cpu_once()
+    found = []
+    for i, (before, after) in enumerate(pairs):
+        save = f"{folder}/{i}"
+        parts = []
+        for values in ({**before, "save": save}, {**after, "load": save}):
+            training = begin(values)
+            batches, progress, seen = batches_of(training), training.progress, []
+            assert progress.iteration == (0 if "save" in values else 3)
+            while progress.iteration < 6:
+                result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+                progress.iteration, progress.consumed_samples = progress.iteration + 1, progress.consumed_samples + 8
+                seen.append(float(result.loss))
+                if "save" in values and progress.iteration == 3:
+                    training.checkpointer.save(progress)
+            parts.append(Part(seen[-3:], [], 0, training.engine.weights(master=True)))
+            training.engine.close()
+        found.append((parts[0], parts[1]))
+    return found
+
+
+@needs_compiler
+def test_resumes_bit_for_bit(tmp_path: Path) -> None:
+    names = ["CPU_Adam without ZeRO, bf16", "Adam, ZeRO 1, old spelling", "AdamW, ZeRO 1, bf16"]
+    names += ["CPU_Adam, ZeRO 3, weights too", "CPU_Torch_Adam, two stages, tied, bf16"]
+    pairs = [(CASES[name], CASES[name]) for name in names]
+    for rank in run_ranks(stop_and_go_on, 2, pairs, str(tmp_path), timeout=240):
+        for name, (through, resumed) in zip(names, rank, strict=True):
+            assert resumed.losses == through.losses, name
+            assert bit_equal(resumed.weights, through.weights), name
+
+
+@needs_compiler
+def test_offload_can_change_on_resume(tmp_path: Path) -> None:
+    """Out of memory at step 3: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""
+    cases = [CASES["Adam, ZeRO 1, old spelling"], CASES["AdamW, ZeRO 1, bf16"], run(3, "AdamW", offload_optimizer=CPU)]
+    pairs = [pair for case in cases for pair in ((case, without(case)), (without(case), case))]
+    fresh = {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}
+    *changed, lost = run_ranks(stop_and_go_on, 2, [*pairs, (cases[0], fresh)], str(tmp_path), timeout=240)[0]
+    for (through, resumed), (before, _) in zip(changed, pairs, strict=True):
+        assert resumed.losses == pytest.approx(through.losses, rel=2e-4 if before["precision"] != "fp32" else 1e-6)
+    assert max(abs(a / b - 1) for a, b in zip(lost[0].losses, lost[1].losses, strict=True)) > 2e-4
+
+
+def test_torch_state_becomes_the_compiled_adams() -> None:
+    """It counts steps in int, and weight decay is what is configured now."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    saved = torch.optim.AdamW([param], lr=0.1, weight_decay=0.5)
+    param.grad = torch.ones(3)
+    saved.step()
+    now = torch.optim.AdamW([param], lr=0.1, weight_decay=0.25)
+    found = fitting_state(saved.state_dict(), now)
+    assert found["param_groups"][0]["weight_decay"] == 0.25 and found["param_groups"][0]["params"] == [0]
+    now.ds_opt_adam = object()  # type: ignore[attr-defined] # its mark
+    assert isinstance(fitting_state(saved.state_dict(), now)["state"][0]["step"], int)
+
+
+def test_no_compiler_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="CPU_Adam on the CPU is compiled at its first use.*ninja, or write CPU_T"):
+        run_ranks(_begin, 1, run(0, "CPU_Adam"), env={"PATH": "", "TORCH_EXTENSIONS_DIR": str(tmp_path)})
+
+
+def _begin(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    begin(values)
+
+
+def test_cpu_optimizer_for_weights_on_a_device() -> None:
+    args = NeoXArgs.from_dict({**run(0, "CPU_Torch_Adam"), "padded_vocab_size": 384})
+    stage = build_stage(args, ParallelGroups.single()).to("meta")
+    with pytest.raises(ConfigError, match="CPU_Torch_Adam updates on the CPU; write AdamW, or set zero_optimization"):
+        build_optimizer(stage, args)

@@ -1,0 +1,138 @@
+"""Traces of a window of steps, one a rank; the line of facts at the start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.facts import facts_line, git_hash
+from megatron.training.profiling import StepProfiler
+from tests.pool import run_ranks
+from tests.training.runs import LAYOUTS, NEOX, begin, config, run_to_end
+
+
+def annotated_steps(trace: Path) -> list[str]:
+    """torch's marks of the steps that a trace holds."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    return sorted({e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#") and e.get("ph") == "X"})
+
+
+@pytest.mark.parametrize("name", ["plain", "pp2", "tp2", "zero1"])
+def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    given = config(
+        NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
+        profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path), log_interval=100,
+    )  # fmt: skip
+    run_ranks(run_to_end, ranks, given)
+    traces = sorted(tmp_path.glob("*.pt.trace.json"))
+    assert [path.name.split(".")[0] for path in traces] == [f"rank{rank}" for rank in range(ranks)]
+    for trace in traces:
+        assert len(annotated_steps(trace)) == 2, "iterations 4 and 5"
+        assert "aten::mm" in trace.read_text() and "[memory]" in trace.read_text()
+
+
+@pytest.mark.parametrize(("start", "steps"), [(1, 2), (3, 2), (4, 1), (5, 0)])
+def test_window_of_a_resumed_run(start: int, steps: int, tmp_path: Path) -> None:
+    """Also one that starts within it, or after it, or ends within it."""
+    keys: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path)}
+    args = NeoXArgs.from_dict(config(NEOX, keys, profile_step_start=3, profile_step_stop=5))
+    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"))
+    for iteration in range(start, 8):
+        profiler.before_step(iteration)
+    profiler.close()
+    traces = list(tmp_path.glob("rank0.*.pt.trace.json"))
+    assert len(traces) == (steps > 0) and all(len(annotated_steps(trace)) == steps for trace in traces)
+
+
+def test_run_that_ends_within_the_window(tmp_path: Path) -> None:
+    args = NeoXArgs.from_dict(
+        config(NEOX, profile=True, profile_step_start=1, profile_step_stop=9, log_dir=str(tmp_path))
+    )
+    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"))
+    for iteration in range(4):
+        profiler.before_step(iteration)
+    profiler.close()
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert len(annotated_steps(trace)) == 3
+
+
+@pytest.mark.parametrize("key", ["profile", "memory_profiling"])
+def test_nowhere_to_write(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: there is no folder for its files"):
+        StepProfiler(NeoXArgs.from_dict(config(NEOX, {key: True})), ParallelGroups.single(), logging.getLogger("test"))
+
+
+@pytest.mark.gpu
+def test_memory_snapshot(tmp_path: Path) -> None:
+    import torch
+
+    from megatron.training.profiling import record_memory_history
+
+    args = NeoXArgs.from_dict(config(NEOX, memory_profiling=True, memory_profiling_path=str(tmp_path)))
+    groups = ParallelGroups.single("cuda:0")
+    record_memory_history(args, groups)
+    held = torch.zeros(2**20, device="cuda:0")
+    profiler = StepProfiler(args, groups, logging.getLogger("test"))
+    profiler.before_step(12)
+    assert (tmp_path / "mem_snapshot_rank0.pickle").stat().st_size > 0 and held.is_cuda
+
+
+def test_git_hash(tmp_path: Path) -> None:
+    args = NeoXArgs.from_dict(config(NEOX))
+    package = tmp_path / "megatron"
+    package.mkdir()
+    assert git_hash(args, package) is None, "no checkout"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    found = git_hash(args, package)
+    assert found and head.startswith(found) and len(found) >= 7
+    (package / "site-packages" / "megatron").mkdir(parents=True)
+    assert git_hash(args, package / "site-packages" / "megatron") is None, "another project's checkout"
+    assert git_hash(args.replace(git_hash="f00"), package) == "f00"
+
+
+def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
+    """For the pool: the facts of a model, one norm of it frozen."""
+    from megatron.training.facts import run_facts
+
+    training = begin(given)
+    for name, param in training.engine.stage.named_parameters():
+        if "post_attention_layernorm.weight" in name:
+            param.requires_grad_(False)
+    found = run_facts(training.args, training.groups, training.engine.stage)
+    training.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameter_counts(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    given = config(NEOX, layout, num_layers=2, no_weight_tying=False, train_micro_batch_size_per_gpu=4, git_hash="f00")
+    everyone = run_ranks(facts, ranks, given)
+    hidden, vocabulary = 32, 384
+    block = 4 * hidden * hidden + 4 * hidden + 8 * hidden * hidden + 5 * hidden + 4 * hidden
+    total = vocabulary * hidden + 2 * block + 2 * hidden
+    trainable = total - 2 * hidden
+    assert (
+        everyone
+        == [
+            {
+                "git_hash": "f00",
+                "total_params": total,
+                "trainable_params": trainable,
+                "trainable_share": trainable / total,
+            }
+        ]
+        * ranks
+    )
+    assert facts_line(everyone[0]).startswith(f" > total params: {total:,} | trainable: {trainable:,} (99.")
