@@ -117,7 +117,6 @@ OLMO3 = {"norm_placement": "olmo3", "norm": "rmsnorm", "use_qk_layernorm": True,
 UNUSED: list[tuple[dict[str, Any], dict[str, float]]] = [
     (TIED, {"post_attention_layernorm.weight": 1.0, "post_attention_layernorm.bias": 0.0}),
     (OLMO3, {"input_layernorm.scale": 1.0}),
-    ({**TIED, **NATIVE}, {}),  # the MLP's own norm is used
 ]
 
 

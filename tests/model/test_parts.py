@@ -131,7 +131,7 @@ def test_alibi_of_a_tensor_rank_is_its_heads() -> None:
         ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
         ({"activation": "geglu", "intermediate_size": 40}, 40),
         ({"activation": "swiglu", "intermediate_size": 240, "mlp_multiple_of": 16, "compat_ffn_width": "upstream"}, 80),
-        ({"activation": "swiglu", "intermediate_size": 40, "mlp_multiple_of": 16, "compat_ffn_width": "fork"}, 48),
+        ({"activation": "swiglu", "intermediate_size": 40, "mlp_multiple_of": 16, "compat_ffn_width": "fork"}, 40),
     ],
 )
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:

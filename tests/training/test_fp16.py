@@ -77,8 +77,8 @@ def test_scale(case: str) -> None:
 class FakeEngine:
     """Overflows in the steps it is told to; changes nothing."""
 
-    def __init__(self, overflow: set[int]) -> None:
-        self.overflow, self.steps, self.loss_scale = overflow, 0, 1.0
+    def __init__(self, overflow: set[int], stage: Any) -> None:
+        self.overflow, self.steps, self.loss_scale, self.stage = overflow, 0, 1.0, stage
 
     def train_step(self, batches: Any, lr: float) -> StepResult:
         self.steps += 1
@@ -91,7 +91,7 @@ def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tupl
     from dataclasses import replace
 
     training = begin(config(train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000))
-    engine = FakeEngine(overflow)
+    engine = FakeEngine(overflow, training.engine.stage)
     training = replace(training, engine=engine)  # type: ignore[arg-type]
     try:
         loop.train(training)
