@@ -116,7 +116,7 @@ def test_an_overflow_is_not_a_step_that_is_not_finite() -> None:
     training = SimpleNamespace(
         args=SimpleNamespace(on_nonfinite="stop", nonfinite_limit=1, save=None),
         progress=SimpleNamespace(iteration=4),
-        engine=FakeEngine(set()),
+        engine=FakeEngine(set(), None),
         logger=logging.getLogger("tests.quiet"),
     )
     loop._check_skip(training, 1)  # type: ignore[arg-type]
