@@ -33,7 +33,8 @@ SHRINK: dict[str, Any] = {
     "train_batch_size": None,  # GPT-NeoX made it for eight ranks
     "train_micro_batch_size_per_gpu": 2,
     **{key: None for key in ("save", "load", "log_dir", "tensorboard_dir", "sample_input_file")},
-    **{key: None for key in ("train_data_paths", "valid_data_paths", "test_data_paths", "merge_file")},
+    **{f"{name}_data_{what}": None for name in ("train", "valid", "test") for what in ("paths", "weights")},
+    "merge_file": None,
     **{key: BASE[key] for key in ("data_path", "tokenizer_type", "vocab_file", "index_cache_dir", "num_workers")},
 }
 PROPOSED = re.compile(r"`((?:compat_ffn_width|te_backend): \w+)`")
