@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.data import DataError, EncodeJob, preprocess
-from megatron.data.readers import SUFFIXES
+from megatron.data.readers import COMPRESSED, SUFFIXES
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools import quickstart_data
-from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES
+from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES, fetch, parts
+from tools.datasets.run_job import progress_line
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,37 +27,56 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("-v", "--vocab-file", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
     parser.add_argument("-m", "--merge-file", help="its merges (<data-dir>/gpt2-merges.txt)")
-    parser.add_argument("-f", "--force-redownload", action="store_true", help="tokenise again what is there already")
+    parser.add_argument(
+        "-f", "--force-redownload", action="store_true", help="fetch and tokenise what is there already"
+    )
+    parser.add_argument(
+        "--mirror", help="address of a folder that holds the files, instead of where they were published"
+    )
     return parser.parse_args(argv)
 
 
-def raw_files(folder: Path, name: str) -> list[Path]:
-    """The raw text in `folder`, in order of name: files of the known kinds, or a bare file called as the dataset."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if str(path).endswith(SUFFIXES) or path.name == name)
+def raw_files(folder: Path, name: str, options: argparse.Namespace) -> list[Path]:
+    """The raw text of a corpus: what was put into `folder` in whatever form, or else the published files, fetched."""
+    addresses = {folder / address.rsplit("/", 1)[1]: address for address in parts(SOURCES[name])}
+    known = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
+    there = sorted(path for path in folder.glob("*") if path.name.endswith(known) or path.name == name)
+    if there and not options.force_redownload and addresses.keys().isdisjoint(there):
+        return there
+    for path, address in addresses.items():
+        if options.force_redownload or not path.exists():
+            fetch(address, path, options.mirror, print)
+    return list(addresses)
+
+
+def gpt2_file(given: str | None, name: str, address: str, options: argparse.Namespace) -> str:
+    path = Path(given or options.data_dir / name)
+    if not path.exists() and not given:
+        fetch(address, path, options.mirror, print)
+    return str(path)
 
 
 def prepare(options: argparse.Namespace) -> str:
-    """Tokenise a named dataset; returns what was done. Raises DataError for anything that is not there."""
+    """Tokenise a named dataset; returns what was done. Raises DataError for anything that cannot be had."""
     name, folder = options.dataset.lower(), options.data_dir / options.dataset.lower()
     if name not in SOURCES:
         raise DataError(f"{name}: no dataset of that name; known are {', '.join(SOURCES)}")
     prefix = folder / f"{name}_text_document"
     if Path(f"{prefix}.idx").exists() and not options.force_redownload:
         return f"{prefix}.bin, .idx: there already (-f makes them again)"
-    gpt2 = options.tokenizer == "GPT2BPETokenizer"
-    vocab = options.vocab_file or (str(options.data_dir / "gpt2-vocab.json") if gpt2 else None)
-    merges = options.merge_file or (str(options.data_dir / "gpt2-merges.txt") if gpt2 else None)
-    files = raw_files(folder, name)
-    missing = [] if files else [f"{SOURCES[name]} into {folder}/ (as {', '.join(SUFFIXES)}, or unpacked as {name})"]
-    if gpt2:
-        sources = ((vocab, GPT2_VOCAB), (merges, GPT2_MERGES))
-        missing += [f"{address} to {path}" for path, address in sources if path and not Path(path).is_file()]
-    if missing:
-        raise DataError(f"{name} is not on this machine, and nothing is downloaded. Put " + "; ".join(missing))
-    job = EncodeJob(make_tokenizer, (options.tokenizer, vocab, merges), append_eod=True)
-    output = preprocess(files, [prefix], job, workers=os.cpu_count() or 1)[0]
+    files = raw_files(folder, name, options)
+    vocab, merges = options.vocab_file, options.merge_file
+    if options.tokenizer == "GPT2BPETokenizer":
+        vocab = gpt2_file(vocab, "gpt2-vocab.json", GPT2_VOCAB, options)
+        merges = gpt2_file(merges, "gpt2-merges.txt", GPT2_MERGES, options)
+    output = preprocess(
+        files,
+        [prefix],
+        EncodeJob(make_tokenizer, (options.tokenizer, vocab, merges), append_eod=True),
+        workers=os.cpu_count() or 1,
+        metadata_file=folder / f"{name}_metadata.json",
+        progress=progress_line(None, 1000),
+    ).outputs[0]
     return f"{prefix}.bin, .idx: {output.documents} documents, {output.tokens} tokens"
 
 
@@ -68,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             print(prepare(options))
     except (DataError, TokenizerError) as problem:
-        sys.exit(f"prepare_data.py: {problem}")
+        sys.exit(f"prepare_data.py: error: {problem}")
 
 
 if __name__ == "__main__":

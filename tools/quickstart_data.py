@@ -26,6 +26,7 @@ from megatron.data import (  # noqa: E402
 )
 from megatron.data.files import sha256, temporary  # noqa: E402
 from megatron.tokenizer import make_tokenizer  # noqa: E402
+from megatron.tokenizer.train_tokenizer import read_texts, train_tokenizer  # noqa: E402
 
 RECIPE = 1  # changes when the same Python would give other data
 VOCAB_SIZE = 1024
@@ -73,24 +74,6 @@ def write_corpus(path: Path) -> int:
     return len(kept)
 
 
-def train_tokenizer(corpus: Path, path: Path) -> None:
-    """A byte-level BPE with NeoX's two special tokens first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<|endoftext|>", "<|padding|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    with open(corpus, encoding="utf-8") as lines:
-        tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
-    _publish(path, tokenizer.to_str(pretty=True).encode())
-
-
 def build(folder: Path, report: Callable[[str], None]) -> None:
     """See that `folder` holds corpus.jsonl, tokenizer.json, text_document.{bin,idx} and stats.json, whole."""
     corpus, tokenizer, prefix, stamp = (
@@ -111,10 +94,10 @@ def build(folder: Path, report: Callable[[str], None]) -> None:
     stamp.unlink(missing_ok=True)
     documents = write_corpus(corpus)
     report(f"{corpus}: {documents} documents, {corpus.stat().st_size / 1e6:.1f} MB")
-    train_tokenizer(corpus, tokenizer)
+    _publish(tokenizer, train_tokenizer(read_texts(corpus), VOCAB_SIZE).encode())
     report(f"{tokenizer}: byte-level BPE, {VOCAB_SIZE} tokens")
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(tokenizer)), append_eod=True)
-    output = preprocess([corpus], [prefix], job)[0]
+    output = preprocess([corpus], [prefix], job).outputs[0]
     report(f"{prefix}.bin, .idx: {output.tokens} tokens")
     dataset = IndexedDataset(prefix)
     _, start, end, _ = split_boundaries(SPLIT, len(dataset))

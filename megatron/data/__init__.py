@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from megatron.data.blending import BlendedDataset, BlendMaps, build_blend, wanted_samples, weights_by_documents
-from megatron.data.curriculum import check_curriculum, curriculum_section, step_length
+from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.datasets import (
     Datasets,
     SampleSet,
@@ -22,13 +22,19 @@ from megatron.data.datasets import (
 )
 from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.index_maps import IndexMaps, build_packed
+from megatron.data.gpt2_dataset import PackedDataset, Sample
+from megatron.data.index_maps import IndexMaps, Packing, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
-from megatron.data.preprocess import EncodeJob, Output, preprocess
+from megatron.data.jobs import Output, Progress, Result, preprocess
+from megatron.data.legacy_dataset import LegacyDataset
+from megatron.data.npy_dataset import NpyDataset, write_npy
+from megatron.data.notes import data_notes
+from megatron.data.packing import best_fit, build_maps
+from megatron.data.preprocess import EncodeJob
+from megatron.data.storage import open_dataset
 
 if TYPE_CHECKING:
-    from megatron.data.batch import Batch, collate
+    from megatron.data.batch import Batch, collate, collate_samples
     from megatron.data.loader import collation, eval_batches, train_loader
 
 __all__ = [
@@ -41,37 +47,51 @@ __all__ = [
     "IndexMaps",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "LegacyDataset",
+    "NpyDataset",
     "Output",
     "PackedDataset",
+    "Packing",
+    "Progress",
     "RepeatedDataset",
+    "Result",
+    "Sample",
     "SampleSet",
+    "best_fit",
     "best_fitting_dtype",
     "build_blend",
     "build_datasets",
     "build_epoch",
+    "build_maps",
     "build_packed",
     "check_curriculum",
     "collate",
+    "collate_samples",
     "collation",
-    "curriculum_section",
     "data_fingerprint",
+    "data_notes",
     "data_prefixes",
     "data_seed",
     "epoch_iterations",
     "eval_batches",
     "fingerprint",
+    "has_curriculum",
+    "open_dataset",
     "preprocess",
+    "row_length",
     "split_boundaries",
     "step_length",
     "train_loader",
     "unigram_entropy",
     "wanted_samples",
     "weights_by_documents",
+    "write_npy",
 ]
 
 _NEED_TORCH = {
     "Batch": "batch",
     "collate": "batch",
+    "collate_samples": "batch",
     "collation": "loader",
     "eval_batches": "loader",
     "train_loader": "loader",

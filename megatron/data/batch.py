@@ -1,12 +1,14 @@
 """The one Batch type that data hands to the model, and its making from token windows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron.data.gpt2_dataset import Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +20,7 @@ class Batch:
     loss_weights: Tensor  # [batch, seq] int64, 0 or 1
     positions: Tensor | None = None  # [batch, seq] int64; None: 0..seq-1 in every row
     cu_seqlens: Tensor | None = None  # [batch, seq + 1] int32, document starts, then seq; None: one document a row
+    rewards: Tensor | None = None  # [batch] float32, of each row's document
     seed: int = 0  # of this micro-batch's dropout
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -36,6 +39,9 @@ class Batch:
 def collate(
     samples: np.ndarray,
     *,
+    labels: np.ndarray | None = None,
+    begins: np.ndarray | None = None,
+    rewards: np.ndarray | None = None,
     eod: int | None = None,
     eod_mask_loss: bool = False,
     reset_attention_mask: bool = False,
@@ -44,32 +50,65 @@ def collate(
 ) -> Batch:
     """Next-token batch of windows [batch, seq + 1] int64.
 
+    labels: of the tokens in the same places, negative where one is not trained; None: the tokens.
+    begins: where documents begin, boolean, as the data has them; None: after each `eod` (Megatron). The first place of
+    a row always begins one.
+    rewards: [batch] float32, of each row's document.
     eod_mask_loss leaves out the positions whose input token is `eod` (NeoX): what follows a document's end is chance.
-    reset_attention_mask, reset_position_ids (Megatron): documents begin after each `eod` and at the window's
-    beginning; attention stays in them, positions count from 0 in each.
+    reset_attention_mask: attention stays in documents, and no document's first token is predicted from the one before.
+    reset_position_ids: positions count from 0 in each document.
     """
-    if eod is None and (eod_mask_loss or reset_attention_mask or reset_position_ids):
-        raise ValueError("eod_mask_loss and the resets need the tokenizer's end-of-document token")
-    windows = torch.from_numpy(samples)
-    tokens, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-    loss_weights = torch.ones_like(tokens)
+    resets = reset_attention_mask or reset_position_ids
+    if eod is None and (eod_mask_loss or (resets and begins is None)):
+        raise ValueError("eod_mask_loss, and resets without `begins`, need the tokenizer's end-of-document token")
+    windows, targets = torch.from_numpy(samples), torch.from_numpy(samples if labels is None else labels)[:, 1:]
+    tokens = windows[:, :-1].contiguous()
+    trained = targets >= 0
     if eod_mask_loss:
-        assert eod is not None
-        loss_weights = (tokens != eod).long()
-        labels = labels * loss_weights
-    starts = _document_starts(samples[:, :-1] == eod) if reset_attention_mask or reset_position_ids else None
-    positions = torch.from_numpy(_positions(starts)) if starts is not None and reset_position_ids else None
-    cu_seqlens = torch.from_numpy(starts) if starts is not None and reset_attention_mask else None
-    return Batch(tokens, labels, loss_weights, positions, cu_seqlens, seed)
+        trained &= tokens != eod
+    positions = cu_seqlens = None
+    if resets:
+        if begins is None:
+            begins = np.ones(samples.shape, bool)
+            begins[:, 1:] = samples[:, :-1] == eod
+        starts = _document_starts(begins[:, :-1])
+        if reset_position_ids:
+            positions = torch.from_numpy(_positions(starts))
+        if reset_attention_mask:
+            cu_seqlens = torch.from_numpy(starts)
+            trained &= ~torch.from_numpy(begins)[:, 1:]
+    loss_weights = trained.long()
+    reward = None if rewards is None else torch.from_numpy(rewards)
+    return Batch(tokens, targets * loss_weights, loss_weights, positions, cu_seqlens, reward, seed)
 
 
-def _document_starts(ends: np.ndarray) -> np.ndarray:
-    """`Batch.cu_seqlens` from where documents end, boolean [batch, seq]."""
-    rows, seq = ends.shape
+def collate_samples(
+    samples: Sequence[Sample], length: int | None = None, *, eod: int | None = None, **options: Any
+) -> Batch:
+    """`collate` of a dataset's samples, of each the first `length` tokens (None: all).
+
+    Documents are those of the dataset; in sets without labels they also end with each `eod` (Megatron). With labels
+    they do not: there it may stand between the turns of one conversation.
+    """
+    width = None if length is None else length + 1
+    tokens, labels, begins = (
+        np.stack([getattr(sample, name)[:width] for sample in samples]) for name in ("tokens", "labels", "begins")
+    )
+    if eod is not None:
+        unlabelled = np.array([not sample.labelled for sample in samples])
+        begins[:, 1:] |= (tokens[:, :-1] == eod) & unlabelled[:, None]
+    rewards = [sample.reward for sample in samples]
+    given = None if None in rewards else np.array(rewards, np.float32)
+    return collate(tokens, labels=labels, begins=begins, rewards=given, eod=eod, **options)
+
+
+def _document_starts(begins: np.ndarray) -> np.ndarray:
+    """`Batch.cu_seqlens` from where documents begin, boolean [batch, seq]."""
+    rows, seq = begins.shape
     starts = np.full((rows, seq + 1), seq, dtype=np.int32)
-    for row, last in enumerate(ends):
-        found = np.flatnonzero(last[:-1]) + 1
-        starts[row, 0], starts[row, 1 : len(found) + 1] = 0, found
+    for row, first in enumerate(begins):
+        found = np.flatnonzero(first)
+        starts[row, : len(found)] = found
     return starts
 
 

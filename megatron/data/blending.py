@@ -8,12 +8,13 @@ continue it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from megatron.data.cache import CacheKey
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.gpt2_dataset import PackedDataset, Sample
 
 LANES = 1024
 LANE_LENGTH = 4096
@@ -40,6 +41,17 @@ class BlendKey(CacheKey):
     blend_version: int = 1
 
 
+Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one after another
+
+
+@dataclass(frozen=True)
+class PhasesKey(CacheKey):
+    """All that decides the maps of blends that follow each other."""
+
+    phases: Phases
+    phases_version: int = 1
+
+
 def normalized(weights: Sequence[float]) -> np.ndarray:
     """Weights that sum to 1, float64; added from left to right as in NeoX."""
     values = np.asarray(weights, dtype=np.float64)
@@ -49,6 +61,26 @@ def normalized(weights: Sequence[float]) -> np.ndarray:
 def wanted_samples(weights: Sequence[float], num_samples: int) -> list[int]:
     """Samples to prepare of each set: 0.5 % more than its share, as in NeoX. No more than these are ever drawn."""
     return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights).tolist()]
+
+
+def weight_phases(until: Sequence[int], weights: Sequence[tuple[float, ...]], batch: int, num_samples: int) -> Phases:
+    """The weights that hold up to step until[0], until[1], ... and then to the end, by samples; `batch` a step."""
+    borders = [0, *(min(step * batch, num_samples) for step in until), num_samples]
+    return tuple((end - begin, phase) for (begin, end), phase in zip(pairwise(borders), weights, strict=True))
+
+
+def build_phases(phases: Phases) -> BlendMaps:
+    """Blends one after another: in each phase a set goes on where it stopped in the one before. A weight of 0 leaves
+    a set out of a phase."""
+    drawn = np.zeros(len(phases[0][1]), np.int64)
+    which, number = [], []
+    for samples, weights in phases:
+        present = np.flatnonzero(weights)
+        blend = build_blend([weights[i] for i in present.tolist()], samples)
+        which.append(present.astype(np.min_scalar_type(len(drawn) - 1))[blend.dataset_index])
+        number.append(blend.dataset_sample_index + drawn[which[-1]])
+        drawn[present] += blend.drawn
+    return BlendMaps(np.concatenate(which), np.concatenate(number), drawn)
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = False) -> tuple[float, ...]:
@@ -150,7 +182,7 @@ def _draw(weights: np.ndarray, begins: np.ndarray, state: np.ndarray, steps: int
 
 
 class BlendedDataset:
-    """Item i: int64 [seq_length + 1], sample dataset_sample_index[i] of member dataset_index[i].
+    """Item i: sample dataset_sample_index[i] of member dataset_index[i].
 
     Upstream starts a member again, with a warning, that has given all its samples; here that does not occur.
     """
@@ -164,12 +196,12 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.maps.dataset_index)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
 
     @property
-    def order(self) -> dict[str, list[int]]:
-        """What decides the order, besides `data_fingerprint`, seed and seq_length: the samples each member has."""
-        return {f"{self.name}_samples": [len(member) for member in self.members]}
+    def order(self) -> dict[str, list[int | str]]:
+        """What decides the order, besides `data_fingerprint`, seed and seq_length: that of each member."""
+        return {key: [member.order[key] for member in self.members] for key in self.members[0].order}

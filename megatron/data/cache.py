@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.files import sync, temporary
+from megatron.data.files import map_npy, sync, temporary
 
 SHARED_FILE_SYSTEM_DELAY = 60.0  # seconds a folder written on another node may take to be seen on this one
 
@@ -65,6 +65,6 @@ def load(cache_dir: Path, key: CacheKey, kind: type[Maps], wait: float = SHARED_
         time.sleep(0.1)
     try:
         names = kind.__annotations__
-        return kind(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names})
-    except (OSError, ValueError) as problem:
+        return kind(**{name: map_npy(folder / f"{name}.npy") for name in names})
+    except (OSError, KeyError, ValueError) as problem:
         raise DataError(f"{folder}: damaged index maps ({problem}); delete this folder, it is made again") from problem

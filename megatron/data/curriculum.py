@@ -1,10 +1,14 @@
-"""Short sequences first: how many tokens of each sample an optimizer step reads (`curriculum_learning`).
+"""Short sequences first.
 
-The formulas are those of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et al.,
-"The Stability-Efficiency Dilemma" (arXiv 2108.06084).
+`curriculum_learning`: how many tokens of each sample an optimizer step reads; their ends are left out. The formulas are
+those of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et al., "The
+Stability-Efficiency Dilemma" (arXiv 2108.06084).
+`seq_curriculum`: nothing is left out. The micro-batch [batch, seq_length] of a step is read as [batch * seq_length /
+seq_len, seq_len], so that steps, their tokens, and where a run goes on are those of the run without it.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +25,16 @@ def step_length(args: NeoXArgs, step: int) -> int:
     """Tokens that optimizer step `step` (the first is 1) reads of each sample; at most `seq_length`."""
     section = curriculum_section(args)
     return args.seq_length if section is None else min(args.seq_length, difficulty(section, step))
+
+
+def has_curriculum(args: NeoXArgs) -> bool:
+    return args.seq_curriculum is not None or curriculum_section(args) is not None
+
+
+def row_length(args: NeoXArgs, step: int) -> int:
+    """Tokens of a row in optimizer step `step` (the first is 1)."""
+    section = args.seq_curriculum
+    return step_length(args, step) if section is None else section["seq_len"][bisect_left(section["until"], step)]
 
 
 def difficulty(section: Mapping[str, Any], step: int) -> int:
@@ -41,12 +55,14 @@ def difficulty(section: Mapping[str, Any], step: int) -> int:
 def check_curriculum(args: NeoXArgs) -> None:
     """Raise ConfigError for lengths that are none, or that tensor ranks cannot share under sequence parallelism."""
     section = curriculum_section(args)
-    if section is None:
+    if args.seq_curriculum is not None:
+        lengths, path = args.seq_curriculum["seq_len"], "seq_curriculum.seq_len"
+    elif section is not None:
+        name = "difficulty" if section["schedule_type"] == "fixed_discrete" else "difficulty_step"
+        given = section["schedule_config"][name]
+        lengths, path = given if name == "difficulty" else (given,), f"curriculum_learning.schedule_config.{name}"
+    else:
         return
-    name = "difficulty" if section["schedule_type"] == "fixed_discrete" else "difficulty_step"
-    given = section["schedule_config"][name]
-    lengths = given if name == "difficulty" else (given,)
-    path = f"curriculum_learning.schedule_config.{name}"
     if min(lengths) < 1:
         raise ConfigError([f"{args.origin(path)}: {path}: expected lengths of at least one token"])
     odd = [length for length in lengths if length % args.tp]

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,30 @@ from megatron.data.blending import (
     BlendedDataset,
     BlendKey,
     BlendMaps,
+    Phases,
+    PhasesKey,
     build_blend,
+    build_phases,
     normalized,
     wanted_samples,
+    weight_phases,
     weights_by_documents,
 )
 from megatron.data.cache import CacheKey, cached, load
 from megatron.data.epochs import EpochKey, RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.index_maps import IndexKey, IndexMaps, build_packed
-from megatron.data.indexed_dataset import IndexedDataset, data_path
+from megatron.data.index_maps import IndexKey, IndexMaps
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.labels import open_labels, open_rewards
+from megatron.data.packing import build_maps, packing_of
+from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
 NAMES = ("train", "valid", "test")
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
+THREADS = 8  # sets hashed and mapped at once: of blends of thousands, much of the time is waiting for the disk
 
 SampleSet = PackedDataset | BlendedDataset | RepeatedDataset
 
@@ -51,27 +60,35 @@ class _Part:
     last: int
     num_samples: int
     origin: str
+    labels: IndexedDataset | None = None
+    rewards: IndexedDataset | None = None
+    labels_sha256: str | None = None  # where labels decide which documents there are
 
 
 @dataclass(frozen=True)
 class _Plan:
     """One set: its parts, blended by weight when there are several, and how many samples are wanted in all; with
-    epochs, all samples of the parts, this many times."""
+    epochs, all samples of the parts, this many times; with phases, weights that change on the way."""
 
     name: str
     parts: tuple[_Part, ...]
     weights: tuple[float, ...]
     num_samples: int
     epochs: int | None = None
+    phases: Phases = ()
 
     @property
     def key(self) -> CacheKey:
         """Of the maps that blend the parts."""
+        if self.phases:
+            return PhasesKey(self.phases)
         if self.epochs is None:
             return BlendKey(self.weights, self.num_samples)
         return EpochKey(tuple(part.num_samples for part in self.parts))
 
     def blend(self) -> BlendMaps:
+        if self.phases:
+            return build_phases(self.phases)
         if self.epochs is None:
             return build_blend(self.weights, self.num_samples)
         return build_epoch([part.num_samples for part in self.parts])
@@ -140,26 +157,30 @@ def build_datasets(
     args: NeoXArgs,
     *,
     train_batch_size: int,
-    once: Callable[[Callable[[], None]], None],
+    once: Callable[[Callable[[], list[_Plan]]], list[_Plan]],
     epochs: int | None = None,
 ) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
 
-    once: called on every rank with the writing of index maps that the cache does not hold; it runs that on one rank,
-    lets the others wait, and raises on all what it raised there. Raises DataError on all ranks alike for data that
-    cannot be used. epochs: the training set is so many passes over the data (`epoch_iterations`).
+    once: called on every rank with all work that reads whole files (checks, hashes, the writing of index maps that the
+    cache does not hold); it runs that on one rank, gives its result to all, and raises on all what it raised there:
+    DataError for data that cannot be used. epochs: the training set is so many passes (`epoch_iterations`).
     """
-    plans = _plans(args, requested_samples(args, train_batch_size), epochs)
 
-    def write() -> None:
+    def write() -> list[_Plan]:
+        plans = _plans(args, requested_samples(args, train_batch_size), epochs)
+        parts = [part for plan in plans for part in plan.parts]
+        with ThreadPoolExecutor(THREADS) as pool:
+            distinct = {id(part.indexed): part.indexed for part in parts}
+            list(pool.map(lambda indexed: indexed.index_sha256, distinct.values()))
+            different = {(_cache(part, args), _key(part, args)): part for part in parts}
+            list(pool.map(lambda at: cached(at[0], at[1], lambda: _maps(different[at], args)), different))
         for plan in plans:
-            for part in plan.parts:
-                cached(_cache(part, args), _key(part, args), lambda part=part: _maps(part, args))  # type: ignore[misc]
             if len(plan.parts) > 1:
                 cached(_cache(plan.parts[0], args), plan.key, plan.blend)
+        return plans
 
-    once(write)
-    sets = {plan.name: _load(plan, args) for plan in plans}
+    sets = {plan.name: _load(plan, args) for plan in once(write)}
     return Datasets(*(sets.get(name) for name in NAMES))
 
 
@@ -174,31 +195,47 @@ def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
     return prefixes
 
 
-def blend_weights(args: NeoXArgs, name: str, documents: Sequence[int]) -> tuple[float, ...]:
-    """The weights of a set's members, which hold so many documents each."""
-    if args.weight_by_num_documents:
-        return weights_by_documents(documents, args.weighted_sampler_alpha, args.compat_weight_by_num_documents)
+def beside(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """The listed labels and rewards of a set, one for each of its paths; None where there are none."""
+    labels = (args.train_label_data_paths, args.valid_label_data_paths, args.test_label_data_paths)
+    rewards = (args.train_reward_data_paths, args.valid_reward_data_paths, args.test_reward_data_paths)
+    return (None, None) if name == "all" else (labels[NAMES.index(name)], rewards[NAMES.index(name)])
+
+
+def blend_weights(args: NeoXArgs, name: str, members: Sequence[IndexedDataset]) -> tuple[float, ...]:
+    """The weights of a set's members."""
+    by = "documents" if args.weight_by_num_documents else args.weight_by
+    if by is not None:
+        sizes = [_size(indexed, by) for indexed in members]
+        return weights_by_documents(sizes, args.weighted_sampler_alpha, args.compat_weight_by_num_documents)
     weights = (args.train_data_weights, args.valid_data_weights, args.test_data_weights)[NAMES.index(name)]
-    return weights or (1.0,) * len(documents)
+    return weights or (1.0,) * len(members)
 
 
-def fingerprint(prefix: str) -> dict[str, str | int]:
+def _size(indexed: IndexedDataset, unit: str) -> int:
+    if unit == "documents":
+        return len(indexed)
+    tokens = int(indexed.sizes.sum(dtype=np.int64))
+    return tokens * (indexed.dtype.itemsize if unit == "bytes" else 1)
+
+
+def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
     """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and SHA-256 over
-    64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller)."""
-    size = data_path(prefix).stat().st_size
-    digest = hashlib.sha256()
-    with open(data_path(prefix), "rb") as file:
-        if size <= FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK:
-            digest.update(file.read())
-        else:
-            for block in range(FINGERPRINT_BLOCKS):
-                file.seek((size - FINGERPRINT_BLOCK) * block // (FINGERPRINT_BLOCKS - 1))
+    64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over all `.npy` files)."""
+    indexed = open_dataset(prefix, data_impl)
+    digest, total = hashlib.sha256(), 0
+    blocks = max(2, FINGERPRINT_BLOCKS // len(indexed.data_files))
+    for path in indexed.data_files:
+        size = path.stat().st_size
+        total += size
+        with open(path, "rb") as file:
+            if size <= blocks * FINGERPRINT_BLOCK:
+                digest.update(file.read())
+                continue
+            for block in range(blocks):
+                file.seek((size - FINGERPRINT_BLOCK) * block // (blocks - 1))
                 digest.update(file.read(FINGERPRINT_BLOCK))
-    return {
-        "idx_sha256": IndexedDataset(prefix).index_sha256,
-        "bin_bytes": size,
-        "bin_blocks_sha256": digest.hexdigest(),
-    }
+    return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
 
 
 def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
@@ -207,12 +244,23 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, prefixes in data_prefixes(args).items():
         if len(prefixes) == 1:
-            found[name] = fingerprint(prefixes[0])
+            found[name] = {**fingerprint(prefixes[0], args.data_impl), **_beside_fingerprint(args, name, 0)}
             continue
-        weights = blend_weights(args, name, [len(IndexedDataset(prefix)) for prefix in prefixes])
-        for i, (prefix, weight) in enumerate(zip(prefixes, normalized(weights).tolist(), strict=True)):
-            found[f"{name}_{i}"] = {**fingerprint(prefix), "weight": weight}
+        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes]
+        weights: list[Any] = normalized(blend_weights(args, name, members)).tolist()
+        schedule = args.train_data_weight_schedule
+        if schedule is not None and name == "train":
+            phases = zip(*(normalized(phase).tolist() for phase in schedule["weights"]), strict=True)
+            weights = [{"until": list(schedule["until"]), "weights": list(phase)} for phase in phases]
+        for i, (prefix, weight) in enumerate(zip(prefixes, weights, strict=True)):
+            members_beside = _beside_fingerprint(args, name, i)
+            found[f"{name}_{i}"] = {**fingerprint(prefix, args.data_impl), **members_beside, "weight": weight}
     return found
+
+
+def _beside_fingerprint(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
+    kinds = zip(("labels", "rewards"), beside(args, name), strict=True)
+    return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -231,7 +279,7 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     prefixes = data_prefixes(args)
     plans = []
     if "all" in prefixes:
-        indexed = IndexedDataset(prefixes["all"][0])
+        indexed = open_dataset(prefixes["all"][0], args.data_impl)
         borders = split_boundaries(args.split, len(indexed))
         for name, first, last, samples in zip(NAMES, borders, borders[1:], wanted, strict=False):
             origin = f'{name} part of split "{args.split}" of {indexed.data_file}'
@@ -239,40 +287,78 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     else:
         for name, samples in zip(NAMES, wanted, strict=True):
             if name in prefixes:
-                members = [IndexedDataset(prefix) for prefix in prefixes[name]]
+                members = [open_dataset(prefix, args.data_impl) for prefix in prefixes[name]]
                 for indexed in members:
                     if len(members) > 1 and not len(indexed):
                         raise DataError(f"{indexed.data_file}: no document; take it out of {name}_data_paths")
-                weights = blend_weights(args, name, [len(indexed) for indexed in members])
+                weights = blend_weights(args, name, members)
+                shares = wanted_samples(weights, samples)
+                phases: Phases = ()
+                if name == "train" and args.train_data_weight_schedule is not None:
+                    phases = _phases(args, samples)
+                    shares = [sum(each) for each in zip(*(wanted_samples(w, n) for n, w in phases), strict=True)]
                 parts = tuple(
-                    _Part(indexed, 0, len(indexed), share, f"{indexed.data_file} ({name}_data_paths)")
-                    for indexed, share in zip(members, wanted_samples(weights, samples), strict=True)
-                )
-                plans.append(_Plan(name, parts, weights, samples))
+                    _with_labels(
+                        _Part(indexed, 0, len(indexed), share, f"{indexed.data_file} ({name}_data_paths)"),
+                        args, name, i,
+                    )
+                    for i, (indexed, share) in enumerate(zip(members, shares, strict=True))
+                )  # fmt: skip
+                plans.append(_Plan(name, parts, weights, samples, phases=phases))
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.parts[0].last > plan.parts[0].first]
     if wanted[0] > 0 and not any(plan.name == "train" for plan in plans):
         raise DataError(f"no document is left for training (data {prefixes}, split {args.split})")
     for plan in plans:
         for part in plan.parts:
-            _check_length(plan.name, part, args.seq_length)
+            _check_length(plan.name, part, args)
     if epochs is None:
         return plans
-    return [_whole_epochs(plan, args.seq_length, epochs) if plan.name == "train" else plan for plan in plans]
+    return [_whole_epochs(plan, args, epochs) if plan.name == "train" else plan for plan in plans]
 
 
-def _whole_epochs(plan: _Plan, seq_length: int, epochs: int) -> _Plan:
+def _phases(args: NeoXArgs, samples: int) -> Phases:
+    schedule = args.train_data_weight_schedule
+    assert schedule is not None
+    return weight_phases(schedule["until"], schedule["weights"], samples // args.train_iters, samples)
+
+
+def _with_labels(part: _Part, args: NeoXArgs, name: str, member: int) -> _Part:
+    """The part with the labels and rewards that are listed for it."""
+    labels, rewards = beside(args, name)
+    if labels is not None:
+        part = replace(part, labels=open_labels(labels[member], part.indexed))
+        if packing_of(args).whole_documents:
+            part = replace(part, labels_sha256=str(fingerprint(labels[member])["bin_blocks_sha256"]))
+    if rewards is not None:
+        part = replace(part, rewards=open_rewards(rewards[member], part.indexed))
+    return part
+
+
+def _whole_epochs(plan: _Plan, args: NeoXArgs, epochs: int) -> _Plan:
     """The plan with as many samples as one pass over its parts has."""
-    parts = [replace(part, num_samples=(_tokens(part) - 1) // seq_length) for part in plan.parts]
+    windows = packing_of(args).windows
+    parts = [
+        replace(part, num_samples=(_tokens(part, args) - 1) // args.seq_length if windows else _rows(part, args))
+        for part in plan.parts
+    ]
     return _Plan(plan.name, tuple(parts), (), sum(part.num_samples for part in parts), epochs)
 
 
-def _tokens(part: _Part) -> int:
-    return int(part.indexed.sizes[part.first : part.last].sum(dtype=np.int64))
+def _rows(part: _Part, args: NeoXArgs) -> int:
+    """Samples of one epoch."""
+    return len(_maps(replace(part, num_samples=1), args).shuffle_idx)
 
 
-def _check_length(name: str, part: _Part, seq_length: int) -> None:
-    tokens = _tokens(part)
-    if tokens < seq_length + 1:
+def _tokens(part: _Part, args: NeoXArgs) -> int:
+    sizes = part.indexed.sizes[part.first : part.last]
+    return int(packing_of(args).lengths(sizes).sum(dtype=np.int64))
+
+
+def _check_length(name: str, part: _Part, args: NeoXArgs) -> None:
+    if part.indexed.dtype.kind not in "iu":
+        raise DataError(f"{part.origin}: holds {part.indexed.dtype}, but tokens are integers")
+    tokens, seq_length = _tokens(part, args), args.seq_length
+    if tokens < seq_length + 1 and packing_of(args).windows:
         raise DataError(
             f"{part.origin}: {tokens} tokens in {part.last - part.first} documents, but one sample takes "
             f"seq_length + 1 = {seq_length + 1}; use more data, another split, or a smaller seq_length"
@@ -292,20 +378,37 @@ def _key(part: _Part, args: NeoXArgs) -> IndexKey:
         part.num_samples,
         args.seq_length,
         data_seed(args),
-        args.pack_impl,
+        packing_of(args),
+        part.labels_sha256,
     )
 
 
 def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
-    wanted = (part.first, part.last, part.num_samples)
-    return build_packed(part.indexed.sizes, *wanted, args.seq_length, data_seed(args))
+    wanted, packing = (part.first, part.last, part.num_samples), packing_of(args)
+    maps = build_maps(part.indexed.sizes, *wanted, args.seq_length, data_seed(args), packing, part.labels)
+    if len(maps.sample_idx) < 2:
+        raise DataError(
+            f"{part.origin}: no sample comes of its {part.last - part.first} documents: none has a label to train, is "
+            f"short enough (allow_chopped: {args.allow_chopped}), or fills a block of seq_length {args.seq_length} "
+            f"(drop_last: {args.drop_last}); use other data, or change these keys"
+        )
+    return maps
 
 
 def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
-    members = []
-    for part in plan.parts:
-        maps = load(_cache(part, args), _key(part, args), IndexMaps)
-        members.append(PackedDataset(plan.name, part.indexed, maps, args.seq_length, args.padded_vocab_size))
+    def member(part: _Part) -> PackedDataset:
+        return PackedDataset(
+            plan.name,
+            part.indexed,
+            load(_cache(part, args), _key(part, args), IndexMaps),
+            args.seq_length,
+            args.padded_vocab_size,
+            packing=packing_of(args),
+            labels=part.labels,
+            rewards=part.rewards,
+        )
+
+    members = [member(part) for part in plan.parts]
     dataset: PackedDataset | BlendedDataset = members[0]
     if len(members) > 1:
         dataset = BlendedDataset(plan.name, members, load(_cache(plan.parts[0], args), plan.key, BlendMaps))

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron.data.blending import BlendedDataset, BlendMaps
 from megatron.data.cache import CacheKey
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.gpt2_dataset import PackedDataset, Sample
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class RepeatedDataset:
     def __len__(self) -> int:
         return self.epochs * len(self.dataset)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.dataset[index % len(self.dataset)]
 
     @property
-    def order(self) -> dict[str, int | list[int]]:
+    def order(self) -> dict[str, int | str | list[int | str]]:
         """What decides the order; more epochs only continue it."""
         return {f"{name}_per_epoch": samples for name, samples in self.dataset.order.items()}

@@ -1,8 +1,14 @@
-"""Small file helpers: durable writes and hashes that do not read a whole file at once."""
+"""Small file helpers: durable writes, hashes that do not read a whole file at once, and maps of files."""
 
+import ctypes
 import hashlib
+import mmap
 import os
+import weakref
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 
 def sync(path: str | Path) -> None:
@@ -24,3 +30,40 @@ def sha256(path: str | Path) -> str:
     """Hex SHA-256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
+    """The content of a file from byte `offset` on as a read-only array, paged in as it is read.
+
+    Unlike numpy.memmap it keeps no file open: thousands of sets would meet the limit of open files.
+    """
+    size = os.path.getsize(path)
+    if size <= offset:  # nothing cannot be mapped
+        return np.empty(0, dtype)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    with open(path, "rb") as file:
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, size).atexit = False
+    array = np.frombuffer(memory, dtype, offset=offset)  # type: ignore[call-overload]
+    array.flags.writeable = False
+    return array
+
+
+def map_npy(path: str | Path) -> np.ndarray:
+    """As `map_file`, of a `.npy` file. Raises ValueError for a file that is none."""
+    with open(path, "rb") as file:
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[np.lib.format.read_magic(file)]
+        shape, fortran_order, dtype = read_header(file)
+        offset = file.tell()
+    if dtype.hasobject or fortran_order:
+        raise ValueError("not an array of numbers in C order")
+    return map_file(path, dtype, offset).reshape(shape)

@@ -1,67 +1,113 @@
-"""Packed pre-training samples: windows of seq_length + 1 tokens cut from the joined documents."""
+"""Samples of seq_length + 1 tokens, cut from documents as index maps say, with their labels and rewards."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.index_maps import IndexMaps
+from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.labels import MASKED
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One row of a batch, seq_length + 1 places wide."""
+
+    tokens: np.ndarray  # int64; 0 in padding
+    labels: np.ndarray  # int64, of the token in the same place; negative where it is not trained, as in padding
+    begins: np.ndarray  # boolean: here begins the row, a document, or the padding
+    labelled: bool = False  # the labels were given; else they are the tokens
+    reward: float | None = None  # of the row's first document
 
 
 class PackedDataset:
-    """Item i: int64 [seq_length + 1], window shuffle_idx[i] of the documents of one `.bin/.idx` pair.
+    """Item i: the `Sample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards beside it.
 
-    `len()` counts every window; upstream leaves the last one out. Raises DataError for a window with a token id that
-    is not below vocab_size (None: any id goes).
+    `len()` counts every row; upstream leaves the last one out. Raises DataError for a row with a token or label that is
+    not below vocab_size (None: any goes).
     """
 
     def __init__(
-        self, name: str, indexed: IndexedDataset, maps: IndexMaps, seq_length: int, vocab_size: int | None = None
+        self,
+        name: str,
+        indexed: IndexedDataset,
+        maps: IndexMaps,
+        seq_length: int,
+        vocab_size: int | None = None,
+        *,
+        packing: Packing | None = None,
+        labels: IndexedDataset | None = None,
+        rewards: IndexedDataset | None = None,
     ):
         self.name, self.indexed, self.maps, self.seq_length = name, indexed, maps, seq_length
+        self.packing, self.labels, self.rewards = packing or Packing(), labels, rewards
         self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self.maps.shuffle_idx)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        sample = np.empty(self.seq_length + 1, dtype=np.int64)
-        filled = 0
-        for _, _, piece in self._pieces(index):
-            sample[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        # Read as unsigned, a negative id is a large one
-        if self.vocab_size is not None and sample.view(np.uint64).max() >= self.vocab_size:
-            raise self._foreign_token(index, self.vocab_size)
-        return sample
+        tokens = np.zeros(self.seq_length + 1, np.int64)
+        labels = np.full(self.seq_length + 1, MASKED, np.int64)
+        begins = np.zeros(self.seq_length + 1, bool)
+        filled, reward = 0, None
+        for document, offset, count in self.pieces(index):
+            place = slice(filled, filled + count)
+            tokens[place] = self.indexed.get(document, offset, count)
+            labels[place] = tokens[place] if self.labels is None else self.labels.get(document, offset, count)
+            if self.rewards is not None and not filled:
+                reward = float(self.rewards.get(document, 0, 1)[0])
+            begins[filled] = True
+            filled += count
+        begins[0] = True
+        begins[filled : filled + 1] = True
+        if self.packing.compat and self.labels is None:
+            labels[filled:] = 0
+        if self.vocab_size is not None:
+            # Read as unsigned, a negative id is a large one
+            if tokens.view(np.uint64).max() >= self.vocab_size or labels.max() >= self.vocab_size:
+                raise self._foreign_token(index, self.vocab_size)
+        return Sample(tokens, labels, begins, self.labels is not None, reward)
 
     @property
-    def order(self) -> dict[str, int]:
+    def order(self) -> dict[str, int | str]:
         """What decides the order, besides `data_fingerprint`, seed and seq_length: equal numbers of samples over whole
-        epochs mean the same shuffle."""
-        return {f"{self.name}_samples": len(self)}
+        epochs mean the same shuffle; rows that are the same in every epoch go on for any number."""
+        joint = self.packing.windows or self.packing.compat
+        key, count = ("samples", len(self)) if joint else ("rows", len(self.maps.sample_idx) - 1)
+        return {f"{self.name}_{key}": count if self.packing == Packing() else f"{count} of {self.packing}"}
 
-    def _pieces(self, index: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(document, its token to begin at, tokens) of a sample."""
-        window = int(self.maps.shuffle_idx[index])
-        (place, offset), (last_place, _) = self.maps.sample_idx[window : window + 2].tolist()
-        missing = self.seq_length + 1
-        for document in self.maps.doc_idx[place : last_place + 1].tolist():
-            piece = self.indexed.get(document, offset)[:missing]
-            yield document, offset, piece
-            missing, offset = missing - len(piece), 0
+    def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """(document, its token to begin at, how many tokens) of a sample."""
+        row = int(self.maps.shuffle_idx[index])
+        (place, offset), (last_place, last_offset) = self.maps.sample_idx[row : row + 2].tolist()
+        missing = self.packing.width(self.seq_length)
+        documents = self.maps.doc_idx[place : last_place + 1].tolist()
+        for here, document in enumerate(documents, start=place):
+            end = int(self.packing.lengths(self.indexed.sizes[document]))
+            if here == last_place:
+                end = min(end, last_offset + self.packing.overlap)
+            count = min(end - offset, missing)
+            if count > 0:
+                yield document, offset, count
+                missing -= count
+            offset = 0
 
     def _foreign_token(self, index: int, vocab_size: int) -> DataError:
-        document, token, place = next(
-            (document, int(piece[bad[0]]), offset + int(bad[0]))
-            for document, offset, piece in self._pieces(index)
-            if len(bad := np.flatnonzero((piece < 0) | (piece >= vocab_size)))
+        document, place, token, file = next(
+            (document, offset + int(bad[0]), int(row[bad[0]]), data.data_file)
+            for document, offset, count in self.pieces(index)
+            for data in (self.indexed, self.labels)
+            if data is not None
+            for row in [data.get(document, offset, count).astype(np.int64)]
+            if len(bad := np.flatnonzero((row >= vocab_size) | ((row < 0) & (data is self.indexed))))
         )
         return DataError(
-            f"{self.indexed.data_file}: document {document} holds token id {token} (its token {place}), but the "
+            f"{file}: document {document} holds token id {token} (its token {place}), but the "
             f"vocabulary has {vocab_size} entries (padded_vocab_size): the data was made with another tokenizer; "
             "set vocab_file to that one, or preprocess the text again with this one"
         )

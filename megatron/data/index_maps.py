@@ -12,6 +12,7 @@ from megatron.data.cache import CacheKey
 
 INT32_MAX = np.iinfo(np.int32).max
 UINT32_MAX = np.iinfo(np.uint32).max
+CHUNK = 1 << 20  # documents looked at in one go, so that little memory is needed besides the maps
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,40 @@ class IndexMaps:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """The keys that decide how documents become samples; compat: `compat_pack_impl`."""
+
+    pack_impl: str = "packed"
+    allow_chopped: bool = True
+    truncate_documents: int | None = None
+    drop_last: bool | None = None
+    group_texts_batch: int | None = None
+    compat: bool = False
+
+    @property
+    def windows(self) -> bool:
+        """GPT-NeoX's windows of seq_length + 1 tokens that overlap by one."""
+        return self.pack_impl == "packed" and self.drop_last is None
+
+    @property
+    def whole_documents(self) -> bool:
+        return self.pack_impl != "packed"
+
+    @property
+    def overlap(self) -> int:
+        """Tokens that a row goes on into the next one."""
+        return 1 if self.windows or self.compat else 0
+
+    def width(self, seq_length: int) -> int:
+        """Tokens of a row: one more than the model reads, which is only predicted; a block has no such token."""
+        return seq_length + 1 if self.windows or self.whole_documents else seq_length
+
+    def lengths(self, sizes: np.ndarray) -> np.ndarray:
+        """Tokens that are used of documents of these sizes."""
+        return sizes if self.truncate_documents is None else np.minimum(sizes, self.truncate_documents)
+
+
+@dataclass(frozen=True)
 class IndexKey(CacheKey):
     """All that decides the maps of one part of one dataset."""
 
@@ -34,8 +69,9 @@ class IndexKey(CacheKey):
     num_samples: int
     seq_length: int
     seed: int
-    pack_impl: str
-    format_version: int = 1
+    packing: Packing
+    labels_sha256: str | None = None
+    format_version: int = 2
 
 
 def epochs_for(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
@@ -53,22 +89,29 @@ def build_packed(sizes: np.ndarray, first: int, last: int, num_samples: int, seq
     random = np.random.RandomState(seed)
     doc_idx = np.tile(np.arange(first, last, dtype=np.int32 if last <= INT32_MAX else np.int64), epochs)
     random.shuffle(doc_idx)
-    sample_idx = _sample_idx(sizes, doc_idx, seq_length)
+    sample_idx = _sample_idx(sizes, doc_idx, epochs * tokens_per_epoch, seq_length)
     samples = len(sample_idx) - 1
     shuffle_idx = np.arange(samples, dtype=np.uint32 if samples < UINT32_MAX - 1 else np.int64)
     random.shuffle(shuffle_idx)
     return IndexMaps(doc_idx, sample_idx, shuffle_idx)
 
 
-def _sample_idx(sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int) -> np.ndarray:
-    lengths = sizes[doc_idx]
-    ends = np.cumsum(lengths, dtype=np.int64)
-    samples = (int(ends[-1]) - 1) // seq_length
-    # Window i begins at token i * seq_length of the joined documents: in the first one that ends after it
-    begins = np.arange(samples + 1, dtype=np.int64) * seq_length
-    place = np.searchsorted(ends, begins, side="right")
-    offset = begins - (ends[place] - lengths[place])
-    # The first window begins at the first document, be it empty
-    place[0] = offset[0] = 0
+def _sample_idx(sizes: np.ndarray, doc_idx: np.ndarray, tokens: int, seq_length: int) -> np.ndarray:
+    """tokens: sum of the lengths of doc_idx."""
+    samples = (tokens - 1) // seq_length
     dtype = np.int32 if 2 * (samples + 1) < INT32_MAX and len(doc_idx) <= INT32_MAX else np.int64
-    return np.stack([place, offset], axis=1).astype(dtype)
+    sample_idx = np.empty((samples + 1, 2), dtype)
+    before = 0
+    for start in range(0, len(doc_idx), CHUNK):
+        lengths = sizes[doc_idx[start : start + CHUNK]]
+        ends = before + np.cumsum(lengths, dtype=np.int64)
+        # Window i begins at token i * seq_length of the joined documents: in the first one that ends after it
+        first, last = -(-before // seq_length), -(-int(ends[-1]) // seq_length)
+        begins = np.arange(first, last) * seq_length
+        place = np.searchsorted(ends, begins, side="right")
+        sample_idx[first:last, 0] = start + place
+        sample_idx[first:last, 1] = begins - (ends[place] - lengths[place])
+        before = int(ends[-1])
+    # The first window begins at the first document, be it empty
+    sample_idx[0] = 0
+    return sample_idx

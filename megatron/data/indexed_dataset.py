@@ -7,7 +7,7 @@ boundaries, i32 sizes [n] in tokens, i64 byte pointers into `.bin` [n], i64 boun
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.data.errors import DataError
-from megatron.data.files import sha256, sync, temporary
+from megatron.data.files import map_file, sha256, sync, temporary
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-FLOAT_CODES = (6, 7)
+FLOAT_CODES = (6, 7)  # float32, float64 in GPT-NeoX; the other way round in Megatron-core
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()} | {np.dtype(np.float32): 6}
 CHUNK = 1 << 20  # rows looked at in one go, so that memory stays flat for files of any length
 
 
@@ -40,36 +40,47 @@ def best_fitting_dtype(vocab_size: int | None) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
+def fits(values: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether all values can be stored as `dtype` without a change."""
+    if dtype.kind == "f":
+        return values.dtype.kind in "iuf"
+    limits = np.iinfo(dtype)
+    return not len(values) or values.dtype.kind in "iu" and values.min() >= limits.min and values.max() <= limits.max
+
+
 class IndexedDataset:
     """Sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored dtype.
 
     sizes [n] int32 (tokens), pointers [n] int64 (bytes), doc_idx int64 (document boundaries, in sequences).
-    Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin.
+    Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin. known_sha256: its
+    `index_sha256`, from a process that has checked the files: they are not read whole again.
     """
 
-    def __init__(self, prefix: str | Path):
+    def __init__(self, prefix: str | Path, known_sha256: str | None = None):
         self.prefix = str(prefix)
         self.index_file, self.data_file = index_path(prefix), data_path(prefix)
+        self.data_files: tuple[Path, ...] = (self.data_file,)
         for file in (self.index_file, self.data_file):
             if not file.is_file():
                 raise DataError(
                     f"{file}: no such file. Data paths are written without .bin/.idx; "
                     "tools/datasets/preprocess_data.py makes the pair from text"
                 )
+        self._read_index()
+        if known_sha256 is None:
+            self._check_layout()
+        else:
+            self.index_sha256 = known_sha256
+        self.tokens: np.ndarray = map_file(self.data_file, self.dtype)
+
+    def _read_index(self) -> None:
         self.dtype, n, boundaries = _read_header(self.index_file)
-        rows = np.memmap(self.index_file, mode="r", dtype=np.uint8)
+        rows = map_file(self.index_file, np.uint8)
         sizes_end = HEADER.size + 4 * n
         pointers_end = sizes_end + 8 * n
         self.sizes: np.ndarray = rows[HEADER.size : sizes_end].view("<i4")
         self.pointers: np.ndarray = rows[sizes_end:pointers_end].view("<i8")
         self.doc_idx: np.ndarray = rows[pointers_end : pointers_end + 8 * boundaries].view("<i8")
-        self._check_layout()
-        # A file of no bytes cannot be mapped
-        self.tokens: np.ndarray = (
-            np.memmap(self.data_file, mode="r", dtype=self.dtype)
-            if self.data_file.stat().st_size
-            else np.empty(0, self.dtype)
-        )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -78,8 +89,8 @@ class IndexedDataset:
         return self.get(index)
 
     def __reduce__(self):
-        # A worker process maps the files itself: pickling a memmap would send the whole corpus
-        return IndexedDataset, (self.prefix,)
+        # Another process maps the files itself: pickling a memmap would send the whole corpus
+        return type(self), (self.prefix, self.__dict__.get("index_sha256"))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (None: all that are left) of sequence `index`, from token `offset` on."""
@@ -124,7 +135,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
-        raise DataError(f"{path}: the old cached/lazy format; preprocess again with --dataset-impl mmap")
+        raise DataError(f"{path}: the old cached/lazy format; set data_impl: cached to read it")
     if not head.startswith(MAGIC[: len(head)]):
         raise DataError(f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX)")
     if len(head) < HEADER.size:
@@ -132,40 +143,83 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     _, version, code, n, boundaries = HEADER.unpack(head)
     if version != VERSION:
         raise DataError(f"{path}: format version {version}; this reader knows version {VERSION}")
-    if code in FLOAT_CODES:
-        raise DataError(
-            f"{path}: dtype code {code} is a float type that GPT-NeoX and Megatron-core number the other way round "
-            "(6 and 7 are float32 and float64 in one, float64 and float32 in the other); only integer data is read"
-        )
-    if code not in DTYPES:
-        raise DataError(f"{path}: unknown dtype code {code}; known are {sorted(DTYPES)}")
+    if code not in DTYPES and code not in FLOAT_CODES:
+        raise DataError(f"{path}: unknown dtype code {code}; known are {sorted([*DTYPES, *FLOAT_CODES])}")
     expected = HEADER.size + 12 * n + 8 * boundaries
     if size != expected or boundaries < 1:
         raise DataError(
             f"{path}: {size} bytes, but its header ({n} sequences, {boundaries} document boundaries) needs {expected}; "
             "make or copy it again"
         )
-    return np.dtype(DTYPES[code]).newbyteorder("<"), n, boundaries
+    dtype = _float_type(path, n) if code in FLOAT_CODES else DTYPES[code]
+    return np.dtype(dtype).newbyteorder("<"), n, boundaries
+
+
+def _float_type(index_file: Path, n: int) -> type:
+    """Whose numbering it is, the size of the data tells."""
+    sizes = np.memmap(index_file, mode="r", dtype="<i4", offset=HEADER.size, shape=(n,)) if n else np.zeros(0)
+    wide = data_path(str(index_file).removesuffix(".idx")).stat().st_size == 8 * int(sizes.sum(dtype=np.int64))
+    return np.float64 if n and wide else np.float32
+
+
+Documents = tuple[np.ndarray, np.ndarray]  # lengths of sequences; ends of documents, counted in these sequences
+
+
+def documents_of(lengths: np.ndarray) -> Documents:
+    """One sequence a document; a document of no tokens is a boundary without a sequence, as in NeoX."""
+    return lengths[lengths > 0], np.cumsum(lengths > 0)
+
+
+def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[Documents]]) -> None:
+    """Write and sync an `.idx` at `path`. blocks: called anew for each table. Memory: one block."""
+    sequences = documents = 0
+    for sizes, ends in blocks():
+        sequences, documents = sequences + len(sizes), documents + len(ends)
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
+        for sizes, _ in blocks():
+            file.write(sizes.astype("<i4").tobytes())
+        written = 0
+        for sizes, _ in blocks():
+            lengths = sizes.astype(np.int64) * dtype.itemsize
+            file.write((written + np.cumsum(lengths) - lengths).astype("<i8").tobytes())
+            written += int(lengths.sum())
+        file.write(np.zeros(1, "<i8").tobytes())
+        before = 0
+        for sizes, ends in blocks():
+            file.write((before + ends).astype("<i8").tobytes())
+            before += len(sizes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(data: Path, index: Path, prefix: str | Path) -> None:
+    """Give a finished pair (synced, on the same file system) its names. May be called again where it was cut short."""
+    if data.exists():
+        # The old index goes first: at no moment do an old and a new file stand as a pair
+        index_path(prefix).unlink(missing_ok=True)
+        os.replace(data, data_path(prefix))
+    if index.exists():
+        os.replace(index, index_path(prefix))
+    sync(index_path(prefix).parent)
 
 
 class IndexedDatasetWriter:
     """Writes a `.bin/.idx` pair: `.bin` streams to a temporary name; both get their names only when complete.
 
     Use as a context manager: leaving it normally publishes the pair, an exception leaves nothing behind.
-    Memory: 12 bytes a document.
+    Memory: 4 bytes a document.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike):
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         if self.dtype not in CODES:
-            raise DataError(f"{prefix}: {self.dtype} cannot be stored; integer types are {[str(d) for d in CODES]}")
+            raise DataError(f"{prefix}: {self.dtype} cannot be stored; the types are {', '.join(map(str, CODES))}")
         self.index_file, self.data_file = index_path(prefix), data_path(prefix)
         self.data_file.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = temporary(self.data_file)
         self._file = open(self._temporary, "wb")
-        self._sizes: list[np.ndarray] = []
-        self._boundaries: list[np.ndarray] = [np.zeros(1, np.int64)]
-        self._sequences = 0
+        self._lengths: list[np.ndarray] = []
         self.documents = 0
         self.tokens = 0
 
@@ -191,13 +245,10 @@ class IndexedDatasetWriter:
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document of {lengths.max()} tokens; the format ends at 2,147,483,647")
         if len(tokens) and tokens.dtype != self.dtype:
-            limits = np.iinfo(self.dtype)
-            if tokens.dtype.kind not in "iu" or tokens.min() < limits.min or tokens.max() > limits.max:
+            if not fits(tokens, self.dtype):
                 raise DataError(f"{self.prefix}: tokens do not fit {self.dtype}: {tokens.min()} to {tokens.max()}")
         self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).tobytes())
-        self._boundaries.append(self._sequences + np.cumsum(lengths > 0))
-        self._sizes.append(lengths[lengths > 0].astype(np.int32))
-        self._sequences += len(self._sizes[-1])
+        self._lengths.append(lengths.astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(tokens)
 
@@ -205,24 +256,8 @@ class IndexedDatasetWriter:
         """Sync both files and give them their names."""
         self._close()
         index = temporary(self.index_file)
-        sizes = np.concatenate(self._sizes or [np.empty(0, np.int32)])
-        boundaries = np.concatenate(self._boundaries)
-        with open(index, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(boundaries)))
-            file.write(sizes.astype("<i4").tobytes())
-            end = 0
-            for start in range(0, len(sizes), CHUNK):
-                chunk = sizes[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
-                ends = end + np.cumsum(chunk)
-                file.write((ends - chunk).astype("<i8").tobytes())
-                end = int(ends[-1])
-            file.write(boundaries.astype("<i8").tobytes())
-        sync(index)
-        # The old index goes first: at no moment do an old and a new file stand as a pair
-        self.index_file.unlink(missing_ok=True)
-        os.replace(self._temporary, self.data_file)
-        os.replace(index, self.index_file)
-        sync(self.index_file.parent)
+        write_index(index, self.dtype, lambda: map(documents_of, self._lengths))
+        publish(self._temporary, index, self.prefix)
 
     def discard(self) -> None:
         """Drop what was written."""

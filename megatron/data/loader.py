@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.data.batch import Batch, collate
+from megatron.data.batch import Batch, collate_samples
 from megatron.data.datasets import SampleSet
 from megatron.data.errors import DataError
+from megatron.data.rechunk import rechunk
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.neox_arguments import NeoXArgs
 
@@ -38,23 +38,25 @@ class _MicroBatches(Dataset):
     dataset: SampleSet
     seed: int
     collate: Callable[..., Batch]
+    cut: bool = False
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
-        """item: sample numbers, and how many of their tokens are read (None: all)."""
+        """item: sample numbers, and how many of their tokens are read (None: all), or with cut: in a row."""
         samples, length = item
         try:
-            windows = np.stack([self.dataset[index] for index in samples])
+            rows = [self.dataset[index] for index in samples]
         except DataError as problem:
             return problem
-        windows = windows if length is None else windows[:, : length + 1]
         seed = micro_batch_seed(self.seed, samples.start)
-        return self.collate(windows, seed=seed)
+        if self.cut and length is not None:
+            return rechunk(self.collate(rows, seed=seed), length)
+        return self.collate(rows, length, seed=seed)
 
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
-    """How this configuration makes a Batch of windows and a seed."""
+    """How this configuration makes a Batch of samples, their length and a seed."""
     return partial(
-        collate,
+        collate_samples,
         eod=eod,
         eod_mask_loss=args.eod_mask_loss,
         reset_attention_mask=args.reset_attention_mask,
@@ -72,11 +74,12 @@ def train_loader(
     eod: int | None = None,
     pin_memory: bool = False,
     length: Callable[[int], int] | None = None,
+    cut: bool = False,
 ) -> Iterator[list[Batch]]:
     """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an optimizer step.
 
     Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has handed out.
-    length: tokens that the n-th list, from 0 on, reads of each sample; None: all.
+    length: tokens that the n-th list, from 0 on, reads of each sample; None: all. cut: all are read, in rows of it.
     Raises DataError at the step that holds data which cannot be used. The `num_workers` processes start at once;
     closing or dropping the iterator ends them.
     """
@@ -89,7 +92,7 @@ def train_loader(
     steps = max(0, len(dataset) - consumed_samples) // batch
     workers = args.num_workers
     loader = DataLoader(
-        _MicroBatches(dataset, args.seed, collation(args, eod)),
+        _MicroBatches(dataset, args.seed, collation(args, eod), cut),
         batch_size=None,  # a slice of samples is one item: it comes out as one Batch
         sampler=_with_lengths(
             train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),
@@ -113,7 +116,7 @@ def eval_batches(
     micro_batch: int,
     data_rank: int,
     data_size: int,
-    collate: Callable[..., Batch] = collate,
+    collate: Callable[..., Batch] = collate_samples,
 ) -> Iterator[Batch]:
     """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size, made by `collate`.
 
@@ -122,8 +125,7 @@ def eval_batches(
     """
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
-        windows = np.stack([dataset[index if index < n_samples else 0] for index in slots])
-        batch = collate(windows)
+        batch = collate([dataset[index if index < n_samples else 0] for index in slots])
         real = torch.tensor([index < n_samples for index in slots], dtype=torch.int64)[:, None]
         yield replace(batch, labels=batch.labels * real, loss_weights=batch.loss_weights * real)
 

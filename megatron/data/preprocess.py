@@ -1,27 +1,49 @@
-"""Text files -> tokens -> `.bin/.idx`, byte-identical for any number of worker processes."""
+"""Raw inputs -> documents of tokens -> `.bin/.idx`, in processes that each write their own shards.
+
+The input is cut into shards (`readers.py`); a worker turns one into part files; in their order these are appended by
+copy to the files of the job, kept in a hidden folder beside the output until all is there. A job that was killed goes
+on from the last appended shard, and the result is the same byte for byte, for any number of workers.
+"""
 
 import functools
-import multiprocessing
-import os
-import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, closing
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import IndexedDatasetWriter, best_fitting_dtype
-from megatron.data.readers import Chunk, documents, read_chunks
+from megatron.data.indexed_dataset import best_fitting_dtype
+from megatron.data.readers import Row, texts_of
 
-CHUNKS_AHEAD = 4  # per worker: bounds memory, whatever the size of the input
+LONG = 1 << 20  # characters; longer texts are tokenised in pieces
+BLANK = re.compile(r"(?<=\S)[ \n](?=\S)")
+AROUND = 256  # characters on either side of a place to cut that are tokenised to see whether it is one
+SEAMS_TRIED = 16
+
+Column = tuple[np.ndarray, np.ndarray]  # documents joined, and the length of each
+
+
+class Job(Protocol):
+    """How rows become documents: one output for each of `dtypes`. Pickled with every shard, so it is small.
+
+    fields: the columns that are read of a table, None for all.
+    """
+
+    @property
+    def fields(self) -> tuple[str, ...] | None: ...
+
+    def dtypes(self) -> tuple[np.dtype, ...]: ...
+
+    def prepare(self, row: Row) -> Any | None:
+        """What `encode` needs of one row, None for a row to leave out. Raises DataError, naming the row."""
+
+    def encode(self, prepared: Sequence[Any]) -> tuple[Sequence[Column], dict[str, int]]:
+        """The documents of some rows, for each output; and things to count in the report, by name."""
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides the output besides the input, as JSON: another description is another job."""
 
 
 class Encoder(Protocol):
@@ -32,11 +54,12 @@ class Encoder(Protocol):
     @property
     def eod(self) -> int: ...
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """How a chunk becomes tokens; sent to the workers with every chunk, so it is small and comparable.
+    """Plain text: each key its own output, all with the same number of documents.
 
     make_tokenizer: an importable function, called with tokenizer_args once in every process.
     """
@@ -47,108 +70,82 @@ class EncodeJob:
     append_eod: bool = False
     ftfy: bool = False
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self.keys
+
     def tokenizer(self) -> Encoder:
         return _build(self.make_tokenizer, self.tokenizer_args)
 
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        return (best_fitting_dtype(self.tokenizer().vocab_size),) * len(self.keys)
 
-@dataclass(frozen=True)
-class Encoded:
-    """One chunk: per key the joined tokens and the length of each document."""
+    def prepare(self, row: Row) -> tuple[str, ...] | None:
+        texts = texts_of(row, self.keys)
+        if self.ftfy:
+            texts = tuple(fix_text(text) for text in texts)
+        return texts if any(texts) else None  # a row without text is left out, as in NeoX
 
-    columns: tuple[tuple[np.ndarray, np.ndarray], ...]
-    input_bytes: int
+    def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[Column], dict[str, int]]:
+        """An EOD follows every document that has tokens."""
+        tokenizer, end = self.tokenizer(), [self.tokenizer().eod] if self.append_eod else []
+        columns = []
+        for dtype, texts in zip(self.dtypes(), zip(*prepared, strict=True), strict=True):
+            if any(len(text) > LONG for text in texts):
+                rows: Sequence[Any] = [_long(text, tokenizer, dtype) for text in texts]
+                rows = [np.append(row, np.array(end, dtype)) if len(row) else row for row in rows]
+            else:
+                rows = [row + end if end and len(row) else row for row in tokenizer.tokenize_batch(texts)]
+            columns.append(joined(rows, dtype))
+        return columns, {}
 
-
-@dataclass(frozen=True)
-class Output:
-    """One written dataset. `empty`: documents without a single token, which are boundaries only, without an EOD."""
-
-    prefix: str
-    documents: int
-    empty: int
-    tokens: int
-
-
-def preprocess(
-    inputs: Sequence[str | Path],
-    output_prefixes: Sequence[str | Path],
-    job: EncodeJob,
-    *,
-    workers: int = 1,
-    progress: Callable[[int, int], None] = lambda documents, input_bytes: None,
-) -> list[Output]:
-    """Write one `.bin/.idx` pair for each of job.keys, under output_prefixes; they appear at the end, or not at all.
-
-    progress(documents, input_bytes) is called with what each finished chunk adds. Raises DataError with file and line.
-    """
-    dtype = best_fitting_dtype(job.tokenizer().vocab_size)
-    outputs = []
-    empty = [0] * len(job.keys)
-    with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in output_prefixes]
-        for encoded in stack.enter_context(closing(_encode_all(read_chunks(inputs), job, workers))):
-            for column, (writer, (tokens, sizes)) in enumerate(zip(writers, encoded.columns, strict=True)):
-                writer.add_documents(tokens, sizes)
-                empty[column] += int((sizes == 0).sum())
-            progress(len(encoded.columns[0][1]), encoded.input_bytes)
-        for writer, without in zip(writers, empty, strict=True):
-            if not writer.tokens:
-                raise DataError(
-                    f"{', '.join(map(str, inputs))}: no text in any document for {writer.prefix}; nothing is written"
-                )
-            outputs.append(Output(writer.prefix, writer.documents, without, writer.tokens))
-    return outputs
+    def describe(self) -> dict[str, Any]:
+        kind, *files = self.tokenizer_args
+        tokenizer = self.tokenizer()
+        named = {"type": kind, "files": [file for file in files if file], "vocab_size": tokenizer.vocab_size}
+        return {
+            "tokenizer": named | {"sha256": tokenizer.fingerprint()},
+            "keys": list(self.keys),
+            "append_eod": self.append_eod,
+            "ftfy": self.ftfy,
+        }
 
 
-def encode(job: EncodeJob, chunk: Chunk) -> Encoded:
-    """Tokenise one chunk. An EOD follows every document that has tokens."""
-    tokenizer = job.tokenizer()
-    columns = []
-    for key in job.keys:
-        texts = documents(chunk, key)
-        if job.ftfy:
-            texts = [_fix_text(text) for text in texts]
-        rows = tokenizer.tokenize_batch(texts)
-        if job.append_eod:
-            rows = [row + [tokenizer.eod] if len(row) else row for row in rows]
-        sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        # Already in the stored type: a quarter of the bytes come back from a worker
-        tokens = np.fromiter(
-            chain.from_iterable(rows), dtype=best_fitting_dtype(tokenizer.vocab_size), count=int(sizes.sum())
-        )
-        columns.append((tokens, sizes))
-    return Encoded(tuple(columns), chunk.size)
+def joined(rows: Sequence[Sequence[int]], dtype: np.dtype) -> Column:
+    """Lists of ids as one array and their lengths. Raises DataError for an id that does not fit."""
+    try:
+        arrays = [np.array(row, dtype=dtype) for row in rows]
+    except OverflowError:
+        worst = max(max(row, key=abs) for row in rows if len(row))
+        raise DataError(f"token id {worst} does not fit {dtype}, the type for the tokenizer's vocabulary") from None
+    return np.concatenate(arrays or [np.empty(0, dtype)]), np.fromiter(map(len, rows), np.int64, len(rows))
 
 
-def _encode_all(chunks: Iterable[Chunk], job: EncodeJob, workers: int) -> Generator[Encoded, None, None]:
-    """Chunks in order; at most CHUNKS_AHEAD a worker are under way."""
-    if workers <= 1:
-        yield from (encode(job, chunk) for chunk in chunks)
-        return
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pending: deque[Future[Encoded]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
-        try:
-            for chunk in chunks:
-                pending.append(pool.submit(encode, job, chunk))
-                if len(pending) > CHUNKS_AHEAD * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
+    """The ids of a text of any length, tokenised in pieces where that gives the same ids: a tokenizer holds some 120
+    bytes for each byte of a text."""
+    return np.concatenate([joined(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)])
 
 
-def _start_worker(parent: int) -> None:
-    """In a worker: one thread of the tokenizer, as the processes share the cores; and no life after the parent's."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def pieces(text: str, tokenizer: Encoder) -> list[str]:
+    """The text cut before blanks between words, where the tokenizer cuts as well; whole where it never does."""
+    parts, start = [], 0
+    while len(text) - start > LONG:
+        stop = start + LONG
+        seams = [start + LONG // 2 + found.start() for found in BLANK.finditer(text[start + LONG // 2 : stop])]
+        seam = next((seam for seam in seams[: -SEAMS_TRIED - 1 : -1] if _cuts(text, seam, tokenizer)), None)
+        if seam is None:
+            return [text]
+        parts.append(text[start:seam])
+        start = seam
+    return [*parts, text[start:]]
 
-    def follow() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+def _cuts(text: str, seam: int, tokenizer: Encoder) -> bool:
+    """Whether the tokens before and after `seam` are those of both together; how words are parted is a local matter."""
+    left, right = text[max(seam - AROUND, 0) : seam], text[seam : seam + AROUND]
+    before, after, both = tokenizer.tokenize_batch([left, right, left + right])
+    return [*before, *after] == [*both]
 
 
 @functools.lru_cache(maxsize=1)
@@ -156,7 +153,8 @@ def _build(make_tokenizer: Callable[..., Encoder], tokenizer_args: tuple[str | N
     return make_tokenizer(*tokenizer_args)
 
 
-def _fix_text(text: str) -> str:
+def fix_text(text: str) -> str:
+    """Text with broken encodings repaired."""
     try:
         import ftfy
     except ModuleNotFoundError:

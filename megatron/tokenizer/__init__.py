@@ -1,27 +1,32 @@
 """Tokenizer room: one small interface over the tokenizer kinds of NeoX.
 
-`build_tokenizer(args)` for a run, `make_tokenizer(kind, vocab_file, merge_file)` for tools.
+`build_tokenizer(args)` for a run, `make_tokenizer(kind, vocab_file, merge_file, eod_token)` for tools.
 """
 
-from megatron.tokenizer.tokenizer import (
-    CharLevelTokenizer,
-    GPT2BPETokenizer,
-    HFTokenizer,
-    Tokenizer,
-    TokenizerError,
+from megatron.tokenizer.build import (
+    KINDS,
     build_tokenizer,
+    describe,
     make_tokenizer,
     padded_vocab_size,
     with_vocabulary,
 )
+from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
+from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
 
 __all__ = [
+    "KINDS",
     "CharLevelTokenizer",
     "GPT2BPETokenizer",
+    "HFGPT2Tokenizer",
     "HFTokenizer",
+    "SPMTokenizer",
+    "TiktokenTokenizer",
     "Tokenizer",
     "TokenizerError",
     "build_tokenizer",
+    "describe",
     "make_tokenizer",
     "padded_vocab_size",
     "with_vocabulary",

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron.data import IndexedDataset, IndexedDatasetWriter, IndexMaps
 
+ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 DATASET = GOLDEN / "dataset"
 INDEXMAPS = GOLDEN / "indexmaps"

@@ -162,6 +162,10 @@ class _Numbers:
         assert 0 <= index < self.length
         return self.number, index
 
+    @property
+    def order(self) -> dict[str, int]:
+        return {"train_samples": self.length}
+
 
 def test_every_sample_of_a_member_is_seen_once_and_in_order():
     maps = build_blend([7, 2, 1], 1000)

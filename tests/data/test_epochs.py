@@ -35,7 +35,7 @@ def test_every_epoch_visits_every_window_once_in_one_order(tmp_path: Path):
     train = build(args, epochs=3).train
     assert train is not None
     size = len(train) // 3
-    samples = np.stack([train[i] for i in range(len(train))]).reshape(3, size, -1)
+    samples = np.stack([train[i].tokens for i in range(len(train))]).reshape(3, size, -1)
     assert len(np.unique(train.dataset.maps.shuffle_idx)) == size
     assert (samples == samples[0]).all()
     with pytest.raises(IndexError):
@@ -49,8 +49,8 @@ def test_epochs_of_several_sets_visit_each_sample_once(tmp_path: Path):
     train = build(args, epochs=3).train
     assert train is not None
     sizes = [len(member) for member in train.dataset.members]
-    seen = Counter(tuple(train[i]) for i in range(len(train)))
-    each = Counter(tuple(member[i]) for member in train.dataset.members for i in range(len(member)))
+    seen = Counter(tuple(train[i].tokens) for i in range(len(train)))
+    each = Counter(tuple(member[i].tokens) for member in train.dataset.members for i in range(len(member)))
     assert seen == {window: 3 * count for window, count in each.items()}
     assert args.train_iters == 3 * sum(sizes) // 8 and sizes[0] != sizes[1]
 

@@ -10,10 +10,10 @@ import pytest
 
 from megatron.data import DataError, IndexedDataset, IndexMaps, PackedDataset, build_packed
 from megatron.data.cache import cached, load
-from megatron.data.index_maps import IndexKey
+from megatron.data.index_maps import IndexKey, Packing
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
-CASES = sorted(str(path.parent.relative_to(INDEXMAPS)) for path in INDEXMAPS.rglob("doc_idx.npy"))
+CASES = sorted(str(path.parent.relative_to(INDEXMAPS)) for path in INDEXMAPS.glob("packed*/**/doc_idx.npy"))
 
 
 def _case(name: str) -> tuple[IndexedDataset, dict]:
@@ -41,8 +41,8 @@ def test_maps_and_samples_equal_neox(name: str):
     assert len(packed) == golden_json("summary.json")[name]["len"] + 1
     samples = np.load(INDEXMAPS / name / "samples.npz")
     for index, text in zip(samples["_index"], samples["text"], strict=True):
-        assert packed[int(index)].dtype == np.int64
-        np.testing.assert_array_equal(packed[int(index)], text)
+        assert packed[int(index)].tokens.dtype == np.int64
+        np.testing.assert_array_equal(packed[int(index)].tokens, text)
 
 
 def test_golden_cases_are_there():
@@ -93,7 +93,7 @@ def test_samples_are_windows_of_the_joined_documents(tmp_path: Path):
     packed = PackedDataset("train", dataset, maps, 8)
     joined = np.concatenate([dataset[i] for i in maps.doc_idx])
     for index, window in enumerate(maps.shuffle_idx.tolist()):
-        np.testing.assert_array_equal(packed[index], joined[window * 8 : window * 8 + 9])
+        np.testing.assert_array_equal(packed[index].tokens, joined[window * 8 : window * 8 + 9])
     with pytest.raises(IndexError):
         packed[len(packed)]
 
@@ -106,7 +106,7 @@ def test_a_large_corpus_takes_a_moment():
 
 
 def _key(**changes) -> IndexKey:
-    key = IndexKey("0" * 64, first=0, last=9, num_samples=10, seq_length=8, seed=1, pack_impl="packed")
+    key = IndexKey("0" * 64, first=0, last=9, num_samples=10, seq_length=8, seed=1, packing=Packing())
     return replace(key, **changes)
 
 
@@ -116,7 +116,17 @@ def _maps() -> IndexMaps:
 
 @pytest.mark.parametrize(
     "change",
-    [{"index_sha256": "1" * 64}, {"first": 1}, {"last": 8}, {"num_samples": 11}, {"seq_length": 9}, {"seed": 2}],
+    [
+        {"index_sha256": "1" * 64},
+        {"first": 1},
+        {"last": 8},
+        {"num_samples": 11},
+        {"seq_length": 9},
+        {"seed": 2},
+        {"packing": Packing("best_fit")},
+        {"packing": Packing(truncate_documents=9)},
+        {"labels_sha256": "1"},
+    ],
 )
 def test_everything_that_decides_the_maps_is_in_the_cache_key(change: dict):
     assert _key(**change).digest != _key().digest == _key().digest
@@ -133,7 +143,7 @@ def test_cache_is_written_once_whole_and_mapped(tmp_path: Path):
         cached(tmp_path / "cache", _key(), make)
     assert len(made) == 1
     maps = load(tmp_path / "cache", _key(), IndexMaps, wait=0)
-    assert isinstance(maps.sample_idx, np.memmap)
+    assert not maps.sample_idx.flags.owndata and not maps.sample_idx.flags.writeable
     for field in IndexMaps.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(maps, field), getattr(_maps(), field))
     folder = tmp_path / "cache" / _key().digest

@@ -22,6 +22,7 @@ from megatron.data import (
     build_blend,
     build_packed,
     collate,
+    collate_samples,
     collation,
     eval_batches,
     train_loader,
@@ -84,7 +85,7 @@ def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, mic
     for number, ranks in enumerate(steps, start=1):
         assert all(len(micro_batches) == 8 // (micro * size) for micro_batches in ranks)
         rows = [row for m in zip(*ranks, strict=True) for batch in m for row in batch.tokens.tolist()]
-        assert rows == [dataset[i][:-1].tolist() for i in range(8 * number, 8 * number + 8)]
+        assert rows == [dataset[i].tokens[:-1].tolist() for i in range(8 * number, 8 * number + 8)]
 
 
 def _flat(loader) -> list[tuple[list, list, int]]:
@@ -105,10 +106,10 @@ def test_a_blend_goes_on_where_it_stopped_also_with_other_workers(dataset: Packe
     whole = _flat(train_loader(blend, make_args(), data_rank=0, data_size=1))
     assert len(whole) == 7 * 4
     rows = [row for tokens, _, _ in whole for row in tokens]
-    assert rows == [blend[i][:-1].tolist() for i in range(56)]
+    assert rows == [blend[i].tokens[:-1].tolist() for i in range(56)]
     # Three of the first to one of the second, each in its own order
-    assert [row for row in rows if row not in [dataset[i][:-1].tolist() for i in range(42)]] == [
-        other[i][:-1].tolist() for i in range(14)
+    assert [row for row in rows if row not in [dataset[i].tokens[:-1].tolist() for i in range(42)]] == [
+        other[i].tokens[:-1].tolist() for i in range(14)
     ]
     rest = train_loader(blend, make_args(workers=2), data_rank=0, data_size=1, consumed_samples=24)
     assert _flat(rest) == whole[3 * 4 :]
@@ -207,12 +208,12 @@ def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, mic
                 rows.append([*tokens.tolist(), int(labels[-1])])
             else:
                 assert not labels.any()
-    assert rows == [dataset[i].tolist() for i in range(n)]
+    assert rows == [dataset[i].tokens.tolist() for i in range(n)]
 
 
 def test_evaluation_honours_eod_mask_loss(dataset: PackedDataset):
-    eod = int(dataset[0][3])
-    batch = next(eval_batches(dataset, 4, 4, 0, 1, partial(collate, eod=eod, eod_mask_loss=True)))
+    eod = int(dataset[0].tokens[3])
+    batch = next(eval_batches(dataset, 4, 4, 0, 1, partial(collate_samples, eod=eod, eod_mask_loss=True)))
     assert torch.equal(batch.loss_weights, (batch.tokens != eod).long())
 
 
@@ -270,10 +271,12 @@ def test_documents_of_a_batch_end_with_their_eod():
     assert batch.cu_seqlens.dtype == torch.int32 and batch.positions.dtype == torch.int64
     assert batch.cu_seqlens.tolist() == [[0, 2, 5, 5, 5, 5], [0, 1, 2, 5, 5, 5]]
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
-    assert batch.loss_weights.all()
+    # What comes first in a document is not predicted from the one before
+    assert batch.loss_weights.tolist() == [[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     only = collate(samples, eod=0, reset_attention_mask=True)
     assert only.positions is None and only.cu_seqlens is not None and torch.equal(only.cu_seqlens, batch.cu_seqlens)
     only = collate(samples, eod=0, reset_position_ids=True)
+    assert only.loss_weights.all()
     assert only.cu_seqlens is None and only.positions is not None and torch.equal(only.positions, batch.positions)
     for key in ("reset_attention_mask", "reset_position_ids"):
         with pytest.raises(ValueError, match="end-of-document"):
@@ -282,13 +285,13 @@ def test_documents_of_a_batch_end_with_their_eod():
 
 @pytest.mark.parametrize("key, name", [("reset_attention_mask", "cu_seqlens"), ("reset_position_ids", "positions")])
 def test_loaders_reset_as_the_configuration_says(dataset: PackedDataset, key: str, name: str):
-    eod = int(dataset[0][3])
+    eod = int(dataset[0].tokens[3])
     args = make_args(**{key: True})
     batches = [
         next(train_loader(dataset, args, data_rank=0, data_size=1, eod=eod))[0],
         next(eval_batches(dataset, 2, 2, 0, 1, collation(args, eod))),
     ]
     for batch in batches:
-        expected = collate(np.stack([dataset[0], dataset[1]]), eod=eod, **{key: True})
+        expected = collate_samples([dataset[0], dataset[1]], eod=eod, **{key: True})
         assert torch.equal(getattr(batch, name), getattr(expected, name))
         assert (batch.positions is None) != (batch.cu_seqlens is None)

@@ -1,7 +1,10 @@
 """`prepare_data.py` and the quickstart data."""
 
+import http.server
 import json
+import threading
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from megatron.data import IndexedDataset, split_boundaries, unigram_entropy
 from megatron.tokenizer import HFTokenizer
 from tests.data.samples import TOKENIZER
 from tools import quickstart_data
+from tools.datasets.corpora import SOURCES, parts
 
 
 @pytest.fixture(scope="module")
@@ -59,28 +63,90 @@ def refusal(*words: str) -> str:
     return str(stopped.value)
 
 
-def test_a_corpus_that_is_not_here_is_refused_with_what_to_put_where(tmp_path: Path):
+def test_a_corpus_that_cannot_be_reached_is_one_error_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no network, wherever the test runs
     said = refusal("-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8")
-    assert said.startswith("prepare_data.py: enwik8 is not on this machine")
-    assert f"https://data.deepai.org/enwik8.zip into {tmp_path}/enwik8/" in said
-    assert "gpt2-vocab.json" in said and "gpt2-merges.txt" in said
+    assert said.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be had (")
+    assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in said and "--mirror" in said and "\n" not in said
     assert "known are" in refusal("-d", str(tmp_path), "enwik7")
 
 
-def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    # GPT-2's two files, from the golden byte-level BPE
+class Server(http.server.SimpleHTTPRequestHandler):
+    asked: list[str] = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        if self.path == "/cut/enwik8.zip":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"half of it")
+        else:
+            super().do_GET()
+
+    def log_message(self, *values):
+        pass
+
+
+@pytest.fixture
+def mirror(tmp_path: Path):
+    """A loopback server of tmp_path/mirror: its address, and the paths that were asked for."""
+    (tmp_path / "mirror").mkdir()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=str(tmp_path / "mirror")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Server.asked = []
+    yield f"http://127.0.0.1:{server.server_port}", Server.asked
+    server.shutdown()
+    server.server_close()
+
+
+TEXT = "The patient ribbon paints the kettle."
+
+
+def gpt2_files(folder: Path) -> None:
+    """GPT-2's two files, from the golden byte-level BPE."""
     model = json.loads(TOKENIZER.read_text())["model"]
-    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    (tmp_path / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    (folder / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+
+
+def test_a_mirror(tmp_path: Path, mirror, capsys: pytest.CaptureFixture[str]):
+    address, asked = mirror
+    gpt2_files(tmp_path / "mirror")
+    with zipfile.ZipFile(tmp_path / "mirror" / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", TEXT)
+    words = ["-d", str(tmp_path / "data"), "-t", "GPT2BPETokenizer", "--mirror", address + "/", "enwik8"]
+    for again in ([], [], ["-f"]):
+        prepare_data.main([*words, *again])
+    assert asked == ["/enwik8.zip", "/gpt2-vocab.json", "/gpt2-merges.txt", "/enwik8.zip"]
+    assert f"{address}/enwik8.zip -> {tmp_path}/data/enwik8/enwik8.zip" in capsys.readouterr().out
+    dataset = IndexedDataset(tmp_path / "data" / "enwik8" / "enwik8_text_document")
+    assert dataset[0].tolist() == [*HFTokenizer(TOKENIZER).tokenize(TEXT), 0]
+
+
+def test_a_mirror_that_fails_leaves_nothing(tmp_path: Path, mirror):
+    address, _ = mirror
+    for url, reason in ((address, "File not found"), (address + "/cut", "cut off after 10 of 1000 bytes")):
+        said = refusal("-d", str(tmp_path / "data"), "--mirror", url, "enwik8")
+        assert said.startswith(f"prepare_data.py: error: {url}/enwik8.zip cannot be had (") and reason in said
+    assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+
+
+def test_numbered_parts():
+    assert parts("http://x/{08..11}.gz") == [f"http://x/{n}.gz" for n in ("08", "09", "10", "11")]
+    assert all(len(parts(address)) in (1, 30, 512, 1024) for address in SOURCES.values())
+
+
+def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    gpt2_files(tmp_path)
     (tmp_path / "enwik8").mkdir()
     with zipfile.ZipFile(tmp_path / "enwik8" / "enwik8.zip", "w") as archive:
-        archive.writestr("enwik8", "The patient ribbon paints the kettle.")
+        archive.writestr("enwik8", TEXT)
     words = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"]
     prepare_data.main(words)
     prepare_data.main(words)
     said = capsys.readouterr().out.splitlines()
-    assert "1 documents" in said[0] and "there already" in said[1]
+    assert "1 documents" in said[-2] and "there already" in said[-1]
     dataset = IndexedDataset(tmp_path / "enwik8" / "enwik8_text_document")
-    text = "The patient ribbon paints the kettle."
-    assert dataset[0].tolist() == [*HFTokenizer(TOKENIZER).tokenize(text), 0]
+    assert dataset[0].tolist() == [*HFTokenizer(TOKENIZER).tokenize(TEXT), 0]

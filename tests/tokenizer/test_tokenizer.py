@@ -107,17 +107,17 @@ def test_files_that_are_no_tokenizer(tmp_path: Path):
 
 def test_from_args():
     tokenizer = build_tokenizer(
-        SimpleNamespace(tokenizer_type="HFTokenizer", vocab_file=str(TOKENIZER), merge_file=None)
+        SimpleNamespace(tokenizer_type="HFTokenizer", vocab_file=str(TOKENIZER), merge_file=None, eod_token=None)
     )  # type: ignore[arg-type]
     assert isinstance(tokenizer, HFTokenizer) and tokenizer.vocab_size == 380
     with pytest.raises(TokenizerError, match="GPT2BPETokenizer needs merge_file"):
-        build_tokenizer(SimpleNamespace(tokenizer_type="GPT2BPETokenizer", vocab_file="v", merge_file=None))  # type: ignore[arg-type]
+        build_tokenizer(
+            SimpleNamespace(tokenizer_type="GPT2BPETokenizer", vocab_file="v", merge_file=None, eod_token=None)
+        )  # type: ignore[arg-type]
     with pytest.raises(TokenizerError, match=r"needs vocab_file \(--vocab-file\)"):
         make_tokenizer("HFTokenizer")
     with pytest.raises(TokenizerError, match=r"needs merge_file \(--merge-file\)"):
         make_tokenizer("GPT2BPETokenizer", str(TOKENIZER))
-    with pytest.raises(TokenizerError, match="TiktokenTokenizer: not built yet"):
-        make_tokenizer("TiktokenTokenizer")
 
 
 def test_padding_of_the_vocabulary():

@@ -1,8 +1,20 @@
 """The corpora that GPT-NeoX's prepare_data.py knows by name, and where each was published.
 
-Many of these addresses are dead or contested by now, so nothing is downloaded: a file put into `<data-dir>/<name>/` by
-any other way is used.
+Many of these addresses are dead or contested by now: a file put into `<data-dir>/<name>/` by any other way is used.
 """
+
+import http.client
+import os
+import re
+import shutil
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.data import DataError
+from megatron.data.files import sync, temporary
+
+TIMEOUT = 30  # seconds without an answer
 
 GPT2_VOCAB = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json"
 GPT2_MERGES = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt"
@@ -16,7 +28,7 @@ SOURCES = {
     "arxiv": f"{_PARTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",
     "books1": f"{_PARTS}/books1.tar.gz",
     "books3": f"{_PARTS}/books3.tar.gz",
-    "c4": "https://huggingface.co/datasets/allenai/c4",
+    "c4": "https://huggingface.co/datasets/allenai/c4/resolve/main/en/c4-train.{00000..01023}-of-01024.json.gz",
     "c4_openwebtext": "https://the-eye.eu/eleuther_staging/c4/realnewslike/c4-train.{00000..00511}-of-00512.json.gz",
     "enron": f"{_EAI}/enron_emails.jsonl.zst",
     "enwik8": "https://data.deepai.org/enwik8.zip",
@@ -33,3 +45,37 @@ SOURCES = {
     "ubuntu_irc": f"{_PARTS}/ubuntu_irc_until_2020_9_1.jsonl.zst",
     "youtube_subtitles": f"{_PARTS}/yt_subs.jsonl.zst",
 }
+
+
+def parts(address: str) -> list[str]:
+    """The addresses behind one with numbered parts."""
+    numbers = re.search(r"\{(\d+)\.\.(\d+)\}", address)
+    if numbers is None:
+        return [address]
+    first, last = numbers.groups()
+    return [address.replace(numbers[0], f"{n:0{len(first)}}") for n in range(int(first), int(last) + 1)]
+
+
+def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str], None]) -> None:
+    """Download a file, from the folder `mirror` if given; it appears when it is whole. Raises DataError."""
+    if mirror:
+        address = f"{mirror.rstrip('/')}/{address.rsplit('/', 1)[1]}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = temporary(target)
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT) as source, open(unfinished, "wb") as file:
+            size = int(source.headers.get("Content-Length") or -1)
+            report(f"{address} -> {target}" + (f" ({size / 1e6:.1f} MB)" if size >= 0 else ""))
+            shutil.copyfileobj(source, file, 1 << 20)
+            if size not in (-1, file.tell()):
+                raise OSError(f"cut off after {file.tell()} of {size} bytes")
+        sync(unfinished)
+        os.replace(unfinished, target)
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        reason = getattr(problem, "reason", None) or problem
+        raise DataError(
+            f"{address} cannot be had ({reason}); put the file at {target} by other means, or name another folder "
+            "that holds it with --mirror URL"
+        ) from None
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""What lies beside the tokens: labels (`X_label_document`) and rewards (`X_reward_document`), checked against them.
+
+Labels are int32, as many as tokens, not shifted: the token itself, or -100 where it is not trained. Rewards are one
+number a document.
+"""
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path
+from megatron.data.storage import open_dataset
+
+MASKED = -100
+CHUNK = 1 << 24  # labels looked at in one go
+
+
+def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
+    """The labels of `text`; raises DataError when they are not as many, naming the first document."""
+    labels = open_dataset(prefix)
+    if labels.dtype.kind != "i":
+        raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels are int32, -100 where masked")
+    _check_documents(labels, text, "labels")
+    differ = np.flatnonzero(labels.sizes != text.sizes)
+    if len(differ):
+        document = int(differ[0])
+        raise DataError(
+            f"{labels.data_file}: document {document} has {labels.sizes[document]} labels, but {text.data_file} has "
+            f"{text.sizes[document]} tokens of it ({len(differ)} such documents); make both again in one go"
+        )
+    return labels
+
+
+def open_rewards(prefix: str, text: IndexedDataset) -> IndexedDataset:
+    """The rewards of the documents of `text`; raises DataError when one is missing or not finite."""
+    rewards = IndexedDataset(prefix)
+    _check_documents(rewards, text, "rewards")
+    there = np.flatnonzero(rewards.sizes)
+    finite = np.zeros(len(rewards), bool)
+    finite[there] = np.isfinite(rewards.tokens[rewards.pointers[there] // rewards.dtype.itemsize])
+    bad = np.flatnonzero(~finite)
+    if len(bad):
+        raise DataError(f"{rewards.data_file}: document {bad[0]} has no finite reward ({len(bad)} such documents)")
+    return rewards
+
+
+def _check_documents(beside: IndexedDataset, text: IndexedDataset, what: str) -> None:
+    if len(beside) != len(text):
+        raise DataError(
+            f"{beside.data_file}: {what} of {len(beside)} documents, but {text.data_file} has {len(text)}: document "
+            f"{min(len(beside), len(text))} is only in one of them; make both again in one go"
+        )
+
+
+def labelled(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
+    """Which of documents [first, last) have a label among their tokens [begin, end), boolean."""
+    found = np.zeros(last - first, bool)
+    ends = np.cumsum(labels.sizes[first:last], dtype=np.int64)
+    while first < last:
+        done = len(found) - (last - first)
+        before = int(ends[done - 1]) if done else 0
+        count = max(1, int(np.searchsorted(ends, before + CHUNK, side="right")) - done)
+        places = before + np.flatnonzero(labels.span(first, first + count) >= 0)
+        document = np.searchsorted(ends, places, side="right")
+        offset = places - (ends[document] - labels.sizes[first - done + document])
+        found[document[(offset >= begin) & (offset < end)]] = True
+        first += count
+    return found
+
+
+def unlisted_labels(prefix: str, key: str) -> str | None:
+    """A line on the labels that lie beside a set without being listed in `key`; None where there are none."""
+    stem = prefix.removesuffix("_document")
+    for found in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
+        if stem != prefix and index_path(found).is_file() and data_path(found).is_file():
+            labels = IndexedDataset(found)
+            tokens = labels.tokens
+            masked = sum(int((tokens[at : at + CHUNK] < 0).sum()) for at in range(0, len(tokens), CHUNK))
+            share = 100 * masked / max(1, len(tokens))
+            return (
+                f"{prefix}: all tokens are trained; the labels beside them would mask {masked} of {len(tokens)} "
+                f"({share:.1f} %): list {found} in {key}"
+            )
+    return None

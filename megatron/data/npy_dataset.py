@@ -1,0 +1,119 @@
+"""Packed data as a folder of `.npy` files: rows of one length, ready to be read with numpy alone.
+
+Every shard is an integer array [rows, width]; shards follow each other by name, or as `metadata.json` lists them
+(`{"format": 1, "dtype", "width", "tokens", "shards": {name: rows}}`), which our writer adds and other tools may leave
+out. A folder is a data path like a `.bin/.idx` prefix, its rows being the documents: `pack_impl: packed` joins them,
+`unpacked` takes each as one sample of width - 1 tokens and labels.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.files import map_npy, sync, temporary
+from megatron.data.indexed_dataset import IndexedDataset
+
+METADATA = "metadata.json"
+
+
+class NpyDataset(IndexedDataset):
+    """An `IndexedDataset` over the rows of a folder of `.npy` files; item i is row i.
+
+    Raises DataError for shards that cannot be read, are no rows of integers, or not those that `metadata.json` lists.
+    """
+
+    def __init__(self, prefix: str | Path, known_sha256: str | None = None):
+        folder = Path(prefix)
+        self.prefix, self.data_file, self.index_file = str(prefix), folder, folder / METADATA
+        self.data_files = self._listed(folder)
+        self.shards = [_map(file) for file in self.data_files]
+        kinds = {(shard.dtype, shard.shape[1]) for shard in self.shards}
+        if len(kinds) != 1:
+            found = ", ".join(sorted(f"{dtype} [rows, {width}]" for dtype, width in kinds))
+            raise DataError(f"{folder}: shards of different kinds ({found}); a dataset has rows of one length and type")
+        (self.dtype, self.width) = kinds.pop()
+        rows = [len(shard) for shard in self.shards]
+        self.first_rows = np.cumsum([0, *rows])
+        total = sum(rows)
+        self.sizes = np.broadcast_to(np.int32(self.width), total)
+        self.pointers = np.arange(total, dtype=np.int64) * (self.width * self.dtype.itemsize)
+        self.doc_idx = np.arange(total + 1, dtype=np.int64)
+        self.index_sha256 = hashlib.sha256(json.dumps([str(self.dtype), self.width, total]).encode()).hexdigest()
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        shard = int(np.searchsorted(self.first_rows, index, side="right")) - 1
+        row = self.shards[shard][index - self.first_rows[shard]]
+        return row[offset:] if length is None else row[offset : offset + length]
+
+    def span(self, first: int, last: int) -> np.ndarray:
+        return np.concatenate([self.get(row) for row in range(first, last)] or [np.empty(0, self.dtype)])
+
+    @property
+    def tokens(self) -> np.ndarray:  # type: ignore[override]
+        """All tokens, joined; a copy when there are several shards."""
+        return self.shards[0].reshape(-1) if len(self.shards) == 1 else np.concatenate([s.ravel() for s in self.shards])
+
+    def _listed(self, folder: Path) -> tuple[Path, ...]:
+        if not self.index_file.is_file():
+            files = tuple(sorted(folder.glob("*.npy")))
+            if not files:
+                raise DataError(f"{folder}: a folder without .npy files; a data path is such a folder, or a prefix")
+            return files
+        try:
+            shards = json.loads(self.index_file.read_text())["shards"]
+            files = tuple(folder / name for name in shards)
+            wrong = [file for file in files if not file.is_file() or len(_map(file)) != shards[file.name]]
+        except (ValueError, KeyError, TypeError) as problem:
+            raise DataError(f"{self.index_file}: not a list of shards ({problem!r}); copy the folder again") from None
+        if wrong or not files:
+            raise DataError(f"{wrong[0] if wrong else folder}: not as {METADATA} lists it; copy the folder again")
+        return files
+
+
+def _map(file: Path) -> np.ndarray:
+    try:
+        array = map_npy(file)
+    except (OSError, KeyError, ValueError) as problem:
+        raise DataError(f"{file}: cannot be read as .npy ({str(problem).splitlines()[0]}); copy it again") from None
+    if array.ndim != 2 or array.dtype.kind not in "iu" or array.dtype.itemsize * array.size == 0:
+        raise DataError(f"{file}: {array.dtype} {list(array.shape)}, expected rows of token ids [rows, tokens]")
+    return array
+
+
+def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_shard: int = 1 << 16) -> tuple[int, int]:
+    """Write the documents of `source`, joined in their order, as rows of `width` tokens; (rows, tokens left over).
+
+    The last tokens that fill no row are left out. The folder appears when it is complete.
+    """
+    folder = Path(folder)
+    rows, rest = divmod(len(source.tokens), width)
+    if not rows:
+        raise DataError(f"{source.data_file}: {rest} tokens do not fill a row of {width}")
+    if folder.exists():
+        raise DataError(f"{folder}: exists already; remove it first")
+    table = source.tokens[: rows * width].reshape(rows, width)
+    shards = {f"{start // rows_per_shard:06d}.npy": start for start in range(0, rows, rows_per_shard)}
+    unfinished = temporary(folder)
+    try:
+        unfinished.mkdir(parents=True)
+        counts = {}
+        for name, start in shards.items():
+            part = table[start : start + rows_per_shard]
+            np.save(unfinished / name, part)
+            sync(unfinished / name)
+            counts[name] = len(part)
+        facts = {"format": 1, "dtype": source.dtype.name, "width": width, "tokens": rows * width, "shards": counts}
+        (unfinished / METADATA).write_text(json.dumps(facts, indent=1) + "\n")
+        sync(unfinished / METADATA)
+        sync(unfinished)
+        os.rename(unfinished, folder)
+    except OSError as problem:
+        raise DataError(f"{folder}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return rows, rest

@@ -1,0 +1,20 @@
+"""Opening a data path, whatever lies there."""
+
+from pathlib import Path
+
+from megatron.data.indexed_dataset import OLD_MAGIC, IndexedDataset, index_path
+from megatron.data.legacy_dataset import LegacyDataset
+from megatron.data.npy_dataset import NpyDataset
+
+
+def open_dataset(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
+    """A folder of `.npy` files, or the `.bin/.idx` pair of a prefix.
+
+    data_impl: mmap (format MMIDIDX), cached (TNTIDX, cached/lazy), infer (by the file's first bytes). Raises DataError.
+    """
+    if Path(path).is_dir() and not index_path(path).exists():
+        return NpyDataset(path)
+    if data_impl == "infer" and index_path(path).is_file():
+        with open(index_path(path), "rb") as file:
+            data_impl = "cached" if file.read(len(OLD_MAGIC)) == OLD_MAGIC else "mmap"
+    return LegacyDataset(path) if data_impl == "cached" else IndexedDataset(path)

@@ -1,0 +1,147 @@
+"""Tokenizers of the HuggingFace libraries: a `tokenizer.json`, GPT-2's two files, or a folder or name on the Hub."""
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.tokenizer.interface import (
+    END_OF_DOCUMENT,
+    PADDING,
+    Tokenizer,
+    TokenizerError,
+    no_end,
+    no_such_token,
+    read_file,
+)
+
+DECLARATIONS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
+ROLES = ("bos_token", "eos_token", "pad_token")
+
+
+class HFTokenizer(Tokenizer):
+    """A `tokenizer.json` of the tokenizers library, or a folder with one.
+
+    eod: `eod_token`, else `<|endoftext|>` (NeoX), else the eos_token that the files beside it declare.
+    """
+
+    def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
+        path = Path(vocab_file)
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        self._content = read_file(path)
+        tokenizers = _library("tokenizers")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
+        except Exception as problem:  # the library raises bare Exception (ValueError in newer releases)
+            raise TokenizerError(f"{path}: not a tokenizer.json of the tokenizers library ({problem})") from None
+        self._adopt(tokenizer, path, eod_token, _declared(path))
+
+    def _adopt(self, tokenizer: Any, where: object, eod_token: str | None, declared: Mapping[str, str]) -> None:
+        """Take the library's tokenizer and look its special tokens up."""
+        # A file saved with these would cut documents off, or fill them up, without a word
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, find = tokenizer, tokenizer.token_to_id
+        # Not get_vocab_size(): ids may have holes
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if eod_token is not None and find(eod_token) is None:
+            raise no_such_token(where, eod_token)
+        names = {role: declared[role] for role in ROLES if find(declared.get(role, "")) is not None}
+        eos = names.get("eos_token")
+        end = eod_token or (END_OF_DOCUMENT if find(END_OF_DOCUMENT) is not None else eos)
+        if end is None:
+            raise no_end(where, "nothing beside it declares an eos_token")
+        padding = PADDING if find(PADDING) is not None else names.get("pad_token")
+        self.eod, self.eos = find(end), find(eos or end)
+        self.bos = find(names["bos_token"]) if "bos_token" in names else None
+        self.pad = None if padding is None else find(padding)
+        special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens = special | {self.eod: end}
+        # What a copy needs beside the tokenizer.json to be the same tokenizer, in transformers' form
+        self._config = None if end == END_OF_DOCUMENT else {**names, "eos_token": end}
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def files(self) -> dict[str, bytes]:
+        found = {"tokenizer.json": self._content}
+        if self._config is not None:
+            config = {**self._config, "tokenizer_class": "PreTrainedTokenizerFast"}
+            found["tokenizer_config.json"] = json.dumps(config, indent=1, sort_keys=True).encode()
+        return found
+
+
+class GPT2BPETokenizer(HFTokenizer):
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. In the text `<|endoftext|>` is nothing special."""
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path, eod_token: str | None = None):
+        self._vocab, self._merges = read_file(vocab_file), read_file(merge_file)
+        tokenizers = _library("tokenizers")
+        try:
+            model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+        except Exception as problem:  # as above
+            raise TokenizerError(f"{vocab_file}, {merge_file}: not GPT-2 vocabulary and merges ({problem})") from None
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        self._adopt(tokenizer, vocab_file, eod_token, {})
+
+    def files(self) -> dict[str, bytes]:
+        end = {} if self._config is None else {"eod_token": self.special_tokens[self.eod].encode()}
+        return {"vocab.json": self._vocab, "merges.txt": self._merges, **end}
+
+
+class HFGPT2Tokenizer(HFTokenizer):
+    """What transformers' AutoTokenizer makes of a folder or a name on the Hub (`gpt2`), with `<|padding|>` (NeoX)."""
+
+    def __init__(self, vocab_file: str | Path | None = None, eod_token: str | None = None):
+        name = str(vocab_file or "gpt2")
+        transformers = _library("transformers")
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except Exception as problem:  # OSError, ValueError, or what a broken file raises in the depths
+            reason = str(problem).strip().split("\n")[0]
+            raise TokenizerError(
+                f"HFGPT2Tokenizer: {name} cannot be had: it is no folder with tokenizer files, is not in the local "
+                f"cache of the Hub, or the Hub cannot be reached ({reason}); set vocab_file (--vocab-file) to a folder"
+            ) from None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TokenizerError(f"HFGPT2Tokenizer: {name} has no fast form (no tokenizer.json); use its own kind")
+        tokenizer.add_special_tokens({"pad_token": PADDING})
+        declared = {role: value for role in ROLES if (value := getattr(tokenizer, role))}
+        if eod_token is None and "eos_token" not in declared:
+            raise TokenizerError(f"{name}: declares no eos_token; name one with eod_token (--eod-token)")
+        self._adopt(backend, name, eod_token or declared["eos_token"], declared)
+        self._content = backend.to_str().encode()
+        self._config = {**declared, "eos_token": self.special_tokens[self.eod]}
+
+
+def _declared(path: Path) -> dict[str, str]:
+    """bos_token, eos_token, pad_token as the files beside a `tokenizer.json` declare them."""
+    found: dict[str, str] = {}
+    for file in map(path.with_name, DECLARATIONS):
+        if path.name != "tokenizer.json" or not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+            for role in ROLES:
+                value = content.get(role)
+                value = value.get("content") if isinstance(value, dict) else value
+                if isinstance(value, str):
+                    found[role] = value
+        except (ValueError, AttributeError) as problem:
+            raise TokenizerError(f"{file}: not a JSON object ({problem})") from None
+    return found
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise TokenizerError(f"this tokenizer needs the {name} package (pip install {name})") from None

@@ -1,0 +1,102 @@
+"""Train a byte-level BPE on JSONL texts; flags are GPT-NeoX's.
+
+    python megatron/tokenizer/train_tokenizer.py --json_input_dir data --tokenizer_output_path tokenizer.json -v 52000
+
+Unlike GPT-NeoX's it gives back every text as it was: no normalisation, no added space, and all 256 bytes are tokens.
+"""
+
+import argparse
+import gzip
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.tokenizer.interface import END_OF_DOCUMENT, PADDING, TokenizerError  # noqa: E402
+
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst")
+SMALLEST = 256 + 2  # bytes and special tokens
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
+    """The `tokenizer.json` of a byte-level BPE with NeoX's two special tokens first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST:
+        raise TokenizerError(f"--vocab_size {vocab_size}: at least {SMALLEST}, the bytes and two special tokens")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+def read_texts(folder: Path) -> Iterator[str]:
+    """The `text` of every line of the JSONL files in `folder` (or of the one file), in the order of their names."""
+    files = [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.name.endswith(ENDINGS))
+    if not files:
+        raise TokenizerError(f"--json_input_dir {folder}: no file there ends in {', '.join(ENDINGS)}")
+    for file in files:
+        with _open(file) as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                except (ValueError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
+                    raise TokenizerError(f'{file}:{number}: not a JSON object with a text under "text"')
+                yield text
+
+
+def _open(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix != ".zst":
+        return open(path, "rb")
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise TokenizerError(f"{path}: reading .zst needs the zstandard package (pip install zstandard)") from None
+    return io.BufferedReader(zstandard.open(path, "rb"))
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json_input_dir", type=Path, required=True, help=f"folder of {', '.join(ENDINGS)} files")
+    parser.add_argument("--tokenizer_output_path", type=Path, required=True, help="the tokenizer.json to write")
+    parser.add_argument("--tokenizer_type", choices=["BPE"], default="BPE", help="BPE; there is no other")
+    parser.add_argument("-v", "--vocab_size", type=int, default=52000, help="tokens in the vocabulary (52000)")
+    return parser.parse_args(argv)
+
+
+def main(options: argparse.Namespace) -> None:
+    try:
+        content = train_tokenizer(read_texts(options.json_input_dir), options.vocab_size)
+    except TokenizerError as problem:
+        sys.exit(f"train_tokenizer.py: error: {problem}")
+    path = options.tokenizer_output_path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    unfinished.write_text(content, encoding="utf-8")
+    os.replace(unfinished, path)
+    found = len(json.loads(content)["model"]["vocab"])
+    asked = options.vocab_size
+    fewer = f" (the texts give no more than these; {asked} were asked for)" if found < asked else ""
+    print(f"Tokenizer saved at {path}: {found} tokens{fewer}")
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,250 @@
+"""Make training data of a HuggingFace dataset: one text a row as JSONL, counted, and tokenised into `.bin/.idx`.
+
+    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file tokenizer.json
+
+writes <output-base>/<name>_<subset>_<split>/{dataset.jsonl, <folder>_text_document.bin, .idx, pipeline_results.json}.
+Conversations become plain text through a chat template: all of it is trained, as no labels are made. For labels use
+tools/datasets/preprocess_data_with_chat_template.py.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron.data import DataError, EncodeJob, preprocess
+from megatron.data.chat import ChatTokenizer, conversation, load_chat_tokenizer
+from megatron.data.columnar import InputFile, resolve
+from megatron.data.files import sync, temporary
+from megatron.data.readers import Row, Shard
+from megatron.data.workers import in_order
+from megatron.tokenizer import TokenizerError, make_tokenizer
+from tools.datasets.run_job import progress_line
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", required=True, help="name on the hub, or a file or folder here")
+    data.add_argument("--subset", help="configuration of the dataset")
+    data.add_argument("--split", default="train", help="train")
+    data.add_argument("--data-dir", help="folder within the hub repository")
+    data.add_argument("--data-files", help="files here to read instead, separated by commas")
+    text = parser.add_argument_group("text of a row")
+    text.add_argument("--text-column", help="text, else messages")
+    text.add_argument("--join-columns", help="columns, separated by commas, joined by empty lines")
+    text.add_argument("--midtrain-chat-messages", action="store_true", help="contents of messages only, without roles")
+    text.add_argument("--skip-chat-template", action="store_true", help="messages as Python writes them")
+    tokens = parser.add_argument_group("tokenizers")
+    tokens.add_argument("--vocab-file", help="tokenizer.json for the .bin/.idx")
+    tokens.add_argument("--hf-tokenizer", help="folder or hub name, for the chat template and the token count")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-dir", type=Path, help="<output-base>/<name>_<subset>_<split>")
+    output.add_argument("--output-base", type=Path, default=Path("./data"), help="./data")
+    output.add_argument("--skip-count", action="store_true", help="do not count tokens before")
+    output.add_argument("--skip-tokenize", action="store_true", help="no .bin/.idx")
+    output.add_argument("--count-only", action="store_true", help="count tokens, write nothing")
+    work = parser.add_argument_group("work")
+    work.add_argument("--num-proc", type=int, default=16, help="processes (16)")
+    work.add_argument("--batch-size", type=int, default=10000, help="rows that are counted at once (10000)")
+    work.add_argument("--tokenize-workers", type=int, help="processes of the last step (--num-proc)")
+    work.add_argument("--download-workers", type=int, help="parallel downloads (--num-proc)")
+    return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """How a row becomes one text; made into work by `Texts.lines` in every process."""
+
+    columns: tuple[str, ...]
+    joined: bool
+    chat: bool
+    plain: bool  # contents without roles
+    verbatim: bool  # as Python writes them
+    hf_tokenizer: str | None
+    count: bool
+    batch: int
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        if not self.hf_tokenizer:
+            raise DataError(
+                "a chat template and a token count need --hf-tokenizer (or --skip-chat-template, --skip-count)"
+            )
+        return _load(self.hf_tokenizer)
+
+    def text(self, row: Row) -> str:
+        value = row.value()
+        if isinstance(value, str) and len(self.columns) == 1:
+            value = {self.columns[0]: value}
+        missing = [name for name in self.columns if not isinstance(value, dict) or name not in value]
+        if missing:
+            found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            raise DataError(f"{row.where()}: no column {', '.join(missing)} (found: {found})")
+        if self.joined:
+            return "\n\n".join(str(value[name]) for name in self.columns if value[name])
+        content = value[self.columns[0]]
+        if not self.chat:
+            if not isinstance(content, str):
+                raise DataError(f'{row.where()}: "{self.columns[0]}" is {type(content).__name__}, not text')
+            return content
+        if self.verbatim:
+            return str(content)
+        try:
+            messages = conversation(content, self.columns[0])
+            if self.plain:
+                parts = [message.get("content") for message in messages]
+                return "\n\n".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
+            return self.tokenizer.render(messages)
+        except DataError as problem:
+            raise DataError(f"{row.where()}: {problem}") from None
+
+    def lines(self, shard: Shard) -> tuple[bytes, int, int]:
+        """The rows of a shard as JSONL, how many, and how many tokens (0 where these are not counted)."""
+        texts = [self.text(row) for row in shard.rows()]
+        tokens = 0
+        for start in range(0, len(texts) if self.count else 0, self.batch):
+            tokens += sum(len(ids) for ids, _ in self.tokenizer.encode(texts[start : start + self.batch]))
+        return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode(), len(texts), tokens
+
+
+@lru_cache(maxsize=1)
+def _load(path: str) -> ChatTokenizer:
+    return load_chat_tokenizer(path)
+
+
+def first_columns(files: Sequence[InputFile]) -> list[str]:
+    for row in (row for file in files for shard in file.shards(None) for row in shard.rows()):
+        value = row.value()
+        return list(value) if isinstance(value, dict) else ["text"]
+    raise DataError("no rows in the dataset")
+
+
+def choose_columns(options: argparse.Namespace, found: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """(columns to read, whether they hold conversations)."""
+    if options.join_columns:
+        columns = tuple(name.strip() for name in options.join_columns.split(","))
+    elif options.text_column:
+        columns = (options.text_column,)
+    elif options.midtrain_chat_messages:
+        columns = ("messages",)
+    else:
+        columns = tuple(name for name in ("text", "messages") if name in found)[:1]
+    missing = [name for name in columns if name not in found]
+    if missing or not columns:
+        raise DataError(
+            f"no column {', '.join(missing) or 'text or messages'} (found: {', '.join(found)}); "
+            "name the right one with --text-column"
+        )
+    return columns, columns == ("messages",)
+
+
+def export(texts: Texts, files: Sequence[InputFile], workers: int, target: Path | None) -> tuple[int, int]:
+    """Write the JSONL (unless target is None) in the order of the rows; returns (rows, tokens)."""
+    tasks = ((shard,) for file in files for shard in file.shards(texts.columns))
+    rows = tokens = 0
+    unfinished = temporary(target) if target else Path(os.devnull)
+    try:
+        with open(unfinished, "wb") as file:
+            for lines, count, counted in in_order(texts.lines, tasks, workers):
+                file.write(lines)
+                rows, tokens = rows + count, tokens + counted
+        if target:
+            sync(unfinished)
+            os.replace(unfinished, target)
+    except OSError as problem:
+        raise DataError(f"{target}: cannot be written ({problem.strerror})") from None
+    finally:
+        if target:
+            unfinished.unlink(missing_ok=True)
+    return rows, tokens
+
+
+def prepare(options: argparse.Namespace) -> dict[str, Any]:
+    """All steps; returns what `pipeline_results.json` holds. Raises DataError."""
+    start = time.monotonic()
+    named = [Path(options.dataset).name, options.subset, options.split]
+    folder = options.output_dir or options.output_base / "_".join(part for part in named if part)
+    if not (options.count_only or options.skip_tokenize or options.vocab_file):
+        raise DataError("--vocab-file: the tokenizer.json to tokenise with is wanted (or --skip-tokenize)")
+    sources = options.data_files.split(",") if options.data_files else [options.dataset]
+    hub = {"data_dir": options.data_dir} if options.data_dir else {}
+    files = resolve(
+        sources, options.split, options.subset, num_proc=options.download_workers or options.num_proc, **hub
+    )
+    columns, chat = choose_columns(options, first_columns(files))
+    texts = Texts(
+        columns,
+        bool(options.join_columns),
+        chat,
+        options.midtrain_chat_messages,
+        options.skip_chat_template,
+        options.hf_tokenizer,
+        options.count_only or not options.skip_count,
+        options.batch_size,
+    )
+    if texts.count or chat and not (texts.plain or texts.verbatim):
+        _ = texts.tokenizer  # before any work, and so that every process has it
+    jsonl = None if options.count_only else folder / "dataset.jsonl"
+    if jsonl:
+        folder.mkdir(parents=True, exist_ok=True)
+    rows, tokens = export(texts, files, options.num_proc, jsonl)
+    results: dict[str, Any] = {
+        "dataset": options.dataset,
+        "subset": options.subset,
+        "split": options.split,
+        "output_dir": str(folder),
+        "num_documents": rows,
+        "text_column": "text" if options.join_columns else columns[0],
+        "is_messages": chat,
+        "token_count": tokens if texts.count else None,
+    }
+    if texts.count:
+        results["tokens_per_doc"] = tokens / rows if rows else 0
+        print(f"{rows} documents, {tokens} tokens ({options.hf_tokenizer})")
+    if jsonl:
+        print(f"{jsonl}: {rows} documents")
+        results |= {"jsonl_path": str(jsonl), "tokenized": not options.skip_tokenize}
+        if not options.skip_tokenize:
+            results |= tokenize(jsonl, folder / folder.name, options)
+    results |= {"status": "completed", "elapsed_time": time.monotonic() - start}
+    if jsonl:
+        (folder / "pipeline_results.json").write_text(json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def tokenize(jsonl: Path, prefix: Path, options: argparse.Namespace) -> dict[str, Any]:
+    start = time.monotonic()
+    output = preprocess(
+        [jsonl],
+        [f"{prefix}_text_document"],
+        EncodeJob(make_tokenizer, ("HFTokenizer", options.vocab_file, None), append_eod=True),
+        workers=options.tokenize_workers or options.num_proc,
+        metadata_file=f"{prefix}_metadata.json",
+        progress=progress_line(None, 1000),
+    ).outputs[0]
+    print(f"{output.prefix}.bin, .idx: {output.documents} documents, {output.tokens} tokens")
+    return {
+        "tokenize_time": time.monotonic() - start,
+        "bin_path": f"{output.prefix}.bin",
+        "idx_path": f"{output.prefix}.idx",
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        results = prepare(parse(argv))
+    except (DataError, TokenizerError) as problem:
+        sys.exit(f"prepare_hf_dataset.py: error: {problem}")
+    if results.get("tokenized"):
+        print(f'For the training configuration: "train_data_paths": ["{results["bin_path"].removesuffix(".bin")}"]')
+
+
+if __name__ == "__main__":
+    main()

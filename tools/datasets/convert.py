@@ -1,0 +1,96 @@
+"""Write the rows of any input that preprocess_data.py reads as one Parquet file.
+
+python tools/datasets/convert.py data.jsonl data.parquet
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError  # noqa: E402
+from megatron.data.columnar import InputFile, resolve  # noqa: E402
+from megatron.data.files import sync, temporary  # noqa: E402
+
+GROUP_BYTES = 32 << 20  # of input in a row group, and in memory
+
+
+def tables(files: Sequence[InputFile]) -> Iterator[Any]:
+    """The rows in groups, as Arrow tables; a bare text becomes the column `text`."""
+    import pyarrow
+
+    rows: list[dict] = []
+    size = 0
+    for row in (row for file in files for shard in file.shards(None) for row in shard.rows()):
+        value = row.value()
+        if isinstance(value, str):
+            value = {"text": value}
+        if not isinstance(value, dict):
+            raise DataError(f"{row.where()}: {type(value).__name__}, not an object with columns")
+        rows.append(value)
+        size += row.size
+        if size >= GROUP_BYTES:
+            yield pyarrow.Table.from_pylist(rows, schema=_schema(rows))
+            rows, size = [], 0
+    if rows:
+        yield pyarrow.Table.from_pylist(rows, schema=_schema(rows))
+
+
+def _schema(rows: list[dict]) -> Any:
+    """Of all columns of all rows: the library looks at the first row only."""
+    import pyarrow
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pyarrow.schema([(name, pyarrow.array([row.get(name) for row in rows]).type) for name in names])
+
+
+def convert(source: str, target: Path) -> int:
+    """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row group."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise DataError("writing Parquet needs the pyarrow package (pip install pyarrow)") from None
+    if target.suffix != ".parquet":
+        raise DataError(f"{target}: the name of a .parquet file is wanted")
+    files, unfinished, count = resolve([source]), temporary(target), 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        schema = pyarrow.unify_schemas([table.schema for table in tables(files)], promote_options="permissive")
+        with parquet.ParquetWriter(unfinished, schema) as writer:
+            for table in tables(files):
+                missing = [name for name in schema.names if name not in table.schema.names]
+                for name in missing:
+                    table = table.append_column(name, pyarrow.nulls(len(table), schema.field(name).type))
+                writer.write_table(table.select(schema.names).cast(schema))
+                count += len(table)
+        sync(unfinished)
+        os.replace(unfinished, target)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as problem:
+        raise DataError(
+            f"{source}: a column holds values of different types ({str(problem).splitlines()[0]})"
+        ) from None
+    except OSError as problem:
+        raise DataError(f"{target}: cannot be written ({problem.strerror or problem})") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", help="a file, a folder or organisation/name of a HuggingFace dataset")
+    parser.add_argument("output", type=Path, help="the .parquet file to write")
+    options = parser.parse_args(argv)
+    try:
+        print(f"{options.output}: {convert(options.input, options.output)} rows")
+    except DataError as problem:
+        sys.exit(f"convert.py: error: {problem}")
+
+
+if __name__ == "__main__":
+    main()

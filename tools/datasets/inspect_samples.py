@@ -1,0 +1,108 @@
+"""Show what a dataset teaches: its samples as text, coloured by what is trained and what is masked.
+
+    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in colour
+    python tools/datasets/inspect.py data/chat_messages_document --vocab-file tokenizer.json \\
+        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training sees them
+    python tools/datasets/inspect.py data/mine_text_document --vocab-file tokenizer.json --stats
+
+Labels, rewards and the other side of pairs are found beside the file that is named.
+"""
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.data import DataError
+from megatron.data.columns import Column, find_columns
+from megatron.data.files import temporary
+from megatron.data.looking import Documents, Rows, View, grouped
+from megatron.data.render import page, terminal
+from megatron.data.report import dataset_stats, histogram, table
+from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="inspect.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prefix", help="data path without .bin/.idx, or what --output-prefix was")
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", choices=KINDS, default="HFTokenizer", help="HFTokenizer")
+    tokens.add_argument("--vocab-file", help="tokenizer.json, or what the tokenizer type needs")
+    tokens.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
+    tokens.add_argument("--eod-token", help="name of the token that ends documents, where it is not found by itself")
+    which = parser.add_argument_group("samples")
+    which.add_argument("--samples", type=int, default=5, help="how many (5)")
+    which.add_argument("--start", type=int, default=0, help="the first one (0)")
+    which.add_argument("--random", type=int, metavar="SEED", help="a random choice of them instead")
+    which.add_argument("--seq-length", type=int, help="packed rows as training sees them; unset: documents as stored")
+    which.add_argument(
+        "--pack-impl", choices=["packed", "pack_until_overflow", "unpacked", "best_fit"], default="packed",
+        help="how documents become rows (packed)",
+    )  # fmt: skip
+    which.add_argument("--seed", type=int, default=1234, help="of the rows' order (1234, as in training)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write the same as one page")
+    output.add_argument("--stats", action="store_true", help="numbers about all documents, and their histogram")
+    output.add_argument("--picture", type=Path, help="with --stats: file of the histogram (PREFIX_lengths.png)")
+    output.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="on a terminal (auto)")
+    return parser.parse_args(argv)
+
+
+def chosen(group: list[Column], options: argparse.Namespace) -> Iterator[list[View]]:
+    if options.seq_length is None:
+        source: Documents | Rows = Documents(group)
+    elif len(group) > 1:
+        raise DataError(f"{options.prefix}: pairs are not packed into rows; leave --seq-length out")
+    else:
+        source = Rows(group[0], options.seq_length, options.pack_impl, options.seed)
+    if options.start >= len(source) > 0:
+        raise DataError(f"--start {options.start}: there are {len(source)} samples, from 0 on")
+    which: Sequence[int] = range(options.start, min(len(source), options.start + options.samples))
+    if options.random is not None:
+        which = sorted(random.Random(options.random).sample(range(len(source)), min(len(source), options.samples)))
+    for index in which:
+        yield source[index]
+
+
+def publish(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary(path).write_bytes(content)
+    os.replace(temporary(path), path)
+
+
+def show(options: argparse.Namespace) -> None:
+    kind = (options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token)
+    tokenizer = make_tokenizer(*kind)
+    columns = find_columns(options.prefix)
+    views = [found for group in grouped(columns) for found in chosen(group, options)]
+    stats, picture = [], None
+    colour = options.color == "always" or (
+        options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
+    if options.stats:
+        stats = [dataset_stats(column, tokenizer.special_tokens) for column in columns]
+        picture = histogram({Path(found.name).name: found.lengths for found in stats})
+        for found in stats:
+            print("\n".join(table(found)))
+        file = options.picture or Path(f"{options.prefix}_lengths.png")
+        publish(file, picture)
+        print(f"histogram: {file}")
+    if options.html is not None:
+        text = "".join(page(options.prefix, views, tokenizer, stats, picture))
+        publish(options.html, text.encode())
+        print(f"page: {options.html}")
+    elif not options.stats:
+        for view in (view for group in views for view in group):
+            print(terminal(view, tokenizer, colour))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    try:
+        show(options)
+    except (DataError, TokenizerError, OSError) as problem:
+        sys.exit(f"inspect.py: error: {problem}")

@@ -1,0 +1,36 @@
+"""Merge all `.bin/.idx` pairs of a folder, in order of their names, into one.
+
+python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/whole
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError  # noqa: E402
+from megatron.data.merging import merge  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, required=True, help="folder with the pairs")
+    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--match", default="*", help="only pairs of such a name, as *_text_document (*)")
+    options = parser.parse_args(argv)
+    try:
+        if not options.input.is_dir():
+            raise DataError(f"{options.input}: no such folder")
+        files = sorted(options.input.glob(f"{options.match}.idx"))
+        prefixes = [str(file).removesuffix(".idx") for file in files]
+        merged = merge([prefix for prefix in prefixes if prefix != options.output_prefix], options.output_prefix)
+    except DataError as problem:
+        sys.exit(f"merge_datasets.py: error: {problem}")
+    size = f"{len(merged.doc_idx) - 1} documents, {len(merged.tokens)} tokens"
+    print(f"{merged.prefix}.bin, .idx: {size} of {len(files)} pairs")
+
+
+if __name__ == "__main__":
+    main()

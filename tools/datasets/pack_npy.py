@@ -1,0 +1,37 @@
+"""Write the tokens of a dataset as a folder of .npy files: joined documents, cut into rows of seq_length + 1.
+
+    python tools/datasets/pack_npy.py data/x_text_document data/x_rows --seq-length 2048
+
+The folder is a data path like the prefix: with pack_impl: unpacked each row is a sample, with packed they are joined.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError, open_dataset, write_npy  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefix", help="dataset: path without .bin/.idx")
+    parser.add_argument("folder", help="folder to write; it must not exist")
+    parser.add_argument("--seq-length", type=int, required=True, help="tokens a sample has; a row has one more")
+    parser.add_argument("--rows-per-shard", type=int, default=1 << 16, help="rows of a file (65536)")
+    options = parser.parse_args(argv)
+    if options.seq_length < 1 or options.rows_per_shard < 1:
+        parser.error("--seq-length and --rows-per-shard: expected numbers from 1 on")
+    try:
+        rows, rest = write_npy(
+            open_dataset(options.prefix), options.folder, options.seq_length + 1, options.rows_per_shard
+        )
+    except DataError as problem:
+        sys.exit(f"pack_npy.py: error: {problem}")
+    print(f"{options.folder}: {rows} rows of {options.seq_length + 1} tokens; the last {rest} tokens fill none")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Tokenise conversations and preference pairs for training, with labels for what the model writes.
+
+    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
+        --tokenizer-path DIR_OR_HUB --jsonl-keys messages --workers 8
+
+A key holds messages (role/content, or ShareGPT's from/value), or the rest of a `prompt` beside it (completion, chosen,
+rejected: messages or plain text). Columns `tools` and `chat_template_kwargs` go to the template. Flags and file names
+are GPT-NeoX's; where the tokens differ from its, tests/data/test_chat_golden.py says why.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError  # noqa: E402
+from megatron.data.chat_job import ChatJob  # noqa: E402
+from megatron.data.chat_rows import OVERLONG, ChatOptions  # noqa: E402
+from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("input data")
+    add_input_flags(data, "conversation")
+    data.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="ROLE=TEXT",
+        help="make a message out of columns: --map 'user=For {topic}, {question}' --map 'assistant={answer}'",
+    )
+    data.add_argument("--system-file", help="text of a system message, for conversations that have none")
+    data.add_argument("--reward-key", help="key of a number for each row, written to PREFIX_KEY_reward_document")
+    data.add_argument("--binary-reward", action="store_true", help="the reward is true or false, written as 1 or -1")
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-path", required=True, help="folder of a transformers tokenizer, or its hub name")
+    tokens.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's")
+    tokens.add_argument("--date", type=_day, default=date.today().isoformat(), help="what templates take for today")
+    tokens.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
+    labels = parser.add_argument_group("labels")
+    labels.add_argument("--no-mask", action="store_true", help="train every token: no label file is written")
+    labels.add_argument("--for-rm", action="store_true", help="for a reward model: label only the last token")
+    labels.add_argument("--generation-role", default="assistant", help="role that the model has (assistant)")
+    labels.add_argument("--only-last", action="store_true", help="train only the last message, if the model's")
+    length = parser.add_argument_group("length")
+    length.add_argument("--max-length", type=int, help="tokens of the longest row (none)")
+    length.add_argument("--overlong", choices=OVERLONG, default="refuse", help="what becomes of a longer one (refuse)")
+    add_work_flags(parser)
+    return parser.parse_args(argv)
+
+
+def job_of(options: argparse.Namespace) -> ChatJob:
+    """The job of the flags. Raises DataError for flags that exclude each other."""
+    maps = []
+    for entry in options.map:
+        role, found, text = entry.partition("=")
+        if not found or not role:
+            raise DataError(f"--map {entry!r}: write ROLE=TEXT, with columns in braces")
+        maps.append((role, text))
+    chat = ChatOptions(
+        keys=tuple(options.jsonl_keys),
+        role=options.generation_role,
+        only_last=options.only_last,
+        mask=not options.no_mask,
+        for_rm=options.for_rm,
+        reward_key=options.reward_key,
+        binary_reward=options.binary_reward,
+        system=_read(options.system_file) if options.system_file else None,
+        maps=tuple(maps),
+        ftfy=options.ftfy,
+        max_length=options.max_length,
+        overlong=options.overlong,
+    )
+    chat.check()
+    return ChatJob(options.tokenizer_path, chat, options.date, options.chat_template)
+
+
+def _day(text: str) -> str:
+    return date.fromisoformat(text).isoformat()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem}) (--system-file)") from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+
+    def make() -> tuple[ChatJob, list[str]]:
+        job = job_of(options)
+        return job, [f"{options.output_prefix}_{name}" for name in job.names()]
+
+    run("preprocess_data_with_chat_template.py", options, make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Tokenise text for training, its beginning masked: labels are -100 up to and with the first --mask-before-token.
+
+    python tools/datasets/preprocess_data_with_mask.py --input data.jsonl --output-prefix data/mine \\
+        --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --mask-before-token 222,34,27
+
+Writes PREFIX_text_document and PREFIX_label_document as GPT-NeoX does. A document without these tokens is trained
+whole, also as there; how many are is said at the end.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError, EncodeJob  # noqa: E402
+from megatron.data.chat_job import DelimiterJob  # noqa: E402
+from megatron.tokenizer import make_tokenizer  # noqa: E402
+from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    data = parser.add_argument_group("input data")
+    add_input_flags(data, "text")
+    data.add_argument("--mask-before-token", help="token ids, separated by commas, that end what is masked")
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", required=True, help="a tokenizer_type of the configuration")
+    tokens.add_argument("--vocab-file", "--vocab", help="its vocabulary: tokenizer.json, vocab.json or a model file")
+    tokens.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
+    tokens.add_argument("--eod-token", help="name of the token that ends documents, if it is not found by itself")
+    tokens.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    tokens.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
+    add_work_flags(parser)
+    return parser.parse_args(argv)
+
+
+def job_of(options: argparse.Namespace) -> DelimiterJob:
+    """The job of the flags. Raises DataError for those that do not go together."""
+    if not options.mask_before_token:
+        raise DataError("needs --mask-before-token; without a mask preprocess_data.py does it")
+    try:
+        delimiter = tuple(int(part) for part in options.mask_before_token.split(","))
+    except ValueError:
+        raise DataError(f"--mask-before-token {options.mask_before_token}: write token ids, as 222,34,27") from None
+    if len(options.jsonl_keys) > 1:
+        raise DataError("--jsonl-keys: one key, as there is one PREFIX_label_document")
+    text = EncodeJob(
+        make_tokenizer,
+        (options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token),
+        keys=tuple(options.jsonl_keys),
+        append_eod=options.append_eod,
+        ftfy=options.ftfy,
+    )
+    size = text.tokenizer().vocab_size
+    if not all(0 <= part < size for part in delimiter):
+        raise DataError(f"--mask-before-token {options.mask_before_token}: the vocabulary ends at {size - 1}")
+    return DelimiterJob(text, delimiter)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    prefixes = [f"{options.output_prefix}_{name}_document" for name in (options.jsonl_keys[0], "label")]
+    run("preprocess_data_with_mask.py", options, lambda: (job_of(options), prefixes))
+
+
+if __name__ == "__main__":
+    main()

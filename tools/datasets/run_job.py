@@ -1,0 +1,108 @@
+"""What the preprocess commands have in common: flags of input and work, progress, the report, errors in one line."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron.data import DataError, Progress, Result, preprocess
+from megatron.data.columnar import resolve
+from megatron.data.preprocess import Job
+from megatron.tokenizer import TokenizerError
+
+INPUT_HELP = (
+    "files or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; .txt "
+    "and the members of .zip and .tar are one document each; .gz and .zst of these; organisation/name of a "
+    "HuggingFace dataset"
+)
+
+
+def add_input_flags(parser: argparse._ArgumentGroup, keys: str) -> None:
+    """--input and what chooses rows of it; keys: the default of --jsonl-keys."""
+    parser.add_argument("--input", required=True, help=INPUT_HELP)
+    parser.add_argument(
+        "--jsonl-keys", nargs="+", default=[keys], help=f"keys or columns to read, each into its own pair ({keys})"
+    )
+    parser.add_argument("--split", default="train", help="of a dataset of several (train)")
+    parser.add_argument("--subset", help="configuration of a HuggingFace dataset")
+    parser.add_argument("--num-docs", type=int, help="number of documents, if known: progress then shows a percentage")
+
+
+def add_work_flags(parser: argparse.ArgumentParser) -> None:
+    """Where to and how: --output-prefix, --dataset-impl, --workers, --on-error, --log-interval."""
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
+    output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="mmap; no other is written")
+    work = parser.add_argument_group("work")
+    work.add_argument("--workers", type=int, default=1, help="processes (1); the output does not depend on it")
+    work.add_argument("--log-interval", type=int, default=100, help="documents between two progress lines (100)")
+    work.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="a row that cannot be used stops the job, or is left out, counted and put into PREFIX_errors.jsonl (stop)",
+    )
+
+
+def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> Result:
+    """Run the job of a command to the end and report it; make: the job and the prefixes it writes.
+
+    Exits with one line for what cannot be used. PREFIX_metadata.json then says what was made of what.
+    """
+    try:
+        job, prefixes = make()
+        result = preprocess(
+            resolve(options.input.split(","), options.split, options.subset),
+            prefixes,
+            job,
+            workers=options.workers,
+            on_error=options.on_error,
+            errors_file=f"{options.output_prefix}_errors.jsonl",
+            metadata_file=f"{options.output_prefix}_metadata.json",
+            arguments={name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+            progress=progress_line(options.num_docs, options.log_interval),
+        )
+    except (DataError, TokenizerError) as problem:
+        sys.exit(f"{tool}: error: {problem}")
+    except KeyboardInterrupt:
+        sys.exit(f"{tool}: stopped; the same command goes on from there")
+    for output in result.outputs:
+        without = f", {output.empty} of them without a token" if output.empty else ""
+        size = f"{output.documents} documents{without}, {output.tokens} tokens, {output.dtype}"
+        print(f"{output.prefix}.bin, .idx: {size}")
+    for name, count in result.counts.items():
+        print(f"{name}: {count}")
+    if result.progress.skipped:
+        print(f"{result.progress.skipped} bad rows left out: {options.output_prefix}_errors.jsonl", file=sys.stderr)
+    return result
+
+
+def progress_line(total: int | None, interval: int) -> Callable[[Progress], None]:
+    """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time left."""
+    start, first, printed = time.monotonic(), Progress(), 0
+    terminal = sys.stdout.isatty()
+
+    def show(state: Progress) -> None:
+        nonlocal first, printed
+        if not state.seconds or state.shards == state.resumed:  # before the first shard of this run
+            first, printed = Progress(**vars(state)), state.documents
+            if state.resumed:
+                print(f"Going on after {state.documents} documents of an earlier run.", flush=True)
+            return
+        if state.documents - printed < interval:
+            return
+        printed = state.documents
+        seconds = max(time.monotonic() - start, 1e-9)
+        done = state.documents / total if total else state.disk_bytes / max(state.total_bytes, 1)
+        before = first.documents / total if total else first.disk_bytes / max(first.total_bytes, 1)
+        left = max(1 - done, 0) * seconds / max(done - before, 1e-9)
+        of = f"/{total}" if total else ""
+        line = (
+            f"Processed {state.documents}{of} documents ({(state.documents - first.documents) / seconds:.1f} docs/s, "
+            f"{(state.text_bytes - first.text_bytes) / seconds / 1e6:.2f} MB/s, {min(done, 1):.0%}, "
+            f"{time.strftime('%H:%M:%S', time.gmtime(left))} left)."
+        )
+        print(f"\r{line}\033[K" if terminal else line, end="" if terminal and done < 1 else "\n", flush=True)
+
+    return show

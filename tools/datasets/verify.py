@@ -1,0 +1,59 @@
+"""Check datasets whole: file sizes, pointers, document boundaries, ids within the vocabulary, labels, rewards.
+
+    python tools/datasets/verify.py data/mine_text_document --vocab-file tokenizer.json
+    python tools/datasets/verify.py data/mine            # all that --output-prefix data/mine wrote
+
+Says the first bad document and ends with 1, or what was found and ends with 0.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError  # noqa: E402
+from megatron.data.columns import find_columns  # noqa: E402
+from megatron.data.verify import Checked, verify  # noqa: E402
+from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer  # noqa: E402
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prefix", nargs="+", help="data paths without .bin/.idx, or what --output-prefix was")
+    parser.add_argument("--vocab-size", type=int, help="ids must be below it")
+    parser.add_argument("--tokenizer-type", choices=KINDS, default="HFTokenizer", help="of --vocab-file")
+    parser.add_argument("--vocab-file", help="of the tokenizer: its vocabulary is the limit of the ids")
+    parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
+    parser.add_argument("--eod-token", help="name of the token that ends documents, where it is not found by itself")
+    return parser.parse_args(argv)
+
+
+def describe(found: Checked, vocab_size: int | None) -> str:
+    line = f"{found.prefix}: {found.documents} documents, {found.tokens} values, {found.dtype}"
+    if found.trained is not None:
+        return f"{line}, {found.trained} trained, {found.tokens - found.trained} masked"
+    if found.ids is None:
+        return line
+    limit = "no vocabulary given to compare with" if vocab_size is None else f"vocabulary {vocab_size}"
+    return f"{line}, ids {found.ids[0]} to {found.ids[1]} ({limit})"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    vocab_size = options.vocab_size
+    try:
+        if vocab_size is None and (options.vocab_file or options.tokenizer_type == "CharLevelTokenizer"):
+            of = (options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token)
+            vocab_size = make_tokenizer(*of).vocab_size
+        for prefix in options.prefix:
+            for column in find_columns(prefix):
+                for found in verify(column, vocab_size):
+                    print(describe(found, vocab_size), flush=True)
+    except (DataError, TokenizerError) as problem:
+        sys.exit(f"verify.py: error: {problem}")
+
+
+if __name__ == "__main__":
+    main()
