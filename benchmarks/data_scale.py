@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter, build_blend, build_packed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data import IndexedDataset, IndexedDatasetWriter, build_blend, build_packed  # noqa: E402
 from megatron.data.cache import cached, load
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from megatron.data.indexed_dataset import data_path, index_path, write_index

@@ -1,0 +1,129 @@
+"""How long a save holds up training, waited for and beside the steps in one run, and what cutting it anew takes.
+
+A model of a few hundred MB trains on the quickstart data in this process; saves of both kinds take turns, and steps
+made while one is written are timed beside the others. Then its last checkpoint is resharded by another process, whose
+peak memory is told (file pages that it maps included).
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+CONFIG = ("configs/quickstart.yml", "configs/local_setup.yml")
+RESHARD = (
+    "import resource, sys; from tools.ckpts import reshard; base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+    "reshard.main(sys.argv[1:]); print(base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+)
+
+
+def begin(folder: Path, options: argparse.Namespace) -> Any:
+    """The run up to its first step."""
+    from megatron.launch import process_info
+    from megatron.neox_arguments import load
+    from megatron.training import start
+
+    args = load(
+        [ROOT / name for name in CONFIG],
+        {
+            "num_layers": options.layers, "hidden_size": options.hidden, "num_attention_heads": options.hidden // 64,
+            "save": str(folder / "run"), "load": None, "log_dir": str(folder / "logs"), "tensorboard_dir": None,
+            "eval_iters": 0, "precision": options.precision, "train_iters": 10_000, "lr_decay_iters": None,
+            "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1, "train_batch_size": None,
+            "allow_changed_data": True, "keep_last_n_checkpoints": 1,
+        },
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        return start(args, process_info())
+
+
+def measure(training: Any, saves: int) -> dict[str, list[float]]:
+    """Seconds: of saves of both kinds, of their writing, of steps beside it and alone."""
+    from megatron.training.loop import batches_of
+
+    found: dict[str, list[float]] = {
+        name: [] for name in ("save, waited for", "save, beside", "until whole, beside", "step, alone", "step, beside")
+    }
+    batches, checkpointer, progress = batches_of(training), training.checkpointer, training.progress
+
+    def step(name: str) -> None:
+        begun = time.monotonic()
+        result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+        float(result.loss)
+        progress.iteration += 1
+        found[name].append(time.monotonic() - begun)
+
+    step("step, alone")
+    found["step, alone"].clear()  # the first one warms up
+    for number in range(2 * saves):
+        step("step, alone")
+        beside = number % 2 == 1
+        begun = time.monotonic()
+        checkpointer.save(progress, beside=beside)
+        found["save, beside" if beside else "save, waited for"].append(time.monotonic() - begun)
+        if beside:
+            while checkpointer.writing:
+                step("step, beside")
+            checkpointer.wait()
+            found["until whole, beside"].append(time.monotonic() - begun)
+    return found
+
+
+def reshard(source: Path, target: Path, tensor_size: int) -> tuple[float, float]:
+    """(seconds, GB of memory beyond what the program itself takes)."""
+    begun = time.monotonic()
+    command = [sys.executable, "-c", RESHARD, "--input_dir", str(source), "--output_dir", str(target)]
+    done = subprocess.run([*command, "--tp", str(tensor_size)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    before, peak = map(int, done.stdout.splitlines()[-1].split())
+    return time.monotonic() - begun, (peak - before) * 1024 / 1e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12, help="blocks (12)")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size (512)")
+    parser.add_argument("--precision", default="bfloat16", help="bfloat16 (default) or fp32")
+    parser.add_argument("--saves", type=int, default=4, help="saves of each kind (4)")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size to cut the checkpoint for (2)")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    options = parser.parse_args()
+    subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        training = begin(folder, options)
+        found = measure(training, options.saves)
+        training.close()
+        checkpoints = sorted((folder / "run").glob("global_step*"), key=lambda path: path.stat().st_mtime)
+        size = sum(file.stat().st_size for file in checkpoints[-1].rglob("*") if file.is_file()) / 1e9
+        try:
+            seconds, memory = reshard(checkpoints[-1], folder / "cut", options.tp)
+        except RuntimeError as problem:
+            sys.stderr.write(f"checkpoints.py: error: {problem}\n")
+            return 1
+    print(f"checkpoint of {size:.2f} GB, median of {options.saves} saves of each kind, in turns")
+    numbers = {name: statistics.median(values) for name, values in found.items() if values}
+    for what, value in numbers.items():
+        print(f"{what:22} {value:8.3f} s")
+    print(f"{'reshard to tensor ' + str(options.tp):22} {seconds:8.3f} s, {memory:.2f} GB of memory")
+    if options.json:
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        more = {"checkpoint GB": size, "reshard": seconds, "reshard GB": memory, "peak GB of the run": own}
+        options.json.write_text(json.dumps({**numbers, **more}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
