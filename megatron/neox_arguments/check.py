@@ -5,10 +5,36 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
+import yaml
+
 from megatron.neox_arguments.declare import Key, keys_of, literal_values, union_members
 from megatron.neox_arguments.errors import Problems
-from megatron.neox_arguments.frozen import FrozenDict, freeze
-from megatron.neox_arguments.read import show
+from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
+from megatron.neox_arguments.read import ConfigLoader, EnvText, show
+
+_ELSEWHERE = {
+    "learning_rate": "optimizer.params.lr",
+    "max_steps": "train_iters",
+    "num_train_epochs": "train_epochs",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "global_batch_size": "train_batch_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "kv_channels": "head_dim",
+    "rope_theta": "rotary_emb_base",
+    "rms_norm_eps": "rms_norm_epsilon",
+    "vocab_size": "padded_vocab_size",
+    "tensor_model_parallel_size": "model_parallel_size",
+    "pipeline_model_parallel_size": "pipe_parallel_size",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup_iters",
+    "max_grad_norm": "gradient_clipping",
+    "decay_lr_to": "min_lr",
+    "attention_type": "attention_config",
+}
 
 
 class _Mismatch(Exception):
@@ -29,6 +55,8 @@ def check_keys(declaration: type, given: Mapping[str, Any], problems: Problems, 
         values[name] = None if key.required else key.default
         if given.get(name) is not None:
             values[name] = _checked(key, prefix + name, given[name], problems, values[name])
+            if key.section is None and isinstance(given, dict) and _from_environment(given[name]):
+                given[name] = thaw(values[name])  # ranks get the value, not their own environment
         elif key.required and problems.complete:
             problems.add(prefix + name, f"is required: {key.meaning[0].lower() + key.meaning[1:]}")
     return values
@@ -40,6 +68,11 @@ def resolve_section(declaration: type, given: Mapping[str, Any], problems: Probl
     values = check_keys(declaration, given, problems, prefix)
     silent = {name for name, key in keys.items() if key.standing in ("refused", "later", "no effect")}
     return freeze({name: value for name, value in values.items() if name not in silent})
+
+
+def check_value(key: Key, path: str, value: Any, problems: Problems) -> None:
+    """Note what is wrong with a value of `key` that stands at another path."""
+    _checked(key, path, value, problems, None)
 
 
 def _checked(key: Key, path: str, value: Any, problems: Problems, fallback: Any) -> Any:
@@ -69,7 +102,18 @@ def _coerce(annotation: Any, value: Any) -> Any:
     raise _Mismatch(" or ".join(expected))
 
 
+def _from_environment(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(_from_environment, value)) if isinstance(value, list | tuple) else isinstance(value, EnvText)
+
+
 def _coerce_one(member: Any, value: Any) -> Any:
+    if isinstance(value, EnvText) and member is not str:
+        try:
+            value = freeze(yaml.load(value, Loader=ConfigLoader))
+        except yaml.YAMLError:
+            value = str(value)
     allowed = literal_values(member)
     if allowed:
         for choice in allowed:
@@ -97,7 +141,7 @@ def _coerce_one(member: Any, value: Any) -> Any:
     if get_origin(member) is Mapping or member is Mapping:
         if not isinstance(value, Mapping):
             raise _Mismatch("a mapping")
-        return value
+        return freeze({name: _coerce(Any, inner) for name, inner in value.items()})
     if not isinstance(value, member) or (isinstance(value, bool) and member is not bool):
         raise _Mismatch(member.__name__)
     if member is float and not math.isfinite(value):
@@ -117,6 +161,8 @@ def _check_bounds(key: Key, value: Any) -> None:
 
 
 def _unknown(name: str, keys: Mapping[str, Key]) -> str:
+    if name in _ELSEWHERE:
+        return f"unknown key; it is {_ELSEWHERE[name]} here"
     near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
     ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
     near = [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.05]

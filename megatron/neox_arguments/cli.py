@@ -97,8 +97,13 @@ class _HelpConfig(argparse.Action):
 
 class _DiffConfig(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        one, other = (load(_layers(value)) for value in values)
-        difference = diff_config(one, other)
+        runs = []
+        for value in values:
+            try:
+                runs.append(load(_layers(value)))
+            except ConfigError as refused:
+                raise ConfigError([f"--diff-config {value}: {problem}" for problem in refused.problems]) from refused
+        difference = diff_config(*runs)
         sys.stdout.write(difference + "\n" if difference else "no value differs\n")
         parser.exit()
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.check import resolve_section
+from megatron.neox_arguments.check import check_value, resolve_section
 from megatron.neox_arguments.declare import Key
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.frozen import freeze
@@ -32,12 +32,19 @@ def derive(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) 
         values["lr_decay_iters"] = max(1, int(values["train_iters"] * (values["lr_decay_fraction"] or 1)))
     if values["text_gen_type"] is None:
         values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
+    for name in ("comms_logger", "dump_state"):
+        if name in (values["deepspeed_extra_args"] or {}):
+            check_value(keys[name], f"deepspeed_extra_args.{name}", values["deepspeed_extra_args"][name], problems)
     _repeated(values, keys, problems)
     values["world_size"] = None  # for_world says it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
+        for name in ("layer_types", "no_rope_layers"):
+            values[name] = _each_layer(name, values[name], values["num_layers"], problems)
+    if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values
 
 
@@ -49,7 +56,7 @@ def _repeated(values: dict[str, Any], keys: Mapping[str, Key], problems: Problem
         value, given = _at(values, key.same_as), problems.origin(name) is not None
         if (problems.origin(key.same_as) or "").startswith("--") and not (problems.origin(name) or "").startswith("--"):
             given = False  # an override of the one is meant for both
-        if given and values[name] != key.default and not _same(values[name], value):
+        if given and not _same(values[name], value):
             place = problems.origin(key.same_as)
             problems.add(
                 name,
@@ -121,6 +128,16 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
 
 
+def _each_layer(name: str, given: Any, num_layers: int, problems: Problems) -> tuple[Any, ...] | None:
+    """A pattern repeated for every layer."""
+    if given is None:
+        return None
+    if not 0 < len(given) <= num_layers:
+        problems.add(name, f"has {len(given)} layers, but num_layers is {num_layers}")
+        return None
+    return tuple(given[i % len(given)] for i in range(num_layers))
+
+
 def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, ...]:
     """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of kinds."""
     if given is None:
@@ -137,7 +154,7 @@ def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, 
             if count == "all":
                 kinds = [pattern[i % len(pattern)] for i in range(num_layers)]
             elif isinstance(count, int) and not isinstance(count, bool) and count > 0:
-                kinds += list(pattern) * count
+                kinds += list(pattern) * min(count, num_layers + 1)
             else:
                 problems.add("attention_config", f'expected a count or "all", got {show(count)}')
                 return ("global",) * num_layers

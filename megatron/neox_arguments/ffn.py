@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-GATED: Final = ("geglu", "reglu", "swiglu", "bilinear", "glu")
+GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 READINGS: Final = ("none", "upstream", "fork")
 # Widths of gated MLPs by hidden_size, from the published model configurations.
 PUBLISHED: Final = {
@@ -42,7 +42,7 @@ def ffn_width(values: Any, reading: str | None = None) -> int:
         return _round_up(int(base * 2 / 3) if gated else base, multiple)
     if given % multiple:
         raise ValueError(
-            f"is the true width and is not a multiple of mlp_multiple_of {multiple}; write "
+            f"intermediate_size {given} is the true width and is not a multiple of mlp_multiple_of {multiple}; write "
             f"{_round_up(given, multiple)}, drop mlp_multiple_of, or say compat_ffn_width: upstream"
         )
     return given
@@ -53,8 +53,13 @@ def ffn_problem(values: Any) -> str | None:
 
     A reading that cannot run (upstream's two linears may not fit) is nobody's.
     """
+    cannot = None
+    try:
+        ffn_width(values)
+    except ValueError as cause:
+        cannot = str(cause)
     if values.compat_ffn_width is not None:
-        return None
+        return cannot
     widths: dict[str, int] = {}
     for reading in READINGS:
         try:
@@ -62,7 +67,7 @@ def ffn_problem(values: Any) -> str | None:
         except ValueError:
             continue
     if len(set(widths.values())) < 2:
-        return None
+        return cannot
     names = {"none": "as it is", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
     told = ", ".join(f"{width} {names[reading]}" for reading, width in widths.items())
     published = PUBLISHED.get(values.hidden_size, {})

@@ -1,9 +1,11 @@
 """Keys of the data and of the tokenizer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.sections import SeqCurriculum, WeightSchedule
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,23 @@ class DataKeys:
         "Make the weights from document counts, proportional to (n / N) ^ weighted_sampler_alpha",
         differs="GPT-NeoX also multiplies by 1 - n / N: compat_weight_by_num_documents",
     )
+    weight_by: Literal["documents", "tokens", "bytes"] | None = key(
+        None, "Make the weights from the sets' sizes in this unit, (n / N) ^ weighted_sampler_alpha", source="new"
+    )
     weighted_sampler_alpha: float = key(
-        1.0, "Exponent of weight_by_num_documents; below 1 small sets are seen more often, 0: all sets alike", ge=0
+        1.0,
+        "Exponent of weight_by and weight_by_num_documents, 1 / temperature; below 1 small sets are seen more often, "
+        "0: all sets alike",
+        ge=0,
+    )
+    train_data_weight_schedule: Mapping[str, Any] | None = key(
+        None, "Weights of train_data_paths that change while training", section=WeightSchedule, source="new"
+    )
+    seq_curriculum: Mapping[str, Any] | None = key(
+        None,
+        "Short sequences first: the same samples, cut into rows of seq_len; a step's tokens stay as many",
+        section=SeqCurriculum,
+        source="new",
     )
     compat_weight_by_num_documents: bool = key(
         False,
@@ -39,33 +56,53 @@ class DataKeys:
     )
     data_impl: Literal["mmap", "infer", "cached"] = key(
         "mmap",
-        "Storage of the data; infer is mmap",
-        no_effect=".bin/.idx files are memory-mapped, also with infer, which finds no data in GPT-NeoX",
-        later_values={"cached": "reading TNTIDX files"},
+        "Format of .bin/.idx files: mmap (MMIDIDX), cached (TNTIDX, of cached and lazy), infer: what the file says; a "
+        "folder of .npy rows is a data path too",
+        differs="GPT-NeoX's infer finds no data",
     )
-    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked", "best_fit"] = key(
         "packed",
-        "How documents become samples",
-        later_values=dict.fromkeys(("pack_until_overflow", "unpacked"), "samples of whole documents"),
+        "How documents become samples: packed: windows of their joined tokens; of whole documents: pack_until_overflow "
+        "(in random order, until one does not fit), best_fit (the least padding; TRL's bfd), unpacked (one each)",
+        differs="GPT-NeoX's whole documents ignore the split, bring the next one's first token, and train padding: "
+        "compat_pack_impl",
     )
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
-        "gpt2", "Kind of dataset", later_values={"pairwise": "post-training", "online": "training with rewards"}
+        "gpt2",
+        "Kind of dataset; pairwise: pos_..._data_paths and neg_..._data_paths, for train_impl dpo and rm",
+        later_values={"pairwise": "post-training", "online": "training with rewards"},
     )
     allow_chopped: bool = key(
-        True, "Samples of whole documents: cut those that are too long", later="samples of whole documents"
+        True, "Samples of whole documents: cut those longer than seq_length + 1 tokens; false: leave them out"
+    )
+    truncate_documents: int | None = key(None, "Use only this many tokens of each document", ge=1, source="new")
+    drop_last: bool | None = key(
+        None,
+        "packed: cut the documents, in their order, into blocks of seq_length tokens that do not overlap (group_texts "
+        "of HuggingFace); the rest that fills no block is left out (true) or padded (false). Unset: GPT-NeoX's windows",
+        source="new",
+    )
+    compat_group_texts_batch: int | None = key(
+        None, "With drop_last: blocks of so many documents by themselves, 1000 in HuggingFace", ge=1, source="new"
+    )
+    compat_pack_impl: bool = key(
+        False,
+        "pack_until_overflow and unpacked as GPT-NeoX's, with its order and its errors",
+        source="new",
     )
     reset_attention_mask: bool = key(
-        False, "Attention stays inside documents of a packed sample (Megatron)", source="new"
+        False,
+        "Attention stays inside documents of a sample (Megatron), and none of their first tokens is predicted from the "
+        "document before",
+        source="new",
     )
-    reset_position_ids: bool = key(
-        False, "Positions start anew in each document of a packed sample (Megatron)", source="new"
-    )
+    reset_position_ids: bool = key(False, "Positions start anew in each document of a sample (Megatron)", source="new")
     use_shared_fs: bool = key(
         True,
         "All machines see the same files; false: each makes its own index maps",
         differs="in GPT-NeoX false has effect with data_path only (#919)",
     )
-    data_seed: int | None = key(None, "Seed of shuffling and blending; unset: seed", ge=0, source="new")
+    data_seed: int | None = key(None, "Seed of shuffling and blending; unset: seed", ge=0, lt=2**32, source="new")
     index_cache_dir: str | None = key(
         None, "Folder of the index maps; unset: index_cache in `save`, else beside the data", source="new"
     )
@@ -82,7 +119,15 @@ class TokenizerKeys:
     ] = key(
         "GPT2BPETokenizer",
         "Kind of tokenizer",
-        later_values=dict.fromkeys(("HFGPT2Tokenizer", "SPMTokenizer", "TiktokenTokenizer"), "this tokenizer"),
     )
-    vocab_file: str | None = key(None, "The tokenizer's file; GPT2BPETokenizer: its vocab.json")
+    vocab_file: str | None = key(
+        None,
+        "The tokenizer's file; GPT2BPETokenizer: its vocab.json; TiktokenTokenizer: the name of an encoding; "
+        "HFGPT2Tokenizer: a folder or a name on the Hub, unset: gpt2",
+    )
     merge_file: str | None = key(None, "GPT2BPETokenizer: its merges.txt")
+    eod_token: str | None = key(
+        None,
+        "Name of the token that ends documents; unset: <|endoftext|>, else the tokenizer's own EOS",
+        source="new",
+    )

@@ -11,16 +11,19 @@ Init = Literal[
     "normal", "scaled_normal", "orthogonal", "scaled_orthogonal", "xavier_uniform", "xavier_normal", "wang_init",
     "small_init", "single_residual_scaled_normal",
 ]  # fmt: skip
-Activation = Literal["gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"]
+Activation = Literal[
+    "gelu", "geglu", "geglu_tanh", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu",
+]  # fmt: skip
 _KERNEL = "selects a kernel in GPT-NeoX; the mathematics is the same"
 
 
 @dataclass(frozen=True)
 class ModelKeys:
-    num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)
+    num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1, le=10_000)
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
     num_attention_heads: int = key(REQUIRED, "Number of attention heads", ge=1)
     num_kv_heads: int | None = key(None, "Number of key-value heads (GQA, MQA); unset: num_attention_heads", ge=1)
+    head_dim: int = key(None, "Width of a head; unset: hidden_size / num_attention_heads", ge=1, source="new")
     seq_length: int = key(REQUIRED, "Tokens of one sample", ge=1)
     max_position_embeddings: int = key(REQUIRED, "Longest sequence the model can read; rows of learned positions", ge=1)
     intermediate_size: int | None = key(
@@ -42,17 +45,23 @@ class ModelKeys:
         "layernorm", "Kind of normalisation; te_*: under Transformer-Engine's names"
     )
     use_qk_layernorm: bool = key(False, "Normalise queries and keys: layernorm over all heads, rmsnorm over each head")
+    qk_norm_per_head: bool = key(
+        False, "use_separate_qk_norms: over each head alone, with one weight for all, as Qwen 3", source="new"
+    )
     use_separate_qk_norms: bool = key(
         False,
         "OLMo: RMSNorm over all queries and over all keys",
         differs="the geodesic fork normalises the heads of each tensor rank by themselves",
         source="fork",
     )
-    norm_placement: Literal["pre", "post", "olmo3"] = key(
+    norm_placement: Literal["pre", "post", "olmo3", "sandwich"] = key(
         "pre",
-        "Where blocks normalise: before attention and MLP, or (olmo3) what these add",
+        "Where blocks normalise: before attention and MLP, (olmo3) what these add, or (sandwich: Gemma 3) both",
         refuse_values={"post": "the geodesic fork trained pre under this name; write pre, or olmo3"},
         source="fork",
+    )
+    zero_centered_gamma: bool = key(
+        False, "rmsnorm multiplies by 1 + its weight, as Gemma's; also those of queries and keys", source="new"
     )
     layernorm_epsilon: float = key(1e-5, "Added to the variance in layernorm", gt=0)
     rms_norm_epsilon: float = key(
@@ -74,6 +83,22 @@ class ModelKeys:
         section=RopeScaling,
         source="new",
     )
+    rope_local_base_freq: float | None = key(
+        None,
+        "Base of the rotary frequencies in sliding_attention layers, which rope_scaling then leaves alone",
+        gt=0,
+        source="new",
+    )
+    no_rope_layers: tuple[int, ...] | None = key(
+        None,
+        "rotary: 1 for layers that rotate, 0 for those without positions; a shorter list repeats. As in SmolLM3",
+        source="new",
+    )
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = key(
+        None,
+        "Which layers sliding_window_width holds for; a shorter list repeats. Unset: for all",
+        source="new",
+    )
     rotary_save_freqs_buffer: bool = key(False, "Write the rotary frequencies into checkpoints, as Pythia's files have")
     sliding_window_width: int | None = key(
         None,
@@ -83,6 +108,13 @@ class ModelKeys:
     )
     rotary_pct: float = key(1.0, "Share of each head's dimensions that is rotated", gt=0, le=1)
     rotary_emb_base: int | float = key(10000, "Base of the rotary frequencies", gt=0)
+    query_pre_attn_scalar: float | None = key(
+        None, "Attention logits are divided by its root; unset: head_dim", gt=0, source="new"
+    )
+    embedding_multiplier: float = key(
+        1.0, "Token embeddings are multiplied by this, rounded to their type; Gemma: root of hidden_size", gt=0,
+        source="new",
+    )  # fmt: skip
     no_weight_tying: bool = key(False, "Give the output layer its own weights instead of the embedding's")
     attention_config: tuple[Any, ...] = key(
         None,
@@ -113,7 +145,7 @@ class ModelKeys:
         differs="GPT-NeoX pads to a multiple of this x model_parallel_size: padded_vocab_size takes any size",
     )
     padded_vocab_size: int = key(None, "Rows of the embedding; unset: made from the tokenizer", ge=1)
-    activation: Activation = key("gelu", "Activation of the MLP; geglu, reglu, swiglu, bilinear and glu are gated")
+    activation: Activation = key("gelu", "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated")
     bias_gelu_fusion: bool = key(False, "Use the tanh approximation of gelu, as the fused kernel of GPT-NeoX does")
     init_method: Init = key("normal", "Initialisation of embeddings and of linears that read the residual stream")
     output_layer_init_method: Init = key("scaled_normal", "Initialisation of linears that write to the residual stream")

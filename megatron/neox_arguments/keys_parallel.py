@@ -15,7 +15,7 @@ class RunnerKeys:
     hostfile: str | None = key(None, "File with one `host slots=N` a line; ranks are started on this machine only")
     include: str | None = key(None, "Devices to use, as in `localhost:2,3`")
     exclude: str | None = key(None, "Devices not to use, as in `localhost:0`")
-    num_nodes: int = key(-1, "Machines to start ranks on; -1: all", ge=-1, later="starting ranks on several machines")
+    num_nodes: int = key(-1, "Machines to start ranks on; -1 and 1: this one, more is not built yet", ge=-1)
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
         "pdsh", "What starts ranks on other machines", no_effect=_STARTER
     )

@@ -16,24 +16,28 @@ class PostTrainingKeys:
         "What is trained: language modelling, or an objective of post-training",
         later_values={"dpo": _POST, "rm": _POST, "kto": _POST, "reinforce": _RL},
     )
-    train_label_data_paths: Paths = key(None, "Labels beside train_data_paths", later=_POST)
-    valid_label_data_paths: Paths = key(None, "Labels beside valid_data_paths", later=_POST)
-    test_label_data_paths: Paths = key(None, "Labels beside test_data_paths", later=_POST)
-    train_reward_data_paths: Paths = key(None, "Rewards beside train_data_paths", later=_POST)
-    valid_reward_data_paths: Paths = key(None, "Rewards beside valid_data_paths", later=_POST)
-    test_reward_data_paths: Paths = key(None, "Rewards beside test_data_paths", later=_POST)
-    pos_train_data_paths: Paths = key(None, "Preferred answers", later=_POST)
-    neg_train_data_paths: Paths = key(None, "Rejected answers", later=_POST)
-    pos_train_label_data_paths: Paths = key(None, "Their labels", later=_POST)
-    neg_train_label_data_paths: Paths = key(None, "Their labels", later=_POST)
-    pos_valid_data_paths: Paths = key(None, "Preferred answers of validation", later=_POST)
-    neg_valid_data_paths: Paths = key(None, "Rejected answers of validation", later=_POST)
-    pos_valid_label_data_paths: Paths = key(None, "Their labels", later=_POST)
-    neg_valid_label_data_paths: Paths = key(None, "Their labels", later=_POST)
-    pos_test_data_paths: Paths = key(None, "Preferred answers of the test", later=_POST)
-    neg_test_data_paths: Paths = key(None, "Rejected answers of the test", later=_POST)
-    pos_test_label_data_paths: Paths = key(None, "Their labels", later=_POST)
-    neg_test_label_data_paths: Paths = key(None, "Their labels", later=_POST)
+    train_label_data_paths: Paths = key(
+        None, "Labels of train_data_paths, one for each: the tokens, -100 where they are not trained"
+    )
+    valid_label_data_paths: Paths = key(None, "Labels of valid_data_paths, as train_label_data_paths")
+    test_label_data_paths: Paths = key(None, "Labels of test_data_paths, as train_label_data_paths")
+    train_reward_data_paths: Paths = key(
+        None, "Rewards of train_data_paths, one for each: a number a document; with pack_impl: unpacked"
+    )
+    valid_reward_data_paths: Paths = key(None, "Rewards of valid_data_paths, as train_reward_data_paths")
+    test_reward_data_paths: Paths = key(None, "Rewards of test_data_paths, as train_reward_data_paths")
+    pos_train_data_paths: Paths = key(None, "Prompts with chosen answers, the train set of dataset_impl: pairwise")
+    neg_train_data_paths: Paths = key(None, "Prompts with rejected answers, the train set of dataset_impl: pairwise")
+    pos_train_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    neg_train_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    pos_valid_data_paths: Paths = key(None, "Prompts with chosen answers, the valid set of dataset_impl: pairwise")
+    neg_valid_data_paths: Paths = key(None, "Prompts with rejected answers, the valid set of dataset_impl: pairwise")
+    pos_valid_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    neg_valid_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    pos_test_data_paths: Paths = key(None, "Prompts with chosen answers, the test set of dataset_impl: pairwise")
+    neg_test_data_paths: Paths = key(None, "Prompts with rejected answers, the test set of dataset_impl: pairwise")
+    pos_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    neg_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
     dpo_beta: float = key(0.1, "DPO: strength of the reference", later=_POST)
     dpo_fp32: bool = key(True, "DPO: losses in fp32", later=_POST)
     dpo_reference_free: bool = key(False, "DPO without a reference model", later=_POST)
@@ -49,7 +53,9 @@ class PostTrainingKeys:
     weight_server_port: int | tuple[int, ...] = key(6000, "Ports of that server", later=_RL)
     online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Servers of fresh samples", later=_RL)
     online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports", later=_RL)
-    precompute_model_name: str | None = key(None, "Suffix of files with a reference's log-probabilities", later=_POST)
+    precompute_model_name: str | None = key(
+        None, "Pairs: `PATH_NAME` holds a reference model's log-probabilities, float32 for each token or document"
+    )
 
 
 @dataclass(frozen=True)

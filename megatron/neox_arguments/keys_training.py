@@ -47,8 +47,8 @@ class OptimizerKeys:
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    train_iters: int = key(None, "Optimizer steps of the run", ge=1)
-    seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0)
+    train_iters: int = key(None, "Optimizer steps of the run", ge=1, le=10**9)
+    seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
     deterministic_mode: bool = key(
         False, "Only operations that give the same bits every time (Megatron; slower)", source="new"
     )
@@ -98,8 +98,21 @@ class CheckpointKeys:
         None, "Also save when this long has passed since the last timed save", gt=0, source="new"
     )
     extra_save_iters: tuple[int, ...] | None = key(None, "Further iterations to save at; 0 is the start")
+    async_save: bool = key(
+        True, "Write checkpoints beside the steps that follow, from a copy in host memory", source="new"
+    )
     keep_last_n_checkpoints: int | None = key(
         None, "Delete older checkpoints", ge=1, differs="GPT-NeoX deletes nothing when save ends in a slash"
+    )
+    keep_checkpoints_every: int | None = key(
+        None, "Multiples of so many iterations are never deleted", ge=1, source="new"
+    )
+    keep_best_n_checkpoints: int | None = key(
+        None, "So many with the lowest validation loss are not deleted, of those saved where it was computed",
+        ge=1, source="new",
+    )  # fmt: skip
+    ephemeral_save_interval: int | None = key(
+        None, "Also save every so many iterations, each until the next checkpoint", ge=1, source="new"
     )
     finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
@@ -112,8 +125,8 @@ class CheckpointKeys:
     checkpoint_validation_with_forward_pass: bool = key(
         False, "Keep the logits of a fixed batch in checkpoints, and compare them after loading"
     )
-    s3_path: str | None = key(None, "Also write checkpoints to this bucket", later="S3 checkpoints")
-    s3_chunk_size: int = key(104857600, "Bytes of one part of an upload", later="S3 checkpoints", gt=0)
+    s3_path: str | None = key(None, "Also write checkpoints to this bucket", later="writing checkpoints to S3")
+    s3_chunk_size: int = key(104857600, "Bytes of one part of an upload", later="writing checkpoints to S3", gt=0)
     no_load_optim: bool = key(False, "Do not load the optimizer's state")
     no_load_rng: bool = key(False, "Do not load the states of the random number generators")
     restart: bool = key(

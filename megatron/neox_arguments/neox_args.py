@@ -161,10 +161,6 @@ class NeoXArgs(
         return ffn_width(self)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_attention_heads
 

@@ -1,6 +1,6 @@
 """What is said once at start: settings without effect here, and readings that differ from GPT-NeoX's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.declare import keys_of
@@ -22,9 +22,41 @@ def notes(args: "NeoXArgs") -> list[str]:
             else ("proportional to (n/N)^alpha; GPT-NeoX multiplies by 1 - n/N (compat_weight_by_num_documents)")
         )
         lines.append(f"weights from document counts are {how}")
-    if args.given.get("gradient_clipping") and not args.gradient_clipping:
+    told_below = ("compat_clip_one_is_off", "compat_weight_by_num_documents")
+    compat = [name for name in keys_of(type(args)) if name.startswith("compat_") and name not in told_below]
+    kept = [name for name in compat if getattr(args, name) not in (keys_of(type(args))[name].default, "none")]
+    if kept:
+        told = ", ".join(f"{name} {args.given[name]} ({args.origin(name)})" for name in kept)
+        lines.append(f"as GPT-NeoX did it: {told}")
+    if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
+    if args.te_layernorm_mlp:
+        kind, epsilon = (
+            ("rms_norm", args.rms_norm_epsilon) if "rms" in args.norm else ("layernorm", args.layernorm_epsilon)
+        )
+        if epsilon != {"rms_norm": 1e-8, "layernorm": 1e-5}[kind]:
+            lines.append(
+                f"te_layernorm_mlp: the MLP's norm adds {'1e-8' if kind == 'rms_norm' else '1e-5'}, as GPT-NeoX has it "
+                f"there, not {kind}_epsilon {epsilon} ({args.origin(f'{kind}_epsilon')})"
+            )
+    lines += [f"{name} ({args.origin(name)}) has no effect without {other}" for name, other in _alone(args)]
     return lines
+
+
+def _alone(args: "NeoXArgs") -> Iterator[tuple[str, str]]:
+    """Keys that were set and only act beside another one that is not."""
+    engine = args.te_mha or args.te_layernorm_mlp or args.te_columnparallel or args.te_rowparallel
+    for name, other, there in (
+        ("checkpoint_in_cpu", "checkpoint_activations", args.checkpoint_activations),
+        ("lr_wsd_decay_style", "lr_decay_style: wsd", args.lr_decay_style == "wsd"),
+        ("checkpoint_factor", "save", args.save is not None),
+        ("memory_profiling_path", "memory_profiling", args.memory_profiling),
+        ("wandb_mode", "use_wandb", args.use_wandb),
+        ("comet_mode", "use_comet", args.use_comet),
+        ("te_backend", "te_mha, te_layernorm_mlp, te_columnparallel or te_rowparallel", engine),
+    ):
+        if name in args.given and getattr(args, name) != keys_of(type(args))[name].default and not there:
+            yield name, other
 
 
 def _without_effect(declaration: type, given: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def read_deepspeed_config(given: Given, own: Callable[[str], bool]) -> None:
     """Take the keys of `deepspeed_config_file` into `given`, with that file as their place.
 
     own: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as HuggingFace
-    writes it) is left out. A key that is set elsewhere to another value is a problem naming both places.
+    writes it) is left out. A value that stands elsewhere too must be the same, unless an override says it.
     """
     path = given.values.get("deepspeed_config_file")
     if not isinstance(path, str):
@@ -128,55 +128,90 @@ def read_deepspeed_config(given: Given, own: Callable[[str], bool]) -> None:
     place = given.origins["deepspeed_config_file"]
     given.problems += [f"{place}: deepspeed_config_file: {problem}" for problem in theirs.problems]
     given.config_files |= theirs.config_files
-    for name, value in _without_auto(theirs.values).items():
-        target = name if own(name) else f"deepspeed_extra_args.{name}"
-        before = given.values.get(name) if own(name) else (given.values.get("deepspeed_extra_args") or {}).get(name)
-        if before is not None and before != value:
-            given.problems.append(
-                f"{theirs.origins[name]}: {name}: {show(value)}, but {given.origins.get(target, place)} says "
-                f"{show(before)}; keep one of them"
-            )
-        elif before is None:
-            given.assign(target, value, theirs.origins[name])
-            given.origins |= {key: at for key, at in theirs.origins.items() if key.startswith(f"{name}.") and own(name)}
+    for name, value in theirs.values.items():
+        path = name if own(name) else f"deepspeed_extra_args.{name}"
+        _take(given, path, value, theirs.origins[name], {k.removeprefix(name): v for k, v in theirs.origins.items()})
 
 
-def _without_auto(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_auto(inner) for name, inner in value.items() if inner != "auto"}
-    return value
+def _take(given: Given, path: str, value: Any, place: str, places: Mapping[str, str]) -> None:
+    """Take one value, or those of a section one by one."""
+    if value == "auto":
+        return
+    before: Any = given.values
+    for part in path.split("."):
+        before = before.get(part) if isinstance(before, Mapping) else None
+    if isinstance(value, Mapping) and value and (before is None or isinstance(before, Mapping)):
+        for name, inner in value.items():
+            end = "".join(key for key in places if key.endswith(f".{name}"))
+            _take(given, f"{path}.{name}", inner, places.get(end, place), places)
+    elif before is None:
+        given.assign(path, value, place)
+    elif before != value and not given.origins.get(path, "").startswith("--"):
+        at = next(given.origins[p] for p in _upwards(path) if p in given.origins)
+        given.problems.append(f"{place}: {path}: {show(value)}, but {at} says {show(before)}; keep one of them")
+
+
+def _upwards(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+class EnvText(str):
+    """Text that came from the environment: a number, a boolean or a list where the key is one."""
 
 
 _REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}\n]*))?\}")
+_MARKED = re.compile("\ue000(\\d+)\ue001")
 
 
-def _from_environment(given: Given, file: str, text: str) -> str:
-    """`text` with `${NAME}` and `${NAME:-default}` filled in, outside comments; lines stay where they are."""
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if "${" not in line:
-            continue
-        comment = re.search(r"(^|\s)#", line)
-        end = comment.start() if comment else len(line)
+def _mark_references(text: str) -> tuple[str, list[str]]:
+    """`${NAME}` as marks that YAML takes for letters, and what stood there: braces would end a flow mapping."""
+    found: list[str] = []
 
-        def fill(found: re.Match[str], number: int = number) -> str:
-            name, default = found.groups()
-            value = os.environ.get(name) or default
-            if value is None:
-                given.problems.append(
-                    f"{file}:{number}: ${{{name}}}: {name} is not set in the environment; export it, or write "
-                    f"${{{name}:-default}}"
-                )
-            elif "\n" in value:
-                given.problems.append(f"{file}:{number}: ${{{name}}}: {name} has more than one line")
-            return (value or "null").replace("\n", " ")
+    def mark(reference: re.Match[str]) -> str:
+        found.append(reference[0])
+        return f"\ue000{len(found) - 1}\ue001"
 
-        lines[number - 1] = _REFERENCE.sub(fill, line[:end]) + line[end:]
-    return "\n".join(lines)
+    return _REFERENCE.sub(mark, text), found
+
+
+def _fill(node: yaml.Node, references: list[str], given: Given, file: str) -> None:
+    """Put values from the environment into the scalars of a document."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _fill(key, references, given, file)
+            _fill(value, references, given, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _fill(value, references, given, file)
+    elif _MARKED.search(node.value) or "${" in node.value:
+        place, before = f"{file}:{node.start_mark.line + 1}", len(given.problems)
+        node.value = _MARKED.sub(lambda mark: _value_of(references[int(mark[1])], given, place), node.value)
+        node.tag = "!environment"
+        if "${" in node.value:
+            given.problems.append(f"{place}: {node.value}: only ${{NAME}} and ${{NAME:-default}} are filled in")
+        if len(given.problems) > before:
+            node.tag, node.value = "tag:yaml.org,2002:null", "null"
+            given.unread.append(file)
+
+
+def _value_of(reference: str, given: Given, place: str) -> str:
+    name, default = _REFERENCE.fullmatch(reference).groups()  # type: ignore[union-attr]
+    value = os.environ.get(name) or default
+    if value is None:
+        given.problems.append(
+            f"{place}: {reference}: {name} is not set in the environment, or empty; export it, or write "
+            f"${{{name}:-default}}"
+        )
+    return value or ""
+
+
+ConfigLoader.add_constructor("!environment", lambda loader, node: EnvText(node.value))
 
 
 def _merge_file(given: Given, file: str, text: str) -> None:
-    text = _from_environment(given, file, text)
+    text, references = _mark_references(text)
     loader = ConfigLoader(text.replace("\t", " ") if file.endswith(".json") else text)
     try:
         root = loader.get_single_node()
@@ -185,8 +220,14 @@ def _merge_file(given: Given, file: str, text: str) -> None:
         if not isinstance(root, yaml.MappingNode):
             given.problems.append(f"{file}:{root.start_mark.line + 1}: expected `key: value` lines")
             return
+        _fill(root, references, given, file)
         for key_node, value_node in root.value:
-            spelling = str(loader.construct_object(key_node, deep=True))
+            spelling = str(key_node.value)
+            if spelling == "<<":
+                given.problems.append(
+                    f"{file}:{key_node.start_mark.line + 1}: <<: merges sections only; write the keys out"
+                )
+                continue
             key, place = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
             if key in given.spellings:
                 before = given.spellings[key]
@@ -198,6 +239,9 @@ def _merge_file(given: Given, file: str, text: str) -> None:
             given.spellings[key], given.origins[key] = spelling, place
             _note_lines(given, file, key, value_node)
             value = loader.construct_object(value_node, deep=True)
+            if "." in key:  # as --print-config writes sub-keys
+                given.assign(key, value, place)
+                continue
             given.values[key] = _underscores(value)
             if value is None:  # `key:` alone is the default, as in GPT-NeoX
                 del given.values[key]

@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.neox_arguments.declare import STANDINGS, Key, keys_of, union_members
@@ -34,6 +35,7 @@ def help_pages(declaration: type, pattern: str) -> str:
     pattern = pattern.replace("-", "_").lower()
     found = {path: key for name in keys_of(declaration).values() for path, key in _with_sections(name, "")}
     names = [path for path in found if path.lower() == pattern]
+    names = [path for name in names for path in found if path == name or path.startswith(f"{name}.")]
     names = names or [path for path in found if fnmatch.fnmatchcase(path.lower(), pattern)]
     names = names or [path for path in found if pattern in path.lower() and not set(pattern) & set("*?[")]
     if not names:
@@ -57,7 +59,7 @@ def _with_sections(key: Key, prefix: str) -> Iterator[tuple[str, Key]]:
     yield prefix + key.name, key
     if key.section is not None:
         for inner in keys_of(key.section).values():
-            yield from _with_sections(inner, f"{prefix}{key.name}.")
+            yield from _with_sections(replace(inner, source=key.source), f"{prefix}{key.name}.")
 
 
 def _row(path: str, key: Key) -> str:

@@ -25,9 +25,20 @@ def refusals(args: "NeoXArgs") -> dict[str, str]:
             "true asks for Transformer-Engine, whose own layers are not used here; add the line `te_backend: native` "
             "for the same maths and names on disk"
         )
+    if args.te_mha and not args.use_bias_in_attn_linear:
+        found["te_mha"] = (
+            "Transformer-Engine's attention has biases; set use_bias_in_attn_linear: true or remove te_mha"
+        )
+    if args.te_layernorm_mlp and not args.use_bias_in_mlp:
+        found["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
+    elif args.te_layernorm_mlp and args.activation not in ("gelu", "geglu", "relu", "reglu", "swiglu"):
+        found["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
+    if args.num_nodes > 1:
+        found["num_nodes"] = f"{args.num_nodes}: deepy.py starts the ranks of this machine; use srun or torchrun"
     width = ffn_problem(args)
     if width is not None:
-        found["intermediate_size" if args.intermediate_size else "activation"] = width
+        key = "intermediate_size" if args.intermediate_size else "activation"
+        found["compat_ffn_width" if args.compat_ffn_width else key] = width
     return found
 
 
@@ -42,4 +53,5 @@ def _declared(declaration: type, given: Mapping[str, Any], args: "NeoXArgs | Non
         reason = key.refusal(value)
         if reason is not None:
             refused = next((v for v in value if key.refusal(v)), value) if isinstance(value, tuple) else value
-            yield prefix + name, f"{show(refused)} is refused: {reason}"
+            fix = f"; remove it (--set {prefix}{name}=null)" if reason.endswith("not built yet") else ""
+            yield prefix + name, f"{show(refused)} is refused: {reason}{fix}"

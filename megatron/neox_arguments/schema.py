@@ -26,7 +26,8 @@ def _section(declaration: type, path: str) -> dict[str, Any]:
         properties[name] = _property(key, f"{path}/properties/{name}")
         if "_" in name:
             properties[name.replace("_", "-")] = {"$ref": f"{path}/properties/{name}"}
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    needed = [name for name, key in keys_of(declaration).items() if key.required and path != "#"]  # files are layers
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": needed}
 
 
 def _property(key: Key, path: str) -> dict[str, Any]:
@@ -79,7 +80,9 @@ def _kind(member: Any, key: Key) -> dict[str, Any]:
 
 def _spellings(texts: list[str]) -> list[str]:
     """As declared, in lower and in upper case: names are read without case, and a schema cannot say that."""
-    return list(dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper())))
+    return list(
+        dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper(), text.capitalize()))
+    )
 
 
 def _unique(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from megatron.neox_arguments.declare import REQUIRED, key
 _ALL_USED = "all weights are used"
 _OUR_FILES = "weights are always whole in checkpoints"
 _QUANTIZED = "it rounds what is sent to a few bits; remove it"
+_ON_DISK = "nothing is kept on disks"
 _BF16_SCALE = "bf16 needs no loss scale"
 
 
@@ -19,6 +20,8 @@ class OptimizerParams:
     eps: float = key(None, "Adam, AdamW: term added to the denominator; 1e-8 when unset", gt=0)
     momentum: float = key(None, "SGD: momentum; 0 when unset", ge=0)
     weight_decay: float = key(None, "DeepSpeed's place for weight_decay", ge=0)
+    freeze_step: int = key(400, "OneBitAdam's", no_effect="the other optimizers have no such phase")
+    cuda_aware: bool = key(False, "OneBitAdam's", no_effect="the other optimizers send nothing themselves")
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,33 @@ class Optimizer:
     params: Mapping[str, Any] = key(REQUIRED, "Parameters of the optimizer", section=OptimizerParams)
 
 
+_DEVICE: dict[str, Any] = {
+    "default": "none",
+    "meaning": "Where it is kept",
+    "refuse_values": {"nvme": "checkpoints would lack what is on disks; write cpu"},
+}
+
+
 @dataclass(frozen=True)
-class Offload:
-    device: Literal["none", "cpu", "nvme"] = key(
-        "none",
-        "Where it is kept",
-        refuse_values={"nvme": "checkpoints would lack what is on disks; write cpu"},
-    )
+class OffloadOptimizer:
+    device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "In page-locked memory")
-    nvme_path: str = key(None, "nvme: folder of the files")
-    ratio: float = key(None, "Share of the optimizer's update done on the CPU", ge=0, le=1)
-    buffer_count: int = key(None, "nvme: buffers", gt=0)
-    buffer_size: int = key(None, "nvme: elements of a buffer", gt=0)
-    max_in_cpu: int = key(None, "Elements kept in host memory beside nvme", gt=0)
-    fast_init: bool = key(None, "nvme: initialise quickly")
-    pipeline_read: bool = key(None, "nvme: read ahead")
-    pipeline_write: bool = key(None, "nvme: write behind")
+    ratio: float = key(None, "Share of the update done on the CPU", ge=0, le=1)
+    nvme_path: str = key(None, "nvme: folder of the files", no_effect=_ON_DISK)
+    buffer_count: int = key(None, "nvme: buffers", gt=0, no_effect=_ON_DISK)
+    fast_init: bool = key(None, "nvme: initialise quickly", no_effect=_ON_DISK)
+    pipeline_read: bool = key(None, "nvme: read ahead", no_effect=_ON_DISK)
+    pipeline_write: bool = key(None, "nvme: write behind", no_effect=_ON_DISK)
+
+
+@dataclass(frozen=True)
+class OffloadParam:
+    device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
+    pin_memory: bool = key(None, "In page-locked memory")
+    nvme_path: str = key(None, "nvme: folder of the files", no_effect=_ON_DISK)
+    buffer_count: int = key(None, "nvme: buffers", gt=0, no_effect=_ON_DISK)
+    buffer_size: int = key(None, "nvme: elements of a buffer", gt=0, no_effect=_ON_DISK)
+    max_in_cpu: int = key(None, "nvme: elements kept in host memory", gt=0, no_effect=_ON_DISK)
 
 
 @dataclass(frozen=True)
@@ -94,8 +108,8 @@ class ZeroOptimization:
         True, "Take master weights from checkpoints", no_effect="they are read with the optimizer's state"
     )
     cpu_offload: bool = key(False, "Old spelling of offload_optimizer: {device: cpu}")
-    offload_optimizer: Mapping[str, Any] | None = key(None, "Optimizer state off the device", section=Offload)
-    offload_param: Mapping[str, Any] | None = key(None, "Stage 3: weights off the device", section=Offload)
+    offload_optimizer: Mapping[str, Any] | None = key(None, "Optimizer state off the device", section=OffloadOptimizer)
+    offload_param: Mapping[str, Any] | None = key(None, "Stage 3: weights off the device", section=OffloadParam)
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,18 @@ class CurriculumLearning:
     max_difficulty: int = key(None, "Length at last: seq_length", ge=1)
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = key("fixed_linear", "How it grows")
     schedule_config: Mapping[str, Any] = key(None, "The schedule's numbers", section=CurriculumSchedule)
+
+
+@dataclass(frozen=True)
+class SeqCurriculum:
+    seq_len: tuple[int, ...] = key(REQUIRED, "Lengths of the phases; each divides seq_length")
+    until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
+
+
+@dataclass(frozen=True)
+class WeightSchedule:
+    weights: tuple[tuple[float, ...], ...] = key(REQUIRED, "Weights of train_data_paths in each phase; 0: not drawn")
+    until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
 
 
 @dataclass(frozen=True)

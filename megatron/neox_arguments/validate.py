@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.read import show
+from megatron.neox_arguments.validate_data import validate_pairs, validate_weights
 from megatron.neox_arguments.validate_model import at, validate_model, validate_parallel
+from megatron.neox_arguments.validate_packing import validate_packing
 from megatron.neox_arguments.validate_schedule import validate_schedule
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ def validate(args: "NeoXArgs") -> Problems:
     validate_parallel(args, problems)
     validate_schedule(args, problems)
     _logging(args, problems)
+    _gradients(args, problems)
     _checkpoints(args, problems)
     _data(args, problems)
+    validate_packing(args, problems)
     return problems
 
 
@@ -29,7 +32,7 @@ def validate_training(args: "NeoXArgs") -> Problems:
     problems = Problems(args.origins)
     if args.train_iters is None and args.train_epochs is None:
         problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
-    if args.data_path is None and args.train_data_paths is None:
+    if args.data_path is None and args.train_data_paths is None and args.dataset_impl == "gpt2":
         problems.add("data_path", "is required for training (or train_data_paths, valid_data_paths, test_data_paths)")
     if args.train_batch_size is None and args.train_micro_batch_size_per_gpu is None:
         problems.add(
@@ -59,6 +62,11 @@ def validate_generation(args: "NeoXArgs") -> Problems:
     return problems
 
 
+def _gradients(args: "NeoXArgs", problems: Problems) -> None:
+    if args.given.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
+        problems.add("fp32_allreduce", f"communication_data_type is {at(args, 'communication_data_type')}; remove one")
+
+
 def _logging(args: "NeoXArgs", problems: Problems) -> None:
     if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
         problems.add("profile_step_stop", f"must be above profile_step_start {at(args, 'profile_step_start')}")
@@ -71,14 +79,19 @@ def _logging(args: "NeoXArgs", problems: Problems) -> None:
 
 def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
     factor = args.checkpoint_factor
-    if args.save is not None and factor is None and args.extra_save_iters is None:
-        problems.add("save", "needs checkpoint_factor or extra_save_iters: when to save")
+    if args.save is not None and not (
+        factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
+    ):
+        problems.add("save", "needs checkpoint_factor, extra_save_iters or save_interval_in_mins: when to save")
     if factor is not None and args.checkpoint_scale == "linear" and factor != int(factor):
         problems.add(
             "checkpoint_factor", f"expected a whole number of iterations with checkpoint_scale linear, got {factor}"
         )
     if factor is not None and args.checkpoint_scale == "log" and factor <= 1:
         problems.add("checkpoint_factor", f"expected more than 1 with checkpoint_scale log, got {factor}")
+    for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
+        if getattr(args, name) is not None and args.keep_last_n_checkpoints is None:
+            problems.add(name, "without keep_last_n_checkpoints nothing is deleted; set that, or remove it")
     if any(iteration < 0 for iteration in args.extra_save_iters or ()):
         problems.add("extra_save_iters", "expected iterations from 0 on")
 
@@ -102,6 +115,7 @@ def _data(args: "NeoXArgs", problems: Problems) -> None:
 
 
 def _blend(args: "NeoXArgs", problems: Problems) -> None:
+    by = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
     for name in ("train", "valid", "test"):
         key, paths = f"{name}_data_weights", getattr(args, f"{name}_data_paths")
         weights, origin = getattr(args, key), args.origin(f"{name}_data_paths")
@@ -109,24 +123,25 @@ def _blend(args: "NeoXArgs", problems: Problems) -> None:
             problems.add(f"{name}_data_paths", "expected at least one path, got none")
         if weights is None:
             continue
-        if args.weight_by_num_documents:
-            problems.add(key, f"weight_by_num_documents ({args.origin('weight_by_num_documents')}) sets it; remove one")
+        if by is not None:
+            problems.add(key, f"{by} ({args.origin(by)}) sets it; remove one")
         elif paths is None:
             problems.add(key, f"weighs {name}_data_paths, which is not set; remove it")
         elif len(weights) != len(paths):
             problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
         if any(weight <= 0 for weight in weights):
             problems.add(key, f"expected numbers above 0, got {show(weights)}; leave out the path of a set not wanted")
-    if args.weight_by_num_documents and args.train_data_paths is None:
-        problems.add("weight_by_num_documents", "weighs the sets of train_data_paths, which is not set; remove it")
-    for key in ("weighted_sampler_alpha", "compat_weight_by_num_documents"):
-        if not args.weight_by_num_documents and getattr(args, key) != keys_of(type(args))[key].default:
-            problems.add(key, "only weight_by_num_documents: true reads it; remove it")
+    validate_weights(args, problems)
+    validate_pairs(args, problems)
 
 
 def _vocab_file(args: "NeoXArgs", problems: Problems) -> None:
-    needed = {"HFTokenizer": {"vocab_file": "tokenizer.json"}}
-    needed["GPT2BPETokenizer"] = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    needed = {
+        "GPT2BPETokenizer": {"vocab_file": "its vocab.json", "merge_file": "its merges.txt"},
+        "HFTokenizer": {"vocab_file": "its tokenizer.json"},
+        "SPMTokenizer": {"vocab_file": "its SentencePiece .model"},
+        "TiktokenTokenizer": {"vocab_file": "the name of its encoding, such as cl100k_base"},
+    }
     for key, file in needed.get(args.tokenizer_type, {}).items():
         if getattr(args, key) is None:
-            problems.add(key, f"is required by tokenizer_type {at(args, 'tokenizer_type')}: its {file}")
+            problems.add(key, f"is required by tokenizer_type {at(args, 'tokenizer_type')}: {file}")

@@ -13,7 +13,7 @@ def validate_model(args: "NeoXArgs", problems: Problems) -> None:
     attends = any(kind in ("global", "flash") for kind in args.attention_config)
     if not attends:
         pass  # a run refuses the others' layers, and they do not split hidden_size into heads
-    elif args.hidden_size % heads:
+    elif args.hidden_size % heads and "head_dim" not in args.given:
         problems.add(
             "hidden_size",
             f"{args.hidden_size} is not a multiple of num_attention_heads {at(args, 'num_attention_heads')}",
@@ -24,7 +24,7 @@ def validate_model(args: "NeoXArgs", problems: Problems) -> None:
         problems.add(
             "rotary_pct" if args.rotary_pct != 1 else "pos_emb",
             f"{int(args.head_dim * args.rotary_pct)} of {args.head_dim} dimensions a head would be rotated; "
-            "rotary_pct x hidden_size / num_attention_heads must be even",
+            "rotary_pct x head_dim must be even",
         )
     if heads % kv_heads:
         problems.add(
@@ -40,12 +40,11 @@ def validate_model(args: "NeoXArgs", problems: Problems) -> None:
             "expansion_factor", f"intermediate_size {at(args, 'intermediate_size')} says the width; remove one"
         )
     _positions(args, problems)
+    _layers(args, problems)
     _blocks(args, problems)
     try:
         ffn = args.ffn_size
-    except ValueError as cause:
-        key = "compat_ffn_width" if args.compat_ffn_width else "intermediate_size"
-        problems.add(key, str(cause) if args.compat_ffn_width else f"{args.intermediate_size} {cause}")
+    except ValueError:  # told when a run asks for it: files that cannot run can be read
         return
     if ffn % args.tp:
         key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
@@ -89,6 +88,9 @@ def _positions(args: "NeoXArgs", problems: Problems) -> None:
         if value is not None and name not in (*allowed, "rope_type", "factor"):
             problems.add(f"rope_scaling.{name}", f"{kind} does not read it; remove it")
 
+    fast, slow = scaling["beta_fast"] or 32, scaling["beta_slow"] or 1
+    if kind == "yarn" and slow >= fast:
+        problems.add("rope_scaling.beta_slow", f"{slow:g} must be less than beta_fast {fast:g}")
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if kind == "llama3" and low is not None and high is not None and low >= high:
         problems.add("rope_scaling.low_freq_factor", f"{low} must be less than high_freq_factor {high}")
@@ -96,19 +98,38 @@ def _positions(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions a head")
 
 
+def _layers(args: "NeoXArgs", problems: Problems) -> None:
+    """Keys that say what differs from layer to layer."""
+    sliding = args.layer_types is not None and "sliding_attention" in args.layer_types
+    if sliding and args.sliding_window_width is None:
+        problems.add("layer_types", "sliding_attention needs sliding_window_width")
+    if args.layer_types is not None and not sliding and args.sliding_window_width is not None:
+        problems.add("sliding_window_width", f"no layer of layer_types ({args.origin('layer_types')}) is "
+            "sliding_attention; remove one of them")  # fmt: skip
+    if args.rope_local_base_freq is not None and (not sliding or args.pos_emb != "rotary"):
+        problems.add("rope_local_base_freq", "needs pos_emb: rotary and sliding_attention among layer_types")
+    if args.no_rope_layers is not None and (args.pos_emb != "rotary" or not set(args.no_rope_layers) <= {0, 1}):
+        problems.add("no_rope_layers", "needs pos_emb: rotary and is a list of 0 and 1")
+
+
 def _blocks(args: "NeoXArgs", problems: Problems) -> None:
     tied, shape = args.gpt_j_tied, args.norm
     if tied and not args.gpt_j_residual:
         problems.add("gpt_j_tied", "only gpt_j_residual: true reads it; remove it or set gpt_j_residual")
-    if args.norm_placement == "olmo3":
+    if args.norm_placement in ("olmo3", "sandwich"):
         for key in ("gpt_j_residual", "te_layernorm_mlp"):
             if getattr(args, key):
-                problems.add("norm_placement", f"olmo3 has no form with {key} {at(args, key)}; remove one of them")
+                told = f"{args.norm_placement} has no form with {key} {at(args, key)}; remove one of them"
+                problems.add("norm_placement", told)
     if args.te_layernorm_mlp and tied:
         problems.add("te_layernorm_mlp", f"its MLP has its own norm, so gpt_j_tied ({args.origin('gpt_j_tied')}) "
             "cannot hold; remove one of them")  # fmt: skip
     if args.te_layernorm_mlp and shape in ("scalenorm", "non_parametric_layernorm"):
         problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {at(args, 'norm')}")
+    if args.zero_centered_gamma and shape not in ("rmsnorm", "te_rmsnorm"):
+        problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {at(args, 'norm')}")
+    if args.qk_norm_per_head and not args.use_separate_qk_norms:
+        problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true")
     if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
         problems.add("use_separate_qk_norms", "needs use_qk_layernorm: true and norm: rmsnorm")
     elif args.use_qk_layernorm and not args.use_separate_qk_norms:

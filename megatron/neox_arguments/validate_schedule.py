@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.validate_data import phases
 from megatron.neox_arguments.validate_model import at
 
 if TYPE_CHECKING:
@@ -43,6 +44,26 @@ def validate_schedule(args: "NeoXArgs", problems: Problems) -> None:
     _epochs(args, problems)
     if args.curriculum_learning is not None and args.curriculum_learning["enabled"]:
         _curriculum(args, args.curriculum_learning, problems)
+        if args.seq_curriculum is not None:
+            problems.add("seq_curriculum", f"curriculum_learning ({args.origin('curriculum_learning')}) cuts samples "
+            "short; remove one of them")  # fmt: skip
+    if args.seq_curriculum is not None:
+        _seq_curriculum(args, args.seq_curriculum, problems)
+
+
+def _seq_curriculum(args: "NeoXArgs", section: Mapping[str, Any], problems: Problems) -> None:
+    lengths, until = section["seq_len"], section["until"]
+    if lengths is None or until is None:
+        return  # said already
+    phases("seq_curriculum", "seq_len", section, problems)
+    for length in lengths:
+        if length < 1 or args.seq_length % length:
+            problems.add(
+                "seq_curriculum.seq_len", f"{length} does not divide seq_length {at(args, 'seq_length')}: samples are "
+                "cut into rows of it",
+            )  # fmt: skip
+    if args.pack_impl != "packed":
+        problems.add("seq_curriculum", f"cuts samples of pack_impl: packed, not {at(args, 'pack_impl')}; remove it")
 
 
 def _warmup(args: "NeoXArgs") -> float:
@@ -54,7 +75,7 @@ def _epochs(args: "NeoXArgs", problems: Problems) -> None:
         return
     if args.train_iters is not None:
         problems.add("train_epochs", f"train_iters is set at {args.origin('train_iters')}; remove one of them")
-    for key in ("train_data_weights", "weight_by_num_documents"):
+    for key in ("train_data_weights", "weight_by_num_documents", "weight_by", "train_data_weight_schedule"):
         if getattr(args, key) not in (None, False) and set(args.train_data_weights or ()) != {1.0}:
             problems.add("train_epochs", f"each set is seen whole; remove {key} ({args.origin(key)})")
 
@@ -78,5 +99,7 @@ def _curriculum(args: "NeoXArgs", section: Mapping[str, Any], problems: Problems
         if name not in needed and value is not None:
             problems.add(f"{path}.schedule_config.{name}", f"{kind} does not read it; remove it")
     lengths, ends = schedule["difficulty"], schedule["max_step"]
+    if ends is not None and list(ends) != sorted(set(ends)):
+        problems.add(f"{path}.schedule_config.max_step", f"expected rising iterations, got {list(ends)}")
     if kind == "fixed_discrete" and lengths and ends is not None and len(lengths) != len(ends) + 1:
         problems.add(f"{path}.schedule_config.max_step", f"expected {len(lengths) - 1} iterations, got {len(ends)}")

@@ -40,14 +40,33 @@ def test_json_files_take_them_too(write, monkeypatch):
 
 
 def test_a_name_that_is_not_set_is_told_with_its_line(write, monkeypatch):
-    monkeypatch.setenv("LINES", "a\nb")
     with pytest.raises(ConfigError) as refused:
-        load(write(a=MODEL + "num_layers: 2\nseed: ${NOT_SET_ANYWHERE}\nlog_dir: ${LINES}\n"))
+        load(write(a=MODEL + "num_layers: 2\nseed: ${NOT_SET_ANYWHERE}\nlog_dir: ${HOME-x}\n"))
     assert refused.value.problems == (
-        "a.yml:6: ${NOT_SET_ANYWHERE}: NOT_SET_ANYWHERE is not set in the environment; export it, or write "
+        "a.yml:6: ${NOT_SET_ANYWHERE}: NOT_SET_ANYWHERE is not set in the environment, or empty; export it, or write "
         "${NOT_SET_ANYWHERE:-default}",
-        "a.yml:7: ${LINES}: LINES has more than one line",
+        "a.yml:7: ${HOME-x}: only ${NAME} and ${NAME:-default} are filled in",
     )
+
+
+def test_the_key_says_what_a_value_is(write, monkeypatch):
+    """Quoted or not, in flow style or not, a number for a number and text for text."""
+    monkeypatch.setenv("RUN", "123")
+    monkeypatch.setenv("LR", "1e-4")
+    monkeypatch.setenv("WEIGHTS", "[1, 2]")
+    monkeypatch.setenv("FOLDER", "/data: a # b")
+    text = MODEL + (
+        "num_layers: 2\nwandb_run_name: ${RUN}\n"
+        'optimizer: {"type": "Adam", "params": {"lr": "${LR}", "betas": [0.9, "${BETA:-0.95}"]}}\n'
+        'train_data_paths: ["${FOLDER}/a", b]\nvalid_data_paths: [a]\ntest_data_paths: [a]\n'
+        "train_data_weights: ${WEIGHTS}\nuse_wandb: ${WANDB:-false}\n"
+    )
+    args = load(write(a=text))
+    assert (args.wandb_run_name, args.lr, args.use_wandb) == ("123", 1e-4, False)
+    assert args.optimizer["params"]["betas"] == (0.9, 0.95) and args.train_data_weights == (1.0, 2.0)
+    assert args.train_data_paths == ("/data: a # b/a", "b")
+    monkeypatch.delenv("LR")
+    assert NeoXArgs.from_json(args.to_json()) == args
 
 
 DEEPSPEED = """{
@@ -78,6 +97,21 @@ def test_a_contradiction_names_both_places(write):
         load(write(a=text, ds__json=DEEPSPEED)[:1])
     assert refused.value.problems == ("ds.json:3: gradient_clipping: 0.5, but a.yml:7 says 1.0; keep one of them",)
     assert load(write(a=text.replace("1.0", "0.5"), ds__json=DEEPSPEED)[:1]).gradient_clipping == 0.5
+    again = load(
+        write(a=text.replace("gradient_clipping: 1.0", "seed: 1"), ds__json=DEEPSPEED)[:1], ["gradient_clipping=0.7"]
+    )
+    assert again.gradient_clipping == 0.7, "an override comes last of all"
+
+
+def test_sections_are_merged_key_by_key(write):
+    text = (
+        MODEL
+        + "num_layers: 2\ndeepspeed_config_file: ds.json\nzero_optimization: {{reduce_bucket_size: 5, stage: {}}}\n"
+    )
+    args = load(write(a=text.format(1), ds__json=DEEPSPEED)[:1])
+    assert args.zero_optimization["overlap_comm"] and args.zero_optimization["reduce_bucket_size"] == 5
+    with pytest.raises(ConfigError, match=r"^ds.json:5: zero_optimization.stage: 1, but a.yml:7 says 2; keep one"):
+        load(write(a=text.format(2), ds__json=DEEPSPEED)[:1])
 
 
 def test_bad_deepspeed_files_are_refused_with_their_place(write):

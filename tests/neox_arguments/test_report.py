@@ -63,6 +63,7 @@ def test_what_differs_between_two_runs(write):
     text = diff_config(load([one]), load([two]))
     assert text.splitlines() == [
         "hidden_size: 64 (a.yml:2) -> 128 (b.yml:2)",
+        "head_dim: 16 (derived) -> 32 (derived)",
         "optimizer.params.lr: 0.01 (a.yml:8) -> 0.02 (b.yml:8)",
         "seed: 1234 (default) -> 5 (b.yml:10)",
         "lr: 0.01 (derived) -> 0.02 (derived)",
@@ -70,12 +71,14 @@ def test_what_differs_between_two_runs(write):
     assert diff_config(load([one]), load([one])) == ""
 
 
-def test_what_is_printed_is_a_configuration(args):
+def test_what_is_printed_is_a_configuration(args, tmp_path):
     """The printed text, read as YAML and resolved, gives the same values."""
     printed = {
         path: value for path, value in yaml.load(print_config(args), Loader=ConfigLoader).items() if value is not None
     }
     again = NeoXArgs.from_dict(printed)
+    (tmp_path / "printed.yml").write_text(print_config(args))
+    again = load([tmp_path / "printed.yml"])
     for name in set(keys_of(NeoXArgs)) - {"config_files"}:
         assert getattr(again, name) == getattr(args, name), name
 

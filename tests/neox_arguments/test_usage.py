@@ -98,3 +98,48 @@ def test_a_dummy_key_and_a_deleted_reader_are_found():
     assert idle(WithDummy, sources()) == ["dummy_key"]
     kept = [path for path in sources() if path.name not in ("loggers.py",)]
     assert "wandb_project" in idle(NeoXArgs, kept)
+
+
+def sub_keys(declaration: type) -> Iterator[tuple[type, Key]]:
+    """Every sub-key that somebody must read, with the section it stands in."""
+    for declared in keys_of(declaration).values():
+        if declared.section is not None:
+            for inner in keys_of(declared.section).values():
+                if inner.section is None and inner.standing in ("honoured", "honoured, differs"):
+                    yield declared.section, inner
+            yield from sub_keys(declared.section)
+
+
+def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
+    """Sections that are handed on whole must be fields of DeepSpeed's own models; of the others each name is read."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import (
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    handed_on = {
+        "ZeroOptimization": DeepSpeedZeroConfig,
+        "OffloadOptimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "OffloadParam": DeepSpeedZeroOffloadParamConfig,
+        "CommsLogger": CommsLoggerConfig,
+        "Fp16": DeepSpeedFP16Config,
+    }
+    texts = {
+        node.value
+        for path in [*sources(), *HERE.glob("*.py")]
+        if path.name != "sections.py" and not path.name.startswith("keys_")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    idle_ones = []
+    for section, declared in sub_keys(NeoXArgs):
+        model = handed_on.get(section.__name__)
+        fields = (
+            set() if model is None else {f.alias or n for n, f in model.model_fields.items()} | set(model.model_fields)
+        )
+        if declared.name not in (fields if model is not None else texts) and len(declared.choices) != 1:
+            idle_ones.append(f"{section.__name__}.{declared.name}")
+    assert idle_ones == []

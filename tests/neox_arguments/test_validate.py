@@ -11,6 +11,10 @@ CURRICULUM = {
     "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
     "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 8},
 }  # fmt: skip
+PAIRS = {
+    "dataset_impl": "pairwise", "pack_impl": "unpacked", "train_impl": "dpo", "pos_train_data_paths": ["p"],
+    "neg_train_data_paths": ["n"],
+}  # fmt: skip
 ROTARY = {"pos_emb": "rotary"}
 CASES = [
     # refused, accepted, start of the message
@@ -66,7 +70,11 @@ CASES = [
         {"lr_decay_style": "wsd", "lr_wsd_decay_iters": 9, "train_iters": 10, "warmup": 0.1},
         "lr_wsd_decay_iters: 10 and the warm-up (1) do not fit into lr_decay_iters 10 (derived)",
     ),
-    ({"save": "x"}, {"save": "x", "extra_save_iters": []}, "save: needs checkpoint_factor or extra_save_iters"),
+    (
+        {"save": "x"},
+        {"save": "x", "extra_save_iters": []},
+        "save: needs checkpoint_factor, extra_save_iters or save_interval_in_mins",
+    ),
     ({"checkpoint_factor": 2.5}, {"checkpoint_factor": 2.0}, "checkpoint_factor: expected a whole number"),
     (
         {"checkpoint_factor": 1, "checkpoint_scale": "log"},
@@ -81,6 +89,37 @@ CASES = [
         BLEND | {"train_data_weights": [7, 2, 1]},
         BLEND | {"train_data_weights": [7, 3]},
         "train_data_weights: expected a weight for each of 2 paths (program), got 3",
+    ),
+    (
+        {"data_path": "x", "train_label_data_paths": ["l"]},
+        PATHS | {"train_label_data_paths": ["l"]},
+        "train_label_data_paths: belongs to train_data_paths, which is not set; set it instead of data_path",
+    ),
+    (
+        BLEND | {"train_label_data_paths": ["l"]},
+        BLEND | {"train_label_data_paths": ["l", "m"]},
+        "train_label_data_paths: expected one for each of the 2 train_data_paths (program), got 1",
+    ),
+    (
+        PATHS | {"valid_reward_data_paths": ["r"]},
+        PATHS | {"valid_reward_data_paths": ["r"], "pack_impl": "unpacked"},
+        "valid_reward_data_paths: a sample has one reward; set pack_impl: unpacked (now packed (default))",
+    ),
+    ({"drop_last": True, "pack_impl": "best_fit"}, {"drop_last": True}, "drop_last: cuts packed documents; remove it"),
+    (
+        {"compat_group_texts_batch": 1000},
+        {"compat_group_texts_batch": 1000, "drop_last": True},
+        "compat_group_texts_batch: only drop_last reads it",
+    ),
+    (
+        {"compat_pack_impl": True, "pack_impl": "best_fit"},
+        {"compat_pack_impl": True, "pack_impl": "unpacked"},
+        "compat_pack_impl: only pack_impl: pack_until_overflow and unpacked read it",
+    ),
+    (
+        {"compat_pack_impl": True, "pack_impl": "unpacked", "truncate_documents": 5},
+        {"pack_impl": "unpacked", "truncate_documents": 5},
+        "truncate_documents: GPT-NeoX has none for whole documents",
     ),
     (
         BLEND | {"train_data_weights": [1, 0]},
@@ -114,6 +153,74 @@ CASES = [
         "weighted_sampler_alpha: expected a number at least 0, got -1",
     ),
     ({"split": "a,b"}, {"split": "949/50/1"}, "split: expected up to three shares"),
+    (
+        BLEND | {"weight_by": "tokens", "train_data_weights": [1, 2]},
+        BLEND | {"weight_by": "tokens", "weighted_sampler_alpha": 0.5},
+        "train_data_weights: weight_by (program) sets it; remove one",
+    ),
+    (
+        BLEND | {"weight_by": "tokens", "weight_by_num_documents": True},
+        BLEND | {"weight_by_num_documents": True},
+        "weight_by: weight_by_num_documents (program) sets the weights",
+    ),
+    (
+        {"data_path": "d", "weight_by": "bytes"},
+        BLEND | {"weight_by": "bytes"},
+        "weight_by: weighs the sets of train_data_paths",
+    ),
+    (
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, 2], [0, 0]], "until": [5]}},
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, 2], [0, 1]], "until": [5]}},
+        "train_data_weight_schedule.weights: phase 2: expected numbers from 0 on, at least one above it",
+    ),
+    (
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, -2]], "until": []}},
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, 2]], "until": []}},
+        "train_data_weight_schedule.weights: phase 1: expected numbers from 0 on",
+    ),
+    (
+        BLEND | {"train_data_weight_schedule": {"weights": [[1], [1, 1]], "until": [5]}},
+        PATHS | {"train_data_weight_schedule": {"weights": [[1], [1]], "until": [5]}},
+        "train_data_weight_schedule.weights: phase 1: expected 2 weights, got 1",
+    ),
+    (
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, 2], [2, 1], [1, 1]], "until": [5, 4]}},
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, 2], [2, 1], [1, 1]], "until": [4, 5]}},
+        "train_data_weight_schedule.until: expected rising iterations from 1 on, got [5, 4]",
+    ),
+    (
+        BLEND | {"train_data_weight_schedule": {"weights": [[1, 2]], "until": []}, "train_epochs": 2},
+        BLEND | {"train_epochs": 2},
+        "train_epochs: each set is seen whole; remove train_data_weight_schedule",
+    ),
+    (
+        {"curriculum_learning": CURRICULUM, "seq_curriculum": {"seq_len": [16, 32], "until": [3]}},
+        {"seq_curriculum": {"seq_len": [16, 32], "until": [3]}},
+        "seq_curriculum: curriculum_learning (program) cuts samples short",
+    ),
+    (PAIRS | {"pack_impl": "packed"}, PAIRS, "pack_impl: pairs are whole documents"),
+    (PAIRS | {"train_impl": "normal"}, PAIRS, "dataset_impl: pairs are for train_impl dpo and rm, not normal"),
+    (
+        PAIRS | {"neg_train_data_paths": ["n", "m"]},
+        PAIRS,
+        "pos_train_data_paths: pos_train_data_paths and neg_train_data_paths come together",
+    ),
+    (
+        PAIRS | {"pos_train_label_data_paths": ["p"]},
+        PAIRS | {"pos_train_label_data_paths": ["p"], "neg_train_label_data_paths": ["n"]},
+        "pos_train_label_data_paths: pos_train_label_data_paths and neg_train_label_data_paths come together",
+    ),
+    (
+        PAIRS | {"pos_train_label_data_paths": ["p", "q"], "neg_train_label_data_paths": ["n", "m"]},
+        PAIRS,
+        "pos_train_label_data_paths: expected labels for each of pos_train_data_paths, got 2",
+    ),
+    (
+        {"neg_valid_data_paths": ["n"]},
+        PAIRS | {"neg_valid_data_paths": ["n"], "pos_valid_data_paths": ["p"]},
+        "neg_valid_data_paths: only dataset_impl: pairwise reads it",
+    ),
+    ({"dataset_impl": "pairwise", "pack_impl": "unpacked", "train_impl": "dpo"}, PAIRS, "pos_train_data_paths: is req"),
     ({"split": "1,1,1,1"}, {"split": "100,0,0"}, "split: expected up to three shares"),
     (
         {"precision": "fp32", "fp16": {"enabled": True}},
