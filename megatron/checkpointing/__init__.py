@@ -10,6 +10,7 @@ from megatron.checkpointing.layout import (
     layer_file,
     list_checkpoints,
     model_file,
+    optimizer_file,
     read_latest,
     step_of,
     step_tag,
@@ -24,19 +25,27 @@ from megatron.checkpointing.manifest import (
     saved_model,
     verify,
 )
+from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.optimizer_state import sum_bias_masters, torch_adam_state, zero_adam_state
 from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.resharding import checkpoint_args, reshard
+from megatron.checkpointing.retention import EPHEMERAL, Retention
 from megatron.checkpointing.rng import restore_rng, rng_state
 from megatron.checkpointing.weights import load_weights, local_layer_state
 
 __all__ = [
     "CheckpointError",
     "DamagedError",
+    "EPHEMERAL",
     "FileRecord",
     "Layout",
+    "MASTER",
     "Manifest",
+    "OptimizerFiles",
+    "Retention",
     "begin",
     "check_model",
+    "checkpoint_args",
     "find_checkpoint",
     "layer_file",
     "list_checkpoints",
@@ -45,10 +54,12 @@ __all__ = [
     "local_layer_state",
     "model_file",
     "model_keys",
+    "optimizer_file",
     "publish",
     "read_latest",
     "read_manifest",
     "replace_file",
+    "reshard",
     "restore_rng",
     "rng_state",
     "save_tensors",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.cache import LayerCache
-from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm
+from megatron.model.norms import PerHeadRMSNorm, QKLayerNorm, QKRMSNorm, WideRMSNorm
 from megatron.model.positions import Rope, apply_rope, distances
 from megatron.model.weight_map import norm_kind
 from megatron.mpu import DTYPES, Linear, ParallelGroups, seeded
@@ -23,7 +23,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
 class AttentionInputs(NamedTuple):
-    """What every block's attention shares for one micro-batch, made once a stage.
+    """What the attention of all blocks of one `LayerKind` shares for one micro-batch, made once a stage.
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
@@ -66,10 +66,28 @@ def sliding_window(args: NeoXArgs) -> int | None:
     """Keys before itself that a query sees: flash attention's `window_size=(W, 0)`, so W + 1 keys with its own.
 
     Transformers' `sliding_window` counts the token itself: W + 1 there is W here. None when all of the longest
-    sequence is seen.
+    sequence is seen. `layer_types` may say that it holds for some layers alone.
     """
     width = args.sliding_window_width
     return width if width is not None and width < args.max_position_embeddings - 1 else None
+
+
+class LayerKind(NamedTuple):
+    """In what the attention of blocks may differ. window: as `sliding_window`; rotary: whether it turns queries and
+    keys; local: with `rope_local_base_freq`."""
+
+    window: int | None
+    rotary: bool
+    local: bool
+
+
+def layer_kind(args: NeoXArgs, layer: int) -> LayerKind:
+    """Of the block with this NeoX layer index."""
+    index = layer - 2
+    slides = args.layer_types is None or args.layer_types[index] == "sliding_attention"
+    rotary = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[index] == 1)
+    local = rotary and slides and args.rope_local_base_freq is not None
+    return LayerKind(sliding_window(args) if slides else None, rotary, local)
 
 
 def takes_varlen(args: NeoXArgs, device: torch.device) -> bool:
@@ -113,7 +131,7 @@ def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
     order = list(_KERNELS) if device.type == "cuda" else ["flash", "math"]
     names = order if asked == "auto" else [asked, *(name for name in order if name != asked)]
     windowed, seq = sliding_window(args) is not None, min(args.seq_length, 256)
-    always_masked = has_bias(args) or windowed
+    always_masked = has_bias(args) or (windowed and "full_attention" not in (args.layer_types or ()))
     calls = [(call, masked, dropping, [(seq, seq)]) for (masked, dropping), call in _CALLS.items()]
     kernels: dict[str, str] = {_WINDOWED: "flash"} if windowed and takes_varlen(args, device) else {}
     for call, masked, dropping, shapes in [*calls, (_CACHED, True, False, [(1, 1), (1, 9)])]:
@@ -201,17 +219,19 @@ def attend(
     cache: LayerCache | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
-    """Causal attention, softmax(q k^T / sqrt(head_dim) + bias) v.
+    """Causal attention, softmax(q k^T * scale + bias) v.
 
     q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns q's shape.
+    scale: None for 1 / sqrt(head_dim).
     cache: takes k and v in; with `inputs.columns`, q attends to all of it that `inputs.mask` shows.
     Dropout of the probabilities is a function of `seed` alone.
     """
     if inputs.cu_seqlens is not None:
         if cache is not None:
             cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), None)
-        return _attend_varlen(q, k, v, inputs.cu_seqlens, inputs.window)
+        return _attend_varlen(q, k, v, inputs.cu_seqlens, inputs.window, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     grouped = k.shape[1] != q.shape[1]
     if cache is not None:
@@ -221,6 +241,7 @@ def attend(
     sdpa = partial(
         F.scaled_dot_product_attention,
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped,
+        scale=scale,
     )  # fmt: skip
     cached = inputs.columns is not None or k.shape[2] == 1
     with sdpa_kernel(backend.kernel(masked=mask is not None, dropping=dropout_p > 0.0, cached=cached)):
@@ -228,7 +249,7 @@ def attend(
     return out.permute(2, 0, 1, 3)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float | None) -> Tensor:
     # Padding starts (equal to the row's end) are empty documents to the kernel, so shapes stay fixed without a sync.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -236,7 +257,7 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: 
     q, k, v = (x.transpose(0, 1).reshape(batch * seq, x.shape[2], head_dim) for x in (q, k, v))
     if k.shape[1] != heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seq, seq, window_size=(window, 0))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seq, seq, window_size=(window, 0), scale=scale)
     assert isinstance(out, Tensor)
     return out.view(batch, seq, heads, head_dim).transpose(0, 1)
 
@@ -253,6 +274,7 @@ class SelfAttention(nn.Module):
         size = groups.size("tensor")
         self.heads, self.kv_heads = args.num_attention_heads // size, args.kv_heads // size
         self.head_dim = args.head_dim
+        self.scale = None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5
         self.dropout_p = args.attention_dropout
         self.tensor_rank = groups.rank("tensor")
         self.backend = backend
@@ -260,7 +282,9 @@ class SelfAttention(nn.Module):
         self.qk_layernorm: nn.Module | None = None
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if args.use_qk_layernorm and args.use_separate_qk_norms:
+        if args.use_qk_layernorm and args.use_separate_qk_norms and args.qk_norm_per_head:
+            self.q_norm, self.k_norm = PerHeadRMSNorm(args, groups), PerHeadRMSNorm(args, groups)
+        elif args.use_qk_layernorm and args.use_separate_qk_norms:
             self.q_norm = WideRMSNorm(args, groups, args.num_attention_heads)
             self.k_norm = WideRMSNorm(args, groups, args.kv_heads)
         elif args.use_qk_layernorm:
@@ -292,4 +316,5 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
         seed += self.tensor_rank
-        return attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed).flatten(2)
+        out = attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
+        return out.flatten(2)

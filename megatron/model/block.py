@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     Sequential: h = x + attn(ln1 x); h + mlp(ln2 h). gpt_j_residual: x + attn(ln1 x) + mlp(ln2 x), where both
     row-parallel sums travel in one all-reduce; with gpt_j_tied the MLP reads ln1 x too.
-    norm_placement: olmo3: h = x + ln1(attn x); h + ln2(mlp h).
+    norm_placement: olmo3: h = x + ln1(attn x); h + ln2(mlp h). sandwich: h = x + ln2(attn(ln1 x)); h + ln4(mlp(ln3 h)).
     """
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
@@ -27,12 +27,14 @@ class Block(nn.Module):
         self.hidden_dropout = args.hidden_dropout
         # Activations are whole on every tensor rank, except under sequence parallelism, where masks must differ.
         self.seed_offset = groups.rank("tensor") if args.sequence_parallel else 0
-        olmo3 = args.norm_placement == "olmo3"
-        self.input_layernorm = None if olmo3 else build_norm(args, groups)
+        placement = args.norm_placement
+        self.input_layernorm = None if placement == "olmo3" else build_norm(args, groups)
         self.attention = SelfAttention(args, groups, backend)
         in_te_mlp = args.te_layernorm_mlp
         self.post_attention_layernorm = None if is_tied(args) else build_norm(args, groups, in_te_mlp=in_te_mlp)
-        self.post_feedforward_layernorm = build_norm(args, groups) if olmo3 else None
+        self.pre_feedforward_layernorm = build_norm(args, groups) if placement == "sandwich" else None
+        after = placement in ("olmo3", "sandwich")
+        self.post_feedforward_layernorm = build_norm(args, groups) if after else None
         self.mlp = MLP(args, groups)
 
     def _drop(self, x: Tensor, seed: int) -> Tensor:
@@ -49,7 +51,8 @@ class Block(nn.Module):
         if norm3 is not None:
             assert norm2 is not None
             x = x + self._drop(norm2(dense(attention)), seeds[1])
-            return x + self._drop(norm3(linear2(self.mlp.core(x))), seeds[2])
+            inner = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x)
+            return x + self._drop(norm3(linear2(self.mlp.core(inner))), seeds[2])
         if not self.parallel_residual:
             assert norm2 is not None
             x = x + self._drop(dense(attention), seeds[1])

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,9 +21,10 @@ from megatron.data import Batch
 from megatron.model.attention import (
     AttentionInputs,
     Backend,
+    LayerKind,
     choose_backend,
     document_mask,
-    sliding_window,
+    layer_kind,
     takes_varlen,
     window_mask,
 )
@@ -61,6 +62,7 @@ class Embedding(nn.Module):
             args.padded_vocab_size, args.hidden_size, groups=groups, sequence_parallel=args.sequence_parallel
         )
         self.sequence_group = groups.group("tensor") if args.sequence_parallel else None
+        self.multiplier = args.embedding_multiplier
         self.sinusoidal = args.pos_emb == "sinusoidal"
         self.position_offset = args.opt_pos_emb_offset
         self.position_embeddings: nn.Embedding | None = None
@@ -74,6 +76,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, seed: int) -> Tensor:
         """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
         x = self.word_embeddings(tokens.t())
+        if self.multiplier != 1.0:
+            x = x * torch.tensor(self.multiplier, dtype=x.dtype)
         if self.position_embeddings is not None:
             added = self.position_embeddings(positions.t() + self.position_offset)
             x = x + scatter_to_sequence(added, self.sequence_group)
@@ -240,16 +244,23 @@ class Stage(nn.Module):
         return KVCache.empty(blocks, (rows, kv_heads, length, self.args.head_dim), dtype, self.device_of_groups)
 
     def _attention_inputs(
-        self, batch: Batch, positions: Tensor, cache: KVCache | None = None, last: Tensor | None = None
+        self,
+        batch: Batch,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        last: Tensor | None = None,
+        kind: LayerKind | None = None,
     ) -> AttentionInputs:
+        """Of the blocks of one kind; None: that of the first block."""
         args, (rows, seq), device = self.args, batch.tokens.shape, batch.tokens.device
+        kind = kind or layer_kind(args, 2)
         rope = mask = cu_seqlens = columns = None
-        if args.pos_emb == "rotary":
+        if kind.rotary:
             length = seq if last is None else (last + 1).unsqueeze(1)
-            rope = rope_tables(positions, *rope_frequencies(args, length, device))
+            rope = rope_tables(positions, *rope_frequencies(args, length, device, kind.local))
         if cache is not None and batch.positions is not None:
             columns, seq = positions, cache.length
-        window, documents = sliding_window(args), batch.cu_seqlens
+        window, documents = kind.window, batch.cu_seqlens
         if columns is None and (documents is not None or window) and takes_varlen(args, self.device_of_groups):
             offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
             cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
@@ -273,14 +284,20 @@ class Stage(nn.Module):
         return None
 
     def _run_blocks(
-        self, specs: list[LayerSpec], x: Tensor, inputs: AttentionInputs, seed: int, cache: KVCache | None
+        self,
+        specs: list[LayerSpec],
+        x: Tensor,
+        inputs: Mapping[LayerKind, AttentionInputs],
+        seed: int,
+        cache: KVCache | None,
     ) -> Tensor:
         dropping = self.training and (self.args.hidden_dropout > 0.0 or self.args.attention_dropout > 0.0)
 
         def run(x: Tensor, first: int, last: int) -> Tensor:
             for spec in specs[first:last]:
                 seeds = tuple(mix_seed(seed, spec.index, i) if dropping else 0 for i in range(3))
-                x = self.layers[str(spec.index)](x, inputs, seeds, cache.layers[spec.index] if cache else None)
+                own = inputs[layer_kind(self.args, spec.index)]
+                x = self.layers[str(spec.index)](x, own, seeds, cache.layers[spec.index] if cache else None)
             return x
 
         if not self.recompute or not torch.is_grad_enabled():
@@ -316,7 +333,9 @@ class Stage(nn.Module):
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states
-        x = self._run_blocks(blocks, x, self._attention_inputs(batch, positions, cache, last), batch.seed, cache)
+        kinds = dict.fromkeys(layer_kind(self.args, spec.index) for spec in blocks)
+        inputs = {kind: self._attention_inputs(batch, positions, cache, last, kind) for kind in kinds}
+        x = self._run_blocks(blocks, x, inputs, batch.seed, cache)
         if self.specs[-1].kind != "head":
             return Hidden(x)
         if last is not None:

@@ -25,6 +25,7 @@ def activation_function(args: NeoXArgs) -> Callable[[Tensor], Tensor]:
     table: dict[str, Callable[[Tensor], Tensor]] = {
         "gelu": gelu,
         "geglu": tanh if args.te_layernorm_mlp else F.gelu,
+        "geglu_tanh": tanh,
         "relu": F.relu,
         "reglu": F.relu,
         "softsign": F.softsign,

@@ -51,14 +51,21 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """x / sqrt(mean(x^2) + eps) * scale over hidden, `[..., hidden]`; parameter `scale` (arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * scale over hidden, `[..., hidden]`; parameter `scale` (arXiv 1910.07467).
+
+    zero_centered_gamma: times 1 + scale, all in fp32.
+    """
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, eps: float) -> None:
         super().__init__(args, groups, eps)
         self.scale = _parameter(self.shape, groups)
+        self.zero_centered = args.zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self._whole(self.scale), self.eps)
+        scale = copy_to_tensor(self.scale, self.group)
+        if self.zero_centered:
+            return F.rms_norm(x.float(), self.shape, 1.0 + scale.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, self.shape, scale, self.eps)
 
 
 class ScaleNorm(_Norm):
@@ -91,6 +98,10 @@ class _HeadNorm(nn.Module):
         self.eps = eps
         self.group, self.size = groups.group("tensor"), groups.size("tensor")
         self.shape = (args.num_attention_heads // self.size, args.head_dim)
+        self.zero_centered = args.zero_centered_gamma
+
+    def _gain(self, scale: Tensor) -> Tensor:
+        return 1.0 + scale.float() if self.zero_centered else scale
 
     def _mean(self, x: Tensor) -> Tensor:
         """Of all heads of all tensor ranks, `[..., 1, 1]`. Each rank uses the whole sum for its own heads, so
@@ -126,7 +137,8 @@ class QKRMSNorm(_HeadNorm):
         self.scale = _parameter(self.shape, groups, sharded=True)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = (F.rms_norm(torch.stack([q, k]).float(), self.shape[-1:], None, self.eps) * self.scale).to(q.dtype)
+        normed = F.rms_norm(torch.stack([q, k]).float(), self.shape[-1:], None, self.eps)
+        q, k = (normed * self._gain(self.scale)).to(q.dtype)
         return q, k
 
 
@@ -141,4 +153,19 @@ class WideRMSNorm(_HeadNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         root = (self._mean(wide.square()) + self.eps).rsqrt()
-        return (wide * root * self.scale.view(self.shape)).to(x.dtype)
+        return (wide * root * self._gain(self.scale).view(self.shape)).to(x.dtype)
+
+
+class PerHeadRMSNorm(_HeadNorm):
+    """RMSNorm of each head of queries or of keys alone, as Qwen 3's; parameter `scale` `[head_dim]`.
+
+    All heads share it, so the gradients of the tensor ranks' heads are summed.
+    """
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        super().__init__(args, groups, args.rms_norm_epsilon)
+        self.scale = _parameter((args.head_dim,), groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.scale.shape, None, self.eps)
+        return (normed * self._gain(copy_to_tensor(self.scale, self.group))).to(x.dtype)

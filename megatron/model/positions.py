@@ -29,14 +29,19 @@ def dynamic_ntk_limit(args: NeoXArgs) -> int | None:
     return scaling["original_max_position_embeddings"] or args.max_position_embeddings
 
 
-def rope_frequencies(args: NeoXArgs, length: int | Tensor, device: torch.device) -> tuple[Tensor, float]:
+def rope_frequencies(
+    args: NeoXArgs, length: int | Tensor, device: torch.device, local: bool = False
+) -> tuple[Tensor, float]:
     """Angles a position `[dim / 2]` fp32 and the factor of cos and sin, under `rope_scaling` (HuggingFace's formulas).
 
+    local: those of `rope_local_base_freq`, unscaled.
     length: of the text, for dynamic NTK alone: a number, or one a row, `[batch, 1]`; then `[batch, 1, dim / 2]`.
     """
     # NeoX rounds the rotated width down to an even number of dimensions.
     dim, base = int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base
     scaling = args.rope_scaling
+    if local and args.rope_local_base_freq is not None:
+        return _frequencies(dim, args.rope_local_base_freq, device), 1.0
     if scaling is None:
         return _frequencies(dim, base, device), 1.0
     factor = scaling["factor"]

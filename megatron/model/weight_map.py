@@ -58,13 +58,18 @@ def is_tied(args: NeoXArgs) -> bool:
     return args.gpt_j_residual and args.gpt_j_tied and not args.te_layernorm_mlp
 
 
+def _gain(args: NeoXArgs) -> str:
+    """How RMSNorm's weights start."""
+    return "zeros" if args.zero_centered_gamma else "ones"
+
+
 def _norm(args: NeoXArgs, name: str) -> list[ParamSpec]:
     kind, hidden = norm_kind(args), (args.hidden_size,)
     if kind == "layernorm":
         bias = [ParamSpec(f"{name}.bias", hidden)] if has_norm_bias(args) else []
         return [ParamSpec(f"{name}.weight", hidden, init="ones"), *bias]
     if kind == "rmsnorm":
-        return [ParamSpec(f"{name}.scale", hidden, init="ones")]
+        return [ParamSpec(f"{name}.scale", hidden, init=_gain(args))]
     return [ParamSpec(f"{name}.g", (1,), init="ones")] if kind == "scalenorm" else []
 
 
@@ -72,11 +77,14 @@ def _query_key_norms(args: NeoXArgs) -> list[ParamSpec]:
     heads, kv = args.num_attention_heads, args.kv_heads * args.head_dim
     if not args.use_qk_layernorm:
         return []
+    if args.use_separate_qk_norms and args.qk_norm_per_head:
+        names = ("attention.q_norm.scale", "attention.k_norm.scale")
+        return [ParamSpec(name, (args.head_dim,), init=_gain(args)) for name in names]
     if args.use_separate_qk_norms:
         widths = {"attention.q_norm.scale": heads * args.head_dim, "attention.k_norm.scale": kv}
-        return [ParamSpec(name, (width,), 0, (width,), "ones") for name, width in widths.items()]
+        return [ParamSpec(name, (width,), 0, (width,), _gain(args)) for name, width in widths.items()]
     name = "attention.qk_layernorm." + ("scale" if norm_kind(args) == "rmsnorm" else "weight")
-    found = [ParamSpec(name, (heads, args.head_dim), 0, (heads,), "ones")]
+    found = [ParamSpec(name, (heads, args.head_dim), 0, (heads,), _gain(args))]
     if has_norm_bias(args):
         found.append(ParamSpec("attention.qk_layernorm.bias", (heads, args.head_dim), 0, (heads,)))
     return found
@@ -113,15 +121,16 @@ def block_params(args: NeoXArgs) -> tuple[ParamSpec, ...]:
     qkv_blocks = (3 * query,) if args.kv_heads == args.num_attention_heads else (query, kv, kv)
     ffn = args.ffn_size
     ffn_blocks = (ffn, ffn) if args.is_gated else (ffn,)
-    olmo3 = args.norm_placement == "olmo3"
+    placement = args.norm_placement
     return (
-        *([] if olmo3 else _norm(args, "input_layernorm")),
+        *([] if placement == "olmo3" else _norm(args, "input_layernorm")),
         *_query_key_norms(args),
         *_column("attention.query_key_value", sum(qkv_blocks), hidden, args.use_bias_in_attn_linear, qkv_blocks),
         *_relative_biases(args),
         *_row(args, "attention.dense", hidden, query, args.use_bias_in_attn_linear),
         *([] if is_tied(args) else _norm(args, "post_attention_layernorm")),
-        *(_norm(args, "post_feedforward_layernorm") if olmo3 else []),
+        *(_norm(args, "pre_feedforward_layernorm") if placement == "sandwich" else []),
+        *(_norm(args, "post_feedforward_layernorm") if placement in ("olmo3", "sandwich") else []),
         *_column("mlp.linear1", sum(ffn_blocks), hidden, args.use_bias_in_mlp, ffn_blocks),
         *_row(args, "mlp.linear2", hidden, ffn, args.use_bias_in_mlp),
     )

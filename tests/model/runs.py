@@ -30,6 +30,23 @@ ALIBI: dict[str, Any] = {"pos_emb": "alibi", "num_layers": 4}
 LEARNED: dict[str, Any] = {"pos_emb": "learned", "num_layers": 4}
 RPE: dict[str, Any] = {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 10, "num_layers": 4}
 WINDOW: dict[str, Any] = {"pos_emb": "sinusoidal", "sliding_window_width": 3, "num_layers": 4}
+# Layers of every kind, and norms wherever one can stand.
+GEMMA: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    "activation": "geglu_tanh",
+    "head_dim": 16,
+    "zero_centered_gamma": True,
+    "norm_placement": "sandwich",
+    "use_qk_layernorm": True,
+    "use_separate_qk_norms": True,
+    "qk_norm_per_head": True,
+    "sliding_window_width": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_local_base_freq": 100.0,
+    "no_rope_layers": [1, 1, 0, 1],
+    "query_pre_attn_scalar": 11,
+    "embedding_multiplier": 3.0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "llama": LLAMA,
@@ -37,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "learned": LEARNED,
     "rpe": RPE,
     "window": WINDOW,
+    "gemma": GEMMA,
 }
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": LR}},

@@ -97,13 +97,16 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
             (1, 0),
             (1, 1),
         ]
-        logprobs = token_logprobs(stage(None, packed), packed.labels.t(), None).t()
+        logprobs = token_logprobs(stage(None, packed), packed.labels.t(), None).t() * packed.loss_weights
         logprobs.sum().backward()
         together = gradients(stage)
         stage.zero_grad()
         for row, first, last in documents(packed):
+            # The document after it is not predicted
             alone = collate(rows[row : row + 1, first : last + 1])
             expected = token_logprobs(stage(None, alone), alone.labels.t(), None)[:, 0]
+            expected = expected * packed.loss_weights[row, first:last]
+            assert packed.loss_weights[row, first:last].sum() == last - first - (rows[row, last - 1] == 0)
             torch.testing.assert_close(logprobs[row, first:last], expected, rtol=1e-5, atol=1e-5)
             expected.sum().backward()
         for parameter, gradient in gradients(stage).items():

@@ -1,0 +1,245 @@
+"""HuggingFace models and ours: configuration and tensors, both ways, one tensor at a time.
+
+Everything here is pure and knows no files: tensors are whole (not cut over tensor ranks) and keep their dtype, and
+what goes one way comes back the other bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.gemma import GEMMA3
+from megatron.checkpointing.families.gpt_neox import GPT_NEOX
+from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
+from megatron.checkpointing.families.meaning import meaning
+from megatron.checkpointing.families.olmo import OLMO2, OLMO3
+from megatron.checkpointing.families.table import Config, Family, Row
+from megatron.model.weight_map import ParamSpec, layer_params
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+# In the order in which they are tried for a model of ours: the simpler first.
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (GPT_NEOX, LLAMA, MISTRAL, QWEN3, SMOLLM3, OLMO2, OLMO3, GEMMA3)
+}
+_VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # rows are tokens
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHOWN = 8
+
+Layer = tuple[int, Mapping[str, Tensor]]
+
+
+def family_of(config: Config) -> str:
+    """The family of a config.json, by `model_type`. Raises CheckpointError for one that is not here."""
+    found = str(config.get("model_type"))
+    if found not in FAMILIES:
+        hint = "; its text models alone are (gemma3_text)" if found == "gemma3" else ""
+        raise CheckpointError(f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}")
+    return found
+
+
+def from_hf(
+    config: Config, get_tensor: Callable[[str], Tensor], *, padded_vocab_size: int | None = None
+) -> tuple[dict[str, Any], Iterator[tuple[int, str, Tensor]]]:
+    """A HuggingFace model as ours: keys for NeoXArgs at once, tensors when asked for, in the order of the layers.
+
+    get_tensor: one whole tensor by its HuggingFace name (`hf_shapes` says which are asked for; KeyError passes).
+    padded_vocab_size: rows of our embedding, at least vocab_size; None: as many. Added rows are the mean of the
+    others, so that their logits are mean logits, and nothing looks likely that was never trained.
+    Keys: the model's, with seq_length (max_position_embeddings, to be lowered at will), compat_ffn_width and
+    padded_vocab_size; neither tokenizer nor precision. Tensors come as (NeoX layer index, our name, whole tensor),
+    ready for `shard`. Raises CheckpointError, or ConfigError that names `config.json`.
+    """
+    family = FAMILIES[family_of(config)]
+    keys = family.to_keys(config)
+    vocab = config.get("vocab_size")
+    if not isinstance(vocab, int):
+        raise CheckpointError("config.json: vocab_size is missing")
+    if padded_vocab_size is not None and padded_vocab_size < vocab:
+        raise CheckpointError(f"padded_vocab_size {padded_vocab_size} is less than the model's {vocab} tokens")
+    keys["padded_vocab_size"] = padded_vocab_size or vocab
+    return keys, _read(family, NeoXArgs.from_dict(keys, "config.json"), vocab, get_tensor)
+
+
+def _read(
+    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor]
+) -> Iterator[tuple[int, str, Tensor]]:
+    for layer, specs in layer_params(args).items():
+        for spec, row in _rows(family, layer, specs):
+            names = _foreign(row, layer)
+            parts = [get_tensor(name) for name in names]
+            rows = _rows_of(spec, vocab)
+            wanted = [tuple(part.shape) for part in _split(row, torch.empty(rows, device="meta"), args)]
+            for name, part, shape in zip(names, parts, wanted, strict=True):
+                if tuple(part.shape) != shape:
+                    raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
+            whole = row.transform.join(parts, args)
+            yield layer, spec.name, whole if rows == spec.shape else _padded(whole, spec.shape[0])
+
+
+def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
+    """config.json of a model of ours, that plain transformers loads.
+
+    family: a `model_type`; None: the first one that computes what `args` says. vocab_size: the rows that `to_hf` is
+    told to keep; None: padded_vocab_size. Token ids are null and `torch_dtype` is that of `args`: the caller knows
+    better.
+    Raises CheckpointError with what no family, or the one asked for, has.
+    """
+    found, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
+    return {
+        "architectures": [found.architecture],
+        "model_type": found.model_type,
+        **found.to_config(args),
+        "vocab_size": vocab,
+        "torch_dtype": _DTYPES[args.params_dtype],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def to_hf(
+    args: NeoXArgs, layers: Iterable[Layer], *, family: str | None = None, vocab_size: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """HuggingFace's (name, tensor) pairs of a model of ours, each tensor contiguous and with its own storage.
+
+    layers: (NeoX layer index, whole tensors by our names), in any order, each asked for when the one before is done;
+    all of `layer_params(args)` or some. family, vocab_size: as `hf_config`; rows from vocab_size on are left out.
+    Raises CheckpointError for a layer whose tensors are not those of the weight map.
+    """
+    table, vocab, specs = _family_for(args, family), _vocabulary(args, vocab_size), layer_params(args)
+    for layer, tensors in layers:
+        expected = {spec.name: spec.shape for spec in specs.get(layer, ())}
+        got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if got != expected:
+            wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
+            told = [f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong]
+            raise CheckpointError(f"layer {layer}: {_some(told)}")
+        for spec, row in _rows(table, layer, specs.get(layer, ())):
+            whole = tensors[spec.name]
+            if spec.name in _VOCABULARY:
+                whole = whole[:vocab]
+            for name, part in zip(_foreign(row, layer), _split(row, whole, args), strict=True):
+                yield name, part.clone(memory_format=torch.contiguous_format)
+
+
+def hf_shapes(
+    args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that `to_hf` gives, without any values."""
+    layers = (
+        (layer, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs})
+        for layer, specs in layer_params(args).items()
+    )
+    return {name: tuple(t.shape) for name, t in to_hf(args, layers, family=family, vocab_size=vocab_size)}
+
+
+def check_hf_tensors(
+    config: Config, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Compare a folder's tensors with what `from_hf` will ask for, from their names and shapes alone.
+
+    keys: `from_hf`'s. shapes: of all tensors of all files. Buffers are skipped, and a head beside tied embeddings.
+    Raises CheckpointError with every missing or extra tensor and wrong shape, grouped over layers, and a likely cause.
+    """
+    family, args = FAMILIES[family_of(config)], NeoXArgs.from_dict(keys, "config.json")
+    wanted = hf_shapes(args, family=family.model_type, vocab_size=config["vocab_size"])
+    head = next(row.theirs[0] for row in family.rows if row.ours == "final_linear.weight")
+    extra = {n for n in shapes.keys() - wanted.keys() if n != head and not re.fullmatch(family.ignored, n)}
+    missing = wanted.keys() - shapes.keys()
+    lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
+    both = [name for name in wanted if name in shapes and tuple(shapes[name]) != wanted[name]]
+    wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {wanted[name]} by config.json" for name in both]
+    lines += wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more of another shape"] if len(wrong) > _SHOWN else [])
+    if head in missing:
+        lines.append(f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json")
+    elif missing and extra and all(name.removeprefix("model.") in shapes for name in missing):
+        lines.append('names lack "model.": the folder holds the base model without its head')
+    if lines:
+        raise CheckpointError(f"{where}: does not fit its config.json:\n  " + "\n  ".join(lines))
+
+
+def _grouped(names: Iterable[str]) -> list[str]:
+    """One line for the tensors that differ in the number of their layer alone."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        number = re.search(r"\.(\d+)\.", name)
+        groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(int(number[1]) if number else -1)
+    told = {name: ", ".join(map(str, sorted(layers))) for name, layers in groups.items()}
+    return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in told.items())
+
+
+def _some(told: list[str]) -> str:
+    return ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
+
+
+def _family_for(args: NeoXArgs, family: str | None) -> Family:
+    if family is not None and family not in FAMILIES:
+        raise CheckpointError(f"no family {family}; one of {', '.join(FAMILIES)}")
+    told = []
+    for found in FAMILIES.values() if family is None else [FAMILIES[family]]:
+        differences = _differences(args, found)
+        if not differences:
+            return found
+        told.append((len(differences), f"{found.model_type}: {_some(differences)}"))
+    closest = [line for _, line in sorted(told, key=lambda pair: pair[0])[:2]]
+    raise CheckpointError("HuggingFace has no such model:\n  " + "\n  ".join(closest))
+
+
+def _differences(args: NeoXArgs, family: Family) -> list[str]:
+    """What the family computes otherwise than `args`, with the keys."""
+    try:
+        keys = family.to_keys(family.to_config(args))
+        again = NeoXArgs.from_dict({**keys, "padded_vocab_size": args.padded_vocab_size}, family.model_type)
+    except ConfigError as problem:
+        return str(problem).splitlines()
+    ours, theirs = meaning(args), meaning(again)
+    scaled = args.rope_scaling is not None and args.rope_scaling["rope_type"] == "dynamic"
+    if scaled:  # HuggingFace's max_position_embeddings is the length before
+        theirs["max_position_embeddings"] = ours["max_position_embeddings"]
+    names = {**ours, **theirs}
+    wrong = [name for name in names if ours.get(name) != theirs.get(name)]
+    return [f"{name} {_short(theirs.get(name))}, not {_short(ours.get(name))}" for name in wrong]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
+    rows = args.padded_vocab_size
+    if vocab_size is not None and not 0 < vocab_size <= rows:
+        raise CheckpointError(f"vocab_size {vocab_size}: the model has {rows} rows (padded_vocab_size)")
+    return vocab_size or rows
+
+
+def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, Row]]:
+    table = {row.ours: row for row in family.rows}
+    for spec in specs:
+        if spec.name not in table:
+            raise CheckpointError(f"layer {layer}: {family.model_type} has no {spec.name}")
+        yield spec, table[spec.name]
+
+
+def _foreign(row: Row, layer: int) -> list[str]:
+    return [name.format(layer - 2) for name in row.theirs]
+
+
+def _split(row: Row, whole: Tensor, args: NeoXArgs) -> tuple[Tensor, ...]:
+    return row.transform.split(whole, args)
+
+
+def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:
+    """The shape before the vocabulary is padded."""
+    return (vocab, *spec.shape[1:]) if spec.name in _VOCABULARY else spec.shape
+
+
+def _padded(whole: Tensor, rows: int) -> Tensor:
+    mean = whole.mean(0, keepdim=True, dtype=torch.float32).to(whole.dtype)
+    return torch.cat([whole, mean.expand(rows - len(whole), -1)])

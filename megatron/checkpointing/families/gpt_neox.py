@@ -1,0 +1,75 @@
+"""GPT-NeoX and Pythia: rows of queries, keys and values as ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config import get, rope_config, rope_keys, rope_of, size_config, size_keys
+from megatron.checkpointing.families.table import Config, Family, Row, both
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64, "intermediate_size": 24576,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+# hidden_act -> activation, bias_gelu_fusion (the tanh approximation); the first of several is written
+_ACTIVATIONS = {
+    "gelu": ("gelu", False), "gelu_pytorch_tanh": ("gelu", True), "gelu_new": ("gelu", True),
+    "gelu_fast": ("gelu", True), "relu": ("relu", False), "silu": ("silu", False), "swish": ("silu", False),
+    "mish": ("mish", False),
+}  # fmt: skip
+_BLOCK = "gpt_neox.layers.{}."
+ROWS = (
+    Row("word_embeddings.weight", ("gpt_neox.embed_in.weight",)),
+    *both("input_layernorm", _BLOCK + "input_layernorm"),
+    *both("attention.query_key_value", _BLOCK + "attention.query_key_value"),
+    *both("attention.dense", _BLOCK + "attention.dense"),
+    *both("post_attention_layernorm", _BLOCK + "post_attention_layernorm"),
+    *both("mlp.linear1", _BLOCK + "mlp.dense_h_to_4h"),
+    *both("mlp.linear2", _BLOCK + "mlp.dense_4h_to_h"),
+    *both("norm", "gpt_neox.final_layer_norm"),
+    Row("final_linear.weight", ("embed_out.weight",)),
+)
+
+
+def to_keys(config: Config) -> dict[str, Any]:
+    act = get(config, "hidden_act", "gelu")
+    if act not in _ACTIVATIONS:
+        raise CheckpointError(f"config.json: hidden_act: {act} is not supported; one of {', '.join(_ACTIVATIONS)}")
+    activation, tanh = _ACTIVATIONS[act]
+    rope = rope_of(config, theta=10000.0, spelt="rotary_emb_base")
+    rotated = rope.pop("partial_rotary_factor", get(config, "rotary_pct", 0.25))
+    return {
+        **size_keys(config, _DEFAULTS),
+        **rope_keys({**_DEFAULTS, **config}, rope),
+        "rotary_pct": rotated,
+        "norm": "layernorm",
+        "layernorm_epsilon": get(config, "layer_norm_eps", 1e-5),
+        "gpt_j_residual": get(config, "use_parallel_residual", True),
+        "use_bias_in_attn_linear": get(config, "attention_bias", True),
+        "activation": activation,
+        "bias_gelu_fusion": tanh,
+    }
+
+
+def to_config(args: NeoXArgs) -> dict[str, Any]:
+    tanh = args.activation == "gelu" and (args.bias_gelu_fusion or args.te_layernorm_mlp)
+    name = "silu" if args.activation == "swish" else args.activation
+    rope = rope_config(args)
+    return {
+        **size_config(args),
+        **rope,
+        "rotary_emb_base": rope["rope_theta"],
+        "rotary_pct": args.rotary_pct,
+        "layer_norm_eps": args.layernorm_epsilon,
+        "use_parallel_residual": args.gpt_j_residual,
+        "attention_bias": args.use_bias_in_attn_linear,
+        "hidden_act": next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == (name, tanh)), "gelu"),
+    }
+
+
+GPT_NEOX = Family(
+    "gpt_neox", "GPTNeoXForCausalLM", ROWS, to_keys, to_config,
+    ignored=r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)|.*rotary_emb\.inv_freq",
+)  # fmt: skip

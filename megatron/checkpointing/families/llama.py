@@ -1,0 +1,176 @@
+"""LLaMA 2 and 3, Mistral, Qwen 3 and SmolLM3: one table, and what their configurations differ in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpointing.families.config import (
+    FULL,
+    GATES,
+    SLIDING,
+    activation_keys,
+    first_name,
+    get,
+    layer_types,
+    refuse_unless,
+    rope_config,
+    rope_keys,
+    rope_of,
+    size_config,
+    size_keys,
+    window_keys,
+    window_of,
+)
+from megatron.checkpointing.families.table import QKV, UP_GATE, Config, Family, Row, both
+from megatron.neox_arguments import NeoXArgs
+
+_BLOCK = "model.layers.{}."
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_ATTENTION = tuple(f"{_BLOCK}self_attn.{name}_proj" for name in "qkv")
+# Of all models of this build: which norms and biases a model has, its configuration says.
+ROWS = (
+    Row("word_embeddings.weight", ("model.embed_tokens.weight",)),
+    *(Row(f"{norm}.scale", (f"{_BLOCK}{norm}.weight",)) for norm in _NORMS),
+    Row("attention.q_norm.scale", (_BLOCK + "self_attn.q_norm.weight",)),
+    Row("attention.k_norm.scale", (_BLOCK + "self_attn.k_norm.weight",)),
+    *both("attention.query_key_value", *_ATTENTION, transform=QKV),
+    *both("attention.dense", _BLOCK + "self_attn.o_proj"),
+    *both("mlp.linear1", _BLOCK + "mlp.up_proj", _BLOCK + "mlp.gate_proj", transform=UP_GATE),
+    *both("mlp.linear2", _BLOCK + "mlp.down_proj"),
+    Row("norm.scale", ("model.norm.weight",)),
+    Row("final_linear.weight", ("lm_head.weight",)),
+)
+
+
+def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> dict[str, Any]:
+    """Keys of every model of this build, without positions and windows."""
+    refuse_unless(config, "rope_interleaved", False)
+    heads = get(config, "num_attention_heads", defaults.get("num_attention_heads"))
+    head_dim = get(config, "head_dim", defaults.get("head_dim"))
+    keys = size_keys(config, defaults)
+    return {
+        **keys,
+        **activation_keys(config, act, defaults.get(act, "silu")),
+        "num_kv_heads": get(config, "num_key_value_heads", defaults.get("num_key_value_heads", heads)),
+        **({} if head_dim in (None, keys["hidden_size"] / heads) else {"head_dim": head_dim}),
+        "norm": "rmsnorm",
+        "rms_norm_epsilon": get(config, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
+        "use_bias_in_attn_linear": get(config, "attention_bias", False),
+        "use_bias_in_mlp": get(config, "mlp_bias", False),
+    }
+
+
+def common_config(args: NeoXArgs) -> dict[str, Any]:
+    """The inverse of `common_keys`."""
+    return {
+        **size_config(args),
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "hidden_act": first_name(GATES, args.activation) or "silu",
+        "rms_norm_eps": args.rms_norm_epsilon,
+        "attention_bias": args.use_bias_in_attn_linear,
+    }
+
+
+_LLAMA = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def _llama_keys(config: Config) -> dict[str, Any]:
+    config = {**_LLAMA, **config}
+    return {**common_keys(config, _LLAMA), **rope_keys(config, rope_of(config, theta=10000.0))}
+
+
+def _llama_config(args: NeoXArgs) -> dict[str, Any]:
+    return {**common_config(args), **rope_config(args), "mlp_bias": args.use_bias_in_mlp}
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", ROWS, _llama_keys, _llama_config)
+
+_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+
+
+def _mistral_keys(config: Config) -> dict[str, Any]:
+    window = config.get("sliding_window", 4096)
+    config = {**_MISTRAL, **config}
+    found = window_keys(window, [SLIDING])
+    found.pop("layer_types", None)
+    plain = {**config, "attention_bias": False, "mlp_bias": False}
+    return {**common_keys(plain, _MISTRAL), **rope_keys(config, rope_of(config, theta=10000.0)), **found}
+
+
+def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args), "sliding_window": window_of(args)}
+    del config["attention_bias"]
+    return config
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", ROWS, _mistral_keys, _mistral_config)
+
+_QWEN3 = {
+    **_LLAMA, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
+}  # fmt: skip
+PER_HEAD = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_per_head": True}
+
+
+def _qwen3_keys(config: Config) -> dict[str, Any]:
+    config = {**_QWEN3, **config}
+    full = get(config, "max_window_layers", 28)
+    kinds = [SLIDING if i >= full else FULL for i in range(config["num_hidden_layers"])]
+    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
+    return {
+        **common_keys({**config, "mlp_bias": False}, _QWEN3),
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **window_keys(window, get(config, "layer_types", kinds)),
+        **PER_HEAD,
+    }
+
+
+def _qwen3_config(args: NeoXArgs) -> dict[str, Any]:
+    types = layer_types(args)
+    return {
+        **common_config(args),
+        **rope_config(args),
+        "use_sliding_window": SLIDING in types,
+        "sliding_window": window_of(args),
+        "max_window_layers": types.index(SLIDING) if SLIDING in types else args.num_layers,
+        "layer_types": types,
+    }
+
+
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", ROWS, _qwen3_keys, _qwen3_config)
+
+_SMOLLM3 = {
+    "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "intermediate_size": 11008, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _smollm3_keys(config: Config) -> dict[str, Any]:
+    config = {**_SMOLLM3, **config}
+    layers, every = config["num_hidden_layers"], get(config, "no_rope_layer_interval", 4)
+    rotated = list(get(config, "no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)]))[:layers]
+    slides = get(config, "use_sliding_window", False)
+    kinds = [FULL if on else SLIDING for on in rotated]
+    return {
+        **common_keys(config, _SMOLLM3),
+        **rope_keys(config, rope_of(config, theta=2000000.0)),
+        **window_keys(config.get("sliding_window") if slides else None, get(config, "layer_types", kinds)),
+        "no_rope_layers": rotated,
+    }
+
+
+def _smollm3_config(args: NeoXArgs) -> dict[str, Any]:
+    types = layer_types(args)
+    return {
+        **_llama_config(args),
+        "no_rope_layers": list(args.no_rope_layers or (1,) * args.num_layers),
+        "use_sliding_window": SLIDING in types,
+        "sliding_window": window_of(args),
+        "layer_types": types,
+    }
+
+
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", ROWS, _smollm3_keys, _smollm3_config)

@@ -1,0 +1,73 @@
+"""What a configuration computes, so that two of them can be compared: keys without effect left out, defaults filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.model.attention import layer_kind, sliding_window
+from megatron.model.weight_map import has_norm_bias, is_tied, norm_kind
+from megatron.neox_arguments import NeoXArgs
+
+_PLAIN = {"swish": "silu"}
+
+
+def meaning(args: NeoXArgs) -> dict[str, Any]:
+    """Values by key; equal for two configurations whose logits are the same for the same weights."""
+    kind = norm_kind(args)
+    epsilons = {"rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
+    epsilon = epsilons.get(kind, "layernorm_epsilon")
+    in_te_mlp = {"rmsnorm": 1e-8}.get(kind, 1e-5) if args.te_layernorm_mlp else getattr(args, epsilon)
+    tanh = args.bias_gelu_fusion or args.te_layernorm_mlp
+    activation = _PLAIN.get(args.activation, args.activation)
+    if (activation == "gelu" and tanh) or (activation == "geglu" and args.te_layernorm_mlp):
+        activation += "_tanh"
+    found = {
+        "num_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_kv_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "intermediate_size": args.ffn_size,
+        "norm": kind,
+        epsilon: getattr(args, epsilon),
+        "zero_centered_gamma": args.zero_centered_gamma,
+        "use_bias_in_norms": has_norm_bias(args),
+        "epsilon of the MLP's norm": in_te_mlp,
+        "norm_placement": args.norm_placement,
+        "activation": activation,
+        "pos_emb": args.pos_emb,
+        "gpt_j_residual": args.gpt_j_residual,
+        "gpt_j_tied": is_tied(args),
+        "no_weight_tying": args.no_weight_tying,
+        "use_qk_layernorm": args.use_qk_layernorm,
+        "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
+        "use_bias_in_mlp": args.use_bias_in_mlp,
+        "query_pre_attn_scalar": float(args.query_pre_attn_scalar or args.head_dim),
+        "embedding_multiplier": args.embedding_multiplier,
+        "max_position_embeddings": args.max_position_embeddings,
+    }
+    if args.use_qk_layernorm:
+        found["use_separate_qk_norms"] = args.use_separate_qk_norms
+        found["qk_norm_per_head"] = args.qk_norm_per_head
+    kinds = [layer_kind(args, layer) for layer in range(2, args.num_layers + 2)]
+    found["layer_types"] = [kind.window is not None for kind in kinds]
+    found["sliding_window_width"] = sliding_window(args)
+    return {**found, **_rotary(args)}
+
+
+def _rotary(args: NeoXArgs) -> dict[str, Any]:
+    if args.pos_emb != "rotary":
+        return {}
+    scaling = None
+    if args.rope_scaling is not None:
+        scaling = {name: value for name, value in args.rope_scaling.items() if value is not None}
+        if scaling["rope_type"] != "linear":
+            scaling.setdefault("original_max_position_embeddings", args.max_position_embeddings)
+    full = (float(args.rotary_emb_base), scaling)
+    kinds = [layer_kind(args, layer) for layer in range(2, args.num_layers + 2)]
+    local = (float(args.rope_local_base_freq or args.rotary_emb_base), None)
+    return {
+        "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
+        "no_rope_layers": [int(kind.rotary) for kind in kinds],
+        "rotary_emb_base, rope_scaling, rope_local_base_freq": [local if kind.local else full for kind in kinds],
+    }

@@ -1,0 +1,73 @@
+"""OLMo 2 and OLMo 3: norms after attention and MLP, and over the whole width of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config import (
+    FULL,
+    SLIDING,
+    get,
+    layer_types,
+    number,
+    rope_config,
+    rope_keys,
+    rope_of,
+    two_ropes_config,
+    window_keys,
+    window_of,
+)
+from megatron.checkpointing.families.llama import ROWS, common_config, common_keys
+from megatron.checkpointing.families.table import Config, Family
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_NORMS = {"norm_placement": "olmo3", "use_qk_layernorm": True, "use_separate_qk_norms": True}
+
+
+def _olmo2_keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config, "mlp_bias": False}
+    return {**common_keys(config, _DEFAULTS), **rope_keys(config, rope_of(config, theta=10000.0)), **_NORMS}
+
+
+def _olmo2_config(args: NeoXArgs) -> dict[str, Any]:
+    return {**common_config(args), **rope_config(args)}
+
+
+def local_rope_keys(rope: Config) -> dict[str, Any]:
+    """Of the layers with a window, which no family scales."""
+    if rope["rope_type"] != "default":
+        raise CheckpointError(f"config.json: rope_parameters.{SLIDING}: {rope['rope_type']} is not supported")
+    return {"rope_local_base_freq": float(number(rope["rope_theta"]))}
+
+
+def _olmo3_keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config, "mlp_bias": False}
+    kinds = [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(config["num_hidden_layers"])]
+    windows = window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds))
+    rope, local = (rope_of(config, kind, theta=500000.0) for kind in (FULL, SLIDING))
+    if config.get("rope_parameters") is None:
+        local["rope_type"] = "default"  # `rope_scaling` is of the full layers alone
+    return {
+        **common_keys(config, _DEFAULTS),
+        **rope_keys(config, rope),
+        **windows,
+        **(local_rope_keys(local) if windows else {}),
+        **_NORMS,
+    }
+
+
+def _olmo3_config(args: NeoXArgs) -> dict[str, Any]:
+    config = two_ropes_config(args)
+    del config["rope_local_base_freq"]  # OLMo 3 has no such key
+    # A window must stand there even where no layer has one.
+    windows = {"sliding_window": window_of(args) or 4096, "layer_types": layer_types(args)}
+    return {**common_config(args), **config, **windows}
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", ROWS, _olmo2_keys, _olmo2_config)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", ROWS, _olmo3_keys, _olmo3_config)

@@ -1,0 +1,83 @@
+"""Logits of every HuggingFace family equal transformers', both directions, in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpointing.families import check_hf_tensors, from_hf, hf_config, hf_shapes, to_hf
+from megatron.neox_arguments import NeoXArgs
+from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, on_disk, random_model
+from tests.checkpointing.family_runs import LAYOUTS, TOKENS, Model, logits_by_layout
+from tests.model.stages import random_weights
+
+BOUND = 1e-5  # absolute, of fp32 logits of order 1
+
+
+def imported(case: str) -> tuple[Model, Tensor]:
+    """A transformers model as ours, and its logits."""
+    model = random_model(case)
+    config, tensors = on_disk(model)
+    keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+    check_hf_tensors(config, keys, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, case)
+    with torch.no_grad():
+        return (keys, collected(ours)), model(TOKENS).logits
+
+
+def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
+    """A random model of ours, and the logits of the folder that plain transformers loads."""
+    model = random_model(case)
+    config, theirs = on_disk(model)
+    keys, _ = from_hf(config, theirs.__getitem__, padded_vocab_size=PADDED)
+    args = NeoXArgs.from_dict(keys)
+    weights = random_weights(args, seed=3)
+    family = config["model_type"]
+    tensors = dict(to_hf(args, weights.items(), family=family, vocab_size=VOCAB))
+    shapes = hf_shapes(args, family=family, vocab_size=VOCAB)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(args, family=family, vocab_size=VOCAB)))
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    loaded, told = load(folder, output_loading_info=True)
+    assert not any(told[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    with torch.no_grad():
+        return (keys, weights), loaded.eval()(TOKENS).logits
+
+
+def differences(found: list[tuple[Model, Tensor]]) -> list[dict[tuple[int, int], float]]:
+    ours = logits_by_layout([model for model, _ in found])
+    rows: list[dict[tuple[int, int], float]] = [{} for _ in found]
+    for layout, logits in ours.items():
+        for row, own, (_, expected) in zip(rows, logits, found, strict=True):
+            assert own.shape[-1] == PADDED and expected.shape[-1] == VOCAB and expected.std() > 0.3
+            row[layout] = (own[..., :VOCAB] - expected).abs().max().item()
+    return rows
+
+
+def table(title: str, rows: list[dict[tuple[int, int], float]]) -> str:
+    head = f"{title:22}" + "".join(f"{f'tp{tensor} pp{pipe}':>10}" for tensor, pipe in LAYOUTS)
+    cells = ("".join(f"{row[at]:10.1e}" for at in LAYOUTS) for row in rows)
+    return "\n".join([head, *(f"{case:22}{values}" for case, values in zip(CASES, cells, strict=True))])
+
+
+def assert_within_bound(title: str, found: list[tuple[Model, Tensor]]) -> None:
+    rows = differences(found)
+    print("\n" + table(title, rows))
+    worst: Any = max((value, case, at) for case, row in zip(CASES, rows, strict=True) for at, value in row.items())
+    assert worst[0] <= BOUND, worst
+
+
+def test_transformers_to_ours() -> None:
+    assert_within_bound("HF -> ours", [imported(case) for case in CASES])
+
+
+def test_ours_to_a_folder_of_transformers(tmp_path: Path) -> None:
+    assert_within_bound("ours -> HF", [exported(case, tmp_path / case.replace(" ", "_")) for case in CASES])
