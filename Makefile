@@ -58,6 +58,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
 	$(RUN) benchmarks/train_throughput.py
 	$(RUN) benchmarks/layouts.py
+	$(RUN) benchmarks/checkpoints.py
 
 docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py

@@ -22,10 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 CONFIG = ("configs/quickstart.yml", "configs/local_setup.yml")
-RESHARD = (
-    "import resource, sys; from tools.ckpts import reshard; base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-    "reshard.main(sys.argv[1:]); print(base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-)
+# ru_maxrss would begin at what this process had when it started the other.
+RESHARD = """
+import sys
+from tools.ckpts import reshard
+def peak():
+    return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+base = peak()
+reshard.main(sys.argv[1:])
+print(base, peak())
+"""
 
 
 def begin(folder: Path, options: argparse.Namespace) -> Any:

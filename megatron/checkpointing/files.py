@@ -8,8 +8,8 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,11 +23,13 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of one file. name: path inside the checkpoint; size in bytes; sha256 in hex."""
+    """What the manifest knows of one file. name: path inside the checkpoint; size in bytes; sha256 in hex; tensors:
+    dtype and shape of each, by its path in a tensor file."""
 
     name: str
     size: int
     sha256: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 class _HashingWriter:
@@ -59,7 +61,23 @@ def _write(path: Path, fill: Callable[[_HashingWriter], Any], name: str | None) 
 
 def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileRecord:
     """`torch.save` to `path`, synced; the checksum is taken on the way. `name`: path inside the checkpoint."""
-    return _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name)
+    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name)
+    return replace(record, tensors=describe_tensors(state))
+
+
+def describe_tensors(state: Any) -> dict[str, str]:
+    """Dtype and shape of every tensor in nested dicts, by keys: {"norm.weight/exp_avg": "float32 [64]"}."""
+    found: dict[str, str] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[path] = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, f"{path}/{key}" if path else str(key))
+
+    walk(state, "")
+    return found
 
 
 def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileRecord:

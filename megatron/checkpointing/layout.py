@@ -13,6 +13,7 @@ from megatron.checkpointing.errors import CheckpointError
 LATEST = "latest"
 _TAG = re.compile(r"global_step(\d+)")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_OPTIMIZER = re.compile(r"optim_layer_(\d+)-model_(\d+)\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
@@ -29,6 +30,11 @@ def layer_file(layer: int, tensor_rank: int) -> str:
     return f"layer_{layer:02d}-model_{tensor_rank:02d}-model_states.pt"
 
 
+def optimizer_file(layer: int, tensor_rank: int) -> str:
+    """Ours; GPT-NeoX has `zero_file`s, which only the layout that wrote them can read."""
+    return f"optim_layer_{layer:02d}-model_{tensor_rank:02d}.pt"
+
+
 def model_file(model_rank: int) -> str:
     """model_rank: tensor rank without a pipeline, pipe rank x tensor size + tensor rank with one."""
     return f"mp_rank_{model_rank:02d}_model_states.pt"
@@ -42,6 +48,12 @@ def zero_file(data_rank: int, model_rank: int, bf16: bool) -> str:
 def layer_files(path: str | Path) -> dict[tuple[int, int], Path]:
     """(layer, tensor rank) -> file, of all per-layer files."""
     found = ((_LAYER.fullmatch(p.name), p) for p in Path(path).iterdir())
+    return {(int(m[1]), int(m[2])): p for m, p in found if m}
+
+
+def optimizer_files(path: str | Path) -> dict[tuple[int, int], Path]:
+    """(layer, tensor rank) -> file of optimizer state; {} for GPT-NeoX's checkpoints."""
+    found = ((_OPTIMIZER.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {(int(m[1]), int(m[2])): p for m, p in found if m}
 
 

@@ -5,6 +5,7 @@ Checkpoints of GPT-NeoX have none; they are read without these checks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, file_sha256, load_tensors
+from megatron.checkpointing.files import FileRecord, describe_tensors, file_sha256, load_tensors
 from megatron.checkpointing.layout import model_file
 from megatron.neox_arguments import NeoXArgs
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
 MANIFEST = "manifest.json"
 # Two models that differ in one of these give different numbers from the same weights, or have other shapes.
 _MODEL_KEYS = (
@@ -24,10 +25,11 @@ _MODEL_KEYS = (
     "activation", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "no_weight_tying",
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "bias_gelu_fusion", "te_layernorm_mlp",
     "norm_placement", "use_qk_layernorm", "use_separate_qk_norms", "gpt_j_tied",
-    "opt_pos_emb_offset", "rpe_max_distance",
+    "opt_pos_emb_offset", "rpe_max_distance", "head_dim", "qk_norm_per_head", "zero_centered_gamma",
+    "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
 )  # fmt: skip
 
-_LATER = ("config", "optimizer")  # fields that the first manifests lack
+_LATER = ("config", "optimizer", "validation_loss")  # fields that the first manifests lack
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Layout:
 class Manifest:
     """model: `model_keys(args)`; tokenizer: fingerprint; data: fingerprint of each set; versions: of libraries;
     created: ISO time; config: the keys the user gave; files: filled by the ranks, completed by `publish`; optimizer:
-    whether its state is there (`no_save_optim`)."""
+    whether its state is there (`no_save_optim`); validation_loss: None where none was computed at this iteration."""
 
     run_id: str
     iteration: int
@@ -61,13 +63,17 @@ class Manifest:
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     optimizer: bool = True
+    validation_loss: float | None = None
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
         raw = asdict(self)
-        raw["files"] = {n: {"size": r.size, "sha256": r.sha256} for n, r in sorted(self.files.items())}
+        raw["files"] = {
+            name: {"size": r.size, "sha256": r.sha256, **({"tensors": dict(r.tensors)} if r.tensors else {})}
+            for name, r in sorted(self.files.items())
+        }
         raw = {"format_version": raw.pop("format_version"), **raw}
-        return json.dumps(raw, indent=1, default=list) + "\n"
+        return json.dumps({"checksum": _checksum(raw), **raw}, indent=1, default=list) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
@@ -79,11 +85,21 @@ class Manifest:
                 raise CheckpointError(
                     f"{where}: format_version {version} is newer than this program reads ({FORMAT_VERSION}); update it"
                 )
+            if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
+                raise DamagedError(f"{where}: damaged (its own checksum); load another `iteration`")
             raw["layout"] = Layout(**raw["layout"])
-            raw["files"] = {n: FileRecord(n, int(r["size"]), str(r["sha256"])) for n, r in raw["files"].items()}
+            raw["files"] = {
+                name: FileRecord(name, int(r["size"]), str(r["sha256"]), dict(r.get("tensors", {})))
+                for name, r in raw["files"].items()
+            }
             return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _LATER})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise DamagedError(f"{where}: damaged ({type(e).__name__}: {e}); load another `iteration`") from e
+
+
+def _checksum(raw: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is written."""
+    return hashlib.sha256(json.dumps(raw, sort_keys=True, default=list).encode()).hexdigest()
 
 
 def read_manifest(path: str | Path) -> Manifest | None:
@@ -95,7 +111,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
 
 
 def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
-    """Check files (all of them, or `names`) against the manifest: sizes of all first, then SHA-256.
+    """Check files (all of them, or `names`) against the manifest: sizes of all first, then SHA-256, then the tensors.
 
     Returns the manifest, None when there is none. Raises CheckpointError that names every damaged file.
     """
@@ -109,9 +125,20 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
         raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
     bad = size_problems(path, [manifest.files[n] for n in wanted])
     bad = bad or [f"{n} (checksum)" for n in wanted if file_sha256(path / n) != manifest.files[n].sha256]
+    bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
     if bad:
         raise DamagedError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")
     return manifest
+
+
+def _tensor_problem(path: Path, record: FileRecord) -> str | None:
+    """A tensor that is not as the manifest says, in words. Only shapes are read: the bytes are known to be right."""
+    found = describe_tensors(load_tensors(path / record.name)) if record.tensors else {}
+    wrong = sorted(name for name in {*found, *record.tensors} if found.get(name) != record.tensors.get(name))
+    if not wrong:
+        return None
+    is_now, was = found.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
+    return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {was})"
 
 
 def size_problems(path: Path, records: Iterable[FileRecord]) -> list[str]:
@@ -128,7 +155,8 @@ def size_problems(path: Path, records: Iterable[FileRecord]) -> list[str]:
 
 def model_keys(args: NeoXArgs) -> dict[str, Any]:
     """What the weights mean: shapes and the keys that change the function without changing a shape."""
-    return {key: getattr(args, key) for key in _MODEL_KEYS}
+    values = {key: getattr(args, key) for key in _MODEL_KEYS}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
 
 
 def saved_model(path: str | Path) -> Mapping[str, Any]:

@@ -26,7 +26,9 @@ _TE_MLP: Pairs = (
     ("mlp.linear1.", "mlp.fc1_"),
     ("mlp.linear2.", "mlp.fc2_"),
 )
-_NORMS = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm", "norm")
+_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "norm",
+)  # fmt: skip
 _TE_NORMS: Pairs = tuple(
     pair for norm in _NORMS for pair in ((f"{norm}.scale", f"{norm}.norm.weight"), (f"{norm}.", f"{norm}.norm."))
 )
@@ -43,6 +45,22 @@ _IGNORED = re.compile(
     r".*_extra_state|attention\.(masked_)?bias|attention\.rotary_emb(eddings)?\..*|(attention\.)?alibi_embed\..*"
     r"|rotary_emb\..*"
 )
+
+
+# The first whose mark is in a block's names.
+_GENERATIONS: Pairs = (
+    ("attention.qkv.", "Transformer-Engine's"),
+    ("mlp.fc1_", "Transformer-Engine's"),
+    ("mlp.dense_h_to_4h.", "GPT-NeoX's before mid-2024 (dense_h_to_4h)"),
+    ("mlp.w1.", "of llama conversions (w1, w2, w3)"),
+    ("post_feedforward_layernorm.", "of the geodesic fork's OLMo"),
+)
+
+
+def generation(names: Collection[str]) -> str:
+    """Whose names a block's tensors have, in words."""
+    found = (whose for mark, whose in _GENERATIONS if any(name.startswith(mark) for name in names))
+    return next(found, "GPT-NeoX's (linear1, linear2)")
 
 
 def our_name(name: str, expected: Collection[str]) -> str | None:

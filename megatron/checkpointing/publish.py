@@ -14,8 +14,9 @@ from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import replace_file, sync_dir, write_bytes
-from megatron.checkpointing.layout import LATEST, aside_tag, list_checkpoints, step_tag
+from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
+from megatron.checkpointing.retention import Retention, superseded
 
 
 def begin(save: str | Path, iteration: int) -> Path:
@@ -53,12 +54,12 @@ def publish(
     iteration: int,
     manifest: Manifest,
     configs: Mapping[str, str],
-    keep_last_n: int | None = None,
+    keep: Retention = Retention(),  # noqa: B008 (frozen)
 ) -> Path:
     """Turn what `begin` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
 
     manifest.files: records of everything the ranks wrote; configs: file name -> raw text of each config.
-    keep_last_n: older checkpoints beyond this many are deleted, never the new one; None or 0 keeps all.
+    keep: which older checkpoints are deleted, never the new one.
     Returns the checkpoint's directory. Raises CheckpointError when a recorded file is not there in full.
     """
     save, temporary = Path(save), Path(temporary)
@@ -85,14 +86,6 @@ def publish(
     replace_file(save / LATEST, final.name.encode())
     if aside.exists():
         _remove(aside)
-    _prune(save, final, keep_last_n)
+    for earlier in superseded(save, final, keep):
+        _remove(earlier)
     return final
-
-
-def _prune(save: Path, newest: Path, keep_last_n: int | None) -> None:
-    if not keep_last_n:
-        return
-    # By age, not by step: after a restart the earlier run's steps may be higher than the new one's.
-    others = sorted((p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns)
-    for path in others[: max(0, len(others) - (keep_last_n - 1))]:
-        _remove(path)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import load_tensors
-from megatron.checkpointing.names import to_file_names, to_our_names
+from megatron.checkpointing.names import generation, to_file_names, to_our_names
 from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
@@ -92,6 +92,34 @@ def _source(path: Path) -> _Source:
         raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
     first = _split_module(load_tensors(files[0]), files[0])
     return _Source(path, len(files), frozenset(first), files, {0: first})
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """layout and names in words; tensor_size: ranks that wrote it; dtypes: of all weights; vocab_rows: of the
+    embedding, of all ranks together; ffn_size: None where no file says it."""
+
+    layout: str
+    names: str
+    tensor_size: int
+    dtypes: frozenset[torch.dtype]
+    vocab_rows: int
+    ffn_size: int | None
+
+
+def describe_source(path: str | Path) -> SourceFacts:
+    """What the files of a checkpoint directory say without a configuration. Raises CheckpointError."""
+    source = _source(Path(path))
+    layout_name = "layer files (pipeline)" if source.whole is None else "mp_rank files (no pipeline)"
+    states = [source.tensors(layer, 0) for layer in sorted(source.layers)]
+    dtypes = frozenset(t.dtype for state in states for t in state.values() if isinstance(t, Tensor))
+    embedding, block = source.tensors(0, 0).get("word_embeddings.weight"), source.tensors(2, 0)
+    if embedding is None:
+        raise CheckpointError(f"{path}: layer 0 holds no word_embeddings.weight; not a model of GPT-NeoX")
+    down = ("mlp.linear2.weight", "mlp.dense_4h_to_h.weight", "mlp.w2.weight", "mlp.fc2_weight")
+    ffn = next((block[name].shape[1] * source.tensor_size for name in down if name in block), None)
+    rows = embedding.shape[0] * source.tensor_size
+    return SourceFacts(layout_name, generation(block), source.tensor_size, dtypes, rows, ffn)
 
 
 def load_weights(

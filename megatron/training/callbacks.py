@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
-from megatron.data import curriculum_section
+from megatron.data import has_curriculum
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate
 from megatron.training.flops import model_flops, neox_flops, readable_flops
@@ -22,13 +22,16 @@ from megatron.training.setup import Training
 
 @dataclass
 class Step:
-    """One finished optimizer step. seq_length: tokens it read of each sample; row: its metrics, filled by callbacks."""
+    """One finished optimizer step. seq_length: tokens it read of each sample, row_length: in rows of so many, of which
+    the run has read row_tokens; row: its metrics, filled by callbacks."""
 
     iteration: int
     consumed_samples: int
     seq_length: int
     result: StepResult | None
     consumed_tokens: int | None = None  # None: all tokens of the samples
+    row_length: int = 0
+    row_tokens: int = 0
     row: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,10 +96,9 @@ class LogCallback:
     ) -> None:
         self.training, self.bar, self.stopwatch, self.loggers, self.probes = training, bar, stopwatch, loggers, probes
         self.steps = self.skipped = 0
-        self.tokens, self.length = (
-            0,
-            0.0,
-        )  # of a sample, over the steps since the last line: sum, and mean of the pending
+        # Tokens of a sample, and of a row: sums over the steps since the last line, means of the pending
+        self.tokens, self.length = 0, 0.0
+        self.rows, self.row_length = 0, 0.0
         self.losses: list[torch.Tensor] = []
         self.norm: torch.Tensor | float | None = None
         self.probed: list[str] = []
@@ -109,6 +111,7 @@ class LogCallback:
         assert step.result is not None
         self.steps += 1
         self.tokens += step.seq_length
+        self.rows += step.row_length or step.seq_length
         self.skipped += int(step.result.skipped)
         if not step.result.skipped:
             self.losses.append(step.result.loss)
@@ -123,8 +126,8 @@ class LogCallback:
             values.append(found.float().to(values[0].device))
         reading = Reading(torch.cat(values))
         self.pending = (step, reading, self.stopwatch.lap() / self.steps)
-        self.length = self.tokens / self.steps
-        self.losses, self.steps, self.tokens = [], 0, 0
+        self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
+        self.losses, self.steps, self.tokens, self.rows = [], 0, 0, 0
 
     def settle(self, write: bool = True) -> None:
         """Finish the step whose values were on their way: its line, and its row unless the caller adds to it."""
@@ -166,11 +169,11 @@ class LogCallback:
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds
         row["runtime/steps_per_sec"] = 1.0 / seconds
         row["runtime/tokens_per_sec"] = args.train_batch_size * self.length / seconds
-        if curriculum_section(args) is not None:
-            row["curriculum_seqlen"] = step.seq_length
+        if has_curriculum(args):
+            row["curriculum_seqlen"], row["curriculum_tokens"] = step.row_length, step.row_tokens
         hardware, model = self._flops_per_second(seconds)
         row["runtime/flops_per_sec_per_gpu"] = hardware
-        flops = model_flops(args, self.length)
+        flops = model_flops(args, self.length, self.row_length)
         row["runtime/model_flops_per_sec_per_gpu"] = flops / (seconds * self.training.groups.world_size)
         if args.peak_theoretical_tflops is not None:
             row["runtime/model_flops_utilization"] = model / (args.peak_theoretical_tflops * 1e12)
@@ -180,7 +183,7 @@ class LogCallback:
         """(with recomputation, without), a device."""
         args, world = self.training.args, self.training.groups.world_size
         factor = 4 if args.checkpoint_activations else 3
-        hardware, model = (neox_flops(args, count, self.length) for count in (factor, 3))
+        hardware, model = (neox_flops(args, count, self.length, self.row_length) for count in (factor, 3))
         return hardware / (seconds * world), model / (seconds * world)
 
     def _line(self, step: Step, loss: float, seconds: float) -> str:
@@ -279,6 +282,16 @@ class SaveCallback:
         while int(power) < iteration:
             power *= factor
         return int(power) == iteration
+
+    def is_due_for_now(self, iteration: int) -> bool:
+        """Whether a checkpoint that stands until the next one is written after this iteration."""
+        every = self.training.args.ephemeral_save_interval
+        return self.training.args.save is not None and every is not None and iteration % every == 0
+
+    def save_for_now(self) -> None:
+        """Write a checkpoint that stands until the next one."""
+        with self.training.watchdog.phase("saving"):
+            self.training.checkpointer.save(self.training.progress, ephemeral=True)
 
     def save(self) -> None:
         """Write a checkpoint of the run as it is now."""

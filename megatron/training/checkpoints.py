@@ -1,234 +1,43 @@
-"""Checkpoints of a run: how it starts, goes on and is saved, in every layout.
-
-Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes in and out.
-"""
+"""Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: saving.py."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron.checkpointing import (
+    MASTER,
     CheckpointError,
     DamagedError,
-    FileRecord,
-    Layout,
     Manifest,
-    begin,
+    OptimizerFiles,
     check_model,
-    layer_file,
-    list_checkpoints,
     load_weights,
-    local_layer_state,
     model_file,
-    model_keys,
-    publish,
     read_manifest,
     restore_rng,
-    rng_state,
-    step_of,
     sum_bias_masters,
     torch_adam_state,
     verify,
-    write_bytes,
     zero_adam_state,
     zero_file,
 )
-from megatron.data import data_fingerprint, data_seed
-from megatron.mpu import ParallelGroups, on_rank_zero, together, together_local
-from megatron.neox_arguments import NeoXArgs
-from megatron.tokenizer import Tokenizer
-from megatron.training.engine import Engine
-from megatron.training.forward_check import LOGITS, check_forward, fixed_logits
-from megatron.training.schedules import Schedule, resumed_schedule
-from megatron.training.sources import Source
+from megatron.model import layer_params
+from megatron.mpu import together, together_local
+from megatron.training.forward_check import check_forward
+from megatron.training.saving import Progress, Saver
+from megatron.training.schedules import resumed_schedule
+from megatron.training.sources import earlier_checkpoint
+
+__all__ = ["Checkpointer", "Progress"]
 
 
-@dataclass
-class Progress:
-    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those of all
-    samples when a curriculum cuts them."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped: int = 0
-    consumed_tokens: int = 0
-
-
-class Checkpointer:
-    """Saves and restores one run. All ranks call every method together; what one rank raises, all raise."""
-
-    def __init__(
-        self,
-        args: NeoXArgs,
-        groups: ParallelGroups,
-        engine: Engine,
-        schedule: Schedule,
-        tokenizer: Tokenizer,
-        train_order: Mapping[str, Any],
-        source: Source,
-        logger: logging.Logger,
-    ) -> None:
-        self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
-        self.tokenizer, self.source, self.logger = tokenizer, source, logger
-        self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
-        self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
-        # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
-        split = args.split.replace(" ", "")
-        self.order = {**train_order, "seq_length": args.seq_length, "split": split}
-        if data_seed(args) != args.seed:
-            self.order["data_seed"] = data_seed(args)
-        self.saved_at: int | None = None
-        self._lock: Any = None
-        # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
-        self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
-        self.layout = Layout(
-            pipe=groups.size("pipe"),
-            data=groups.size("data"),
-            tensor=groups.size("tensor"),
-            zero_stage=engine.zero_stage,
-            precision=args.params_dtype,
-            world_size=groups.world_size,
-        )
-
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def save(self, progress: Progress) -> None:
-        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole."""
-        save = self.args.save
-        assert save is not None
-        if self.saved_at == progress.iteration:
-            return
-        self._check_space(Path(save))
-        with self._no_half_checkpoint(Path(save) / "begin"):
-            temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
-        weights = self.engine.weights(keep=self.groups.rank("data") == 0)
-        extra: dict[str, Any] = {}
-        if self.args.checkpoint_validation_with_forward_pass:
-            extra[LOGITS] = fixed_logits(self.engine, self.args)
-        with self._no_half_checkpoint(temporary):
-            records = together(self.groups, lambda: self._write(temporary, weights, extra, progress))
-        manifest = Manifest(
-            run_id=self.run_id,
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            layout=self.layout,
-            model=model_keys(self.args),
-            seed=self.args.seed,
-            tokenizer=self.tokenizer.fingerprint(),
-            data={"files": self.data, "order": self.order},
-            versions={name: version(name) for name in ("torch", "deepspeed")},
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            config=json.loads(self.args.to_json())["given"],
-            optimizer=not self.args.no_save_optim,
-            files={record.name: record for per_rank in records for record in per_rank},
-        )
-        keep, configs = self.args.keep_last_n_checkpoints, self.args.config_files
-        with self._no_half_checkpoint(temporary):
-            iteration = progress.iteration
-            path = on_rank_zero(self.groups, lambda: publish(temporary, save, iteration, manifest, configs, keep))
-        self.saved_at = progress.iteration
-        self.logger.info(f"saved checkpoint {path}")
-
-    @contextmanager
-    def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
-        """What cannot be written leaves nothing behind, and the earlier checkpoints as they were."""
-        try:
-            yield
-        except (OSError, CheckpointError) as problem:
-            if self.groups.world_rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-            raise CheckpointError(
-                f"{temporary.parent}: the checkpoint could not be written ({reason}); earlier ones are untouched"
-            ) from problem
-
-    def _check_space(self, save: Path) -> None:
-        """Refuse to begin a checkpoint that will not fit; what is there stays untouched."""
-        optimizer = not self.args.no_save_optim
-        needed = sum(together(self.groups, lambda: self.engine.state.checkpoint_bytes(optimizer)))
-
-        def check() -> None:
-            save.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(save).free
-            if free < needed:
-                raise CheckpointError(
-                    f"{save}: a checkpoint takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
-                    "make room, or set keep_last_n_checkpoints"
-                )
-
-        on_rank_zero(self.groups, check)
-
-    def lock(self) -> None:
-        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
-        if self.args.save is not None:
-            together(self.groups, self._take_lock)
-
-    def _take_lock(self) -> None:
-        if self.groups.world_rank == 0:
-            self._lock = _lock(Path(self.args.save or ""))
-
-    def _write(
-        self, path: Path, weights: Mapping[int, Mapping[str, Any]], extra: Mapping[str, Any], progress: Progress
-    ) -> list[FileRecord]:
-        """extra: entries of the mp_rank file that only all ranks together can make."""
-        files, groups = self.engine.files, self.groups
-        files.records = []
-        tensor_rank, tensor_size = groups.rank("tensor"), groups.size("tensor")
-        if groups.rank("data") == 0:
-            for layer in self._own_layers():
-                state = local_layer_state(
-                    layer, weights.get(layer, {}), self.args, tensor_rank=tensor_rank, tensor_size=tensor_size
-                )
-                files.save(state, str(path / layer_file(layer, tensor_rank)))
-            files.save({**self._model_state(progress), **extra}, str(path / model_file(self.model_rank)))
-        if self.engine.zero_stage > 0 and not self.args.no_save_optim:
-            name = zero_file(groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
-            files.save(self.engine.state.zero_state(), str(path / name))
-        if groups.world_rank == 0:
-            (path / "tokenizer").mkdir()
-            for name, content in self.tokenizer.files().items():
-                files.records.append(write_bytes(content, path / "tokenizer" / name, f"tokenizer/{name}"))
-        return files.records
-
-    def _own_layers(self) -> list[int]:
-        """Layers with parameters that this stage writes; a tied copy of the embedding is the first stage's."""
-        kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
-        return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
-
-    def _model_state(self, progress: Progress) -> dict[str, Any]:
-        args = self.args
-        return {
-            **self.engine.state.model_state(),
-            **({"optimizer": None} if args.no_save_optim else {}),
-            "lr_scheduler": self.schedule.state_dict(progress.iteration),
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
-            "skipped_steps": progress.skipped,
-            "args": {
-                "num_layers": args.num_layers,
-                "hidden_size": args.hidden_size,
-                "num_attention_heads": args.num_attention_heads,
-                "max_position_embeddings": args.max_position_embeddings,
-                "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
-                "padded_vocab_size": args.padded_vocab_size,
-                "tokenizer_type": args.tokenizer_type,
-                "model_parallel_size": args.model_parallel_size,
-            },
-            "spike_window": self.engine.spikes.state() if self.engine.spikes is not None else [],
-            **({} if args.no_save_rng else rng_state(self.groups.device)),
-        }
+class Checkpointer(Saver):
+    """Restores one run, and saves it. All ranks call every method together; what one rank raises, all raise."""
 
     # -- starting and going on -----------------------------------------------------------------------------------
 
@@ -251,17 +60,13 @@ class Checkpointer:
                 progress = self._restore(source, goes_on)
                 break
             except DamagedError as problem:
-                earlier = self._earlier(source) if args.load_fallback else None
+                earlier = earlier_checkpoint(source) if args.load_fallback else None
                 if earlier is None:
                     raise
                 self.logger.warning(f"{problem}; load_fallback: trying {earlier}")
                 source = earlier
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
-
-    def _earlier(self, path: Path) -> Path | None:
-        before = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
-        return before[-1] if before else None
 
     def _verified(self, path: Path) -> Manifest | None:
         """The manifest after checking every file against it, the work shared out over ranks."""
@@ -307,7 +112,12 @@ class Checkpointer:
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         if takes_optimizer:
             self._resume_schedule(state.get("lr_scheduler"), str(path))
-            together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
+            files = OptimizerFiles(path)
+            if files:
+                self._load_by_parameter(files)
+                self.engine.state.set_loss_scaler(state.get("loss_scaler", {}))
+            else:
+                together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
         self._check_forward(path, manifest)
         if not args.no_load_rng:
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
@@ -324,7 +134,7 @@ class Checkpointer:
                 if changed:
                     self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
-        return Progress(iteration, consumed, skipped, tokens)
+        return Progress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
         """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not there."""
@@ -369,11 +179,13 @@ class Checkpointer:
             raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
 
     def _check_layout(self, path: Path, manifest: Manifest | None) -> None:
-        """Optimizer state is read where the layout is the one it was written in."""
+        """State that is not kept by parameter is read where the layout is the one it was written in."""
         if manifest is None:
             return  # GPT-NeoX: the files themselves say, see _load_optimizer
         saved, now = manifest.layout, self.layout
-        keys = ["pipe", "tensor", "zero_stage", "precision"] + (["data"] if now.zero_stage > 0 else [])
+        keys = ["precision"]
+        if not OptimizerFiles(path):
+            keys = ["pipe", "tensor", "zero_stage", "precision"] + (["data"] if now.zero_stage > 0 else [])
         other = [f"{key} {getattr(saved, key)} there, {getattr(now, key)} here" for key in keys]
         other = [text for key, text in zip(keys, other, strict=True) if getattr(saved, key) != getattr(now, key)]
         if other:
@@ -382,8 +194,24 @@ class Checkpointer:
                 "use that layout, or set no_load_optim: true to go on with the weights alone"
             )
 
+    def _load_by_parameter(self, files: OptimizerFiles) -> None:
+        """Moments, step counts and fp32 master weights, cut for this rank."""
+        tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
+        specs = {(layer, spec.name): spec for layer, found in layer_params(self.args).items() for spec in found}
+
+        def read(layer: int, name: str) -> dict[str, Tensor]:
+            return files.read(layer, specs[layer, name], tensor_rank, tensor_size)
+
+        def moments(layer: int, name: str) -> dict[str, Tensor]:
+            return {key: value for key, value in read(layer, name).items() if key != MASTER}
+
+        together_local(self.groups, lambda: self.engine.state.parts.restore(moments))
+        if self.args.params_dtype != "fp32":
+            masters = self.engine.read_each(lambda layer, name: read(layer, name)[MASTER])
+            self.engine.set_weights(masters)
+
     def _load_optimizer(self, path: Path, state: dict[str, Any], manifest: Manifest | None) -> None:
-        """This rank's optimizer state, ours or GPT-NeoX's."""
+        """This rank's optimizer state: ours as earlier versions wrote it and for 8-bit Adam, or GPT-NeoX's."""
         engine, where = self.engine, str(path)
         name = zero_file(self.groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
         if manifest is not None:
@@ -406,31 +234,16 @@ class Checkpointer:
             base_groups, sizes = engine.state.zero_partitions()
             engine.state.load_optimizer_state(zero_adam_state(saved, base_groups, sizes, where))
             return
-        if engine.zero_stage == 3:
+        if any(path.glob("*zero_pp_rank_*")):
             raise CheckpointError(
-                f"{where}: optimizer state of GPT-NeoX is not read into ZeRO 3; "
-                "use zero_optimization.stage 0, 1 or 2, or set no_load_optim: true"
+                f"{where}: optimizer state of GPT-NeoX under ZeRO is read in the same layout by ZeRO 1 or 2; "
+                "use that, or set no_load_optim: true"
             )
-        # ZeRO 0: state by parameter, which flat partitions can take too.
-        engine.state.set_adam_state(torch_adam_state(state.get("optimizer"), engine.state.parameter_shapes(), where))
-
-
-def _lock(save: Path) -> Any:
-    """An open, locked file; the lock ends with the process, however it ends."""
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        file = (save / ".lock").open("w")
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as problem:
-        text = f"{save}: another run is writing there; wait for it to end, or set another save"
-        raise CheckpointError(text) from problem
-    except OSError as problem:
-        text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
-        raise CheckpointError(text) from problem
-    return file
+        # Without ZeRO, and so by parameter.
+        parts = engine.state.parts
+        saved = torch_adam_state(state.get("optimizer"), engine.state.parameter_shapes(), where)
+        numbers = {(layer, name): i for i, (layer, name, _) in enumerate(parts.params)}
+        parts.restore(lambda layer, name: saved.get(numbers[layer, name], {}))
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

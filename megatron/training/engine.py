@@ -175,7 +175,7 @@ class Engine:
         )
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         optimizer = together_local(groups, lambda: build_optimizer(stage, args, DeepSpeedCPUAdam))
-        ordered = [list(group["params"]) for group in optimizer.param_groups]
+        ordered = [param for group in optimizer.param_groups for param in group["params"]]
         assert_same_groups(optimizer.param_groups, groups)
         attach_deepspeed()
         # DeepSpeed reads it even when told the device.
@@ -204,7 +204,8 @@ class Engine:
         if self.spikes is not None:
             self._guard_steps(optimizer, self.spikes)
         self._params = stage_parameters(stage)
-        self.state = EngineState(self._ds, ordered, groups, self.dtype, self.zero_stage)
+        named = {id(param): (layer, name, param) for layer, name, param in self._params}
+        self.state = EngineState(self._ds, [named[id(p)] for p in ordered], groups, self.dtype, self.zero_stage)
         self.owned = OwnedParts(self._params, self._ds.optimizer, groups, self.zero_stage)
         self.on_gradients: Callable[[], None] | None = None  # asked in every step, between backward and clipping
         if self.dtype != torch.float32:
@@ -386,6 +387,17 @@ class Engine:
             with self._gathered([param], modifier_rank=0):
                 param.data.copy_(value)
             safe_set_full_fp32_param(param, value.float().contiguous())
+
+    def read_each(self, read: Callable[[int, str], Tensor]) -> dict[int, dict[str, Tensor]]:
+        """A value for every parameter of this stage, for `set_weights`; a problem of one rank is raised on all."""
+
+        def all_of_them() -> dict[int, dict[str, Tensor]]:
+            found: dict[int, dict[str, Tensor]] = {}
+            for layer, name, _ in self._params:
+                found.setdefault(layer, {})[name] = read(layer, name)
+            return found
+
+        return together_local(self.groups, all_of_them)
 
     @torch.no_grad()
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:

@@ -1,4 +1,7 @@
-"""The part of a checkpoint that DeepSpeed holds: its counters, the optimizer's state, fp32 master weights."""
+"""The part of a checkpoint that DeepSpeed holds: its counters, the optimizer's state, fp32 master weights.
+
+By parameter the state goes in and out through `parts`; here is what is bound to the layout it was written in.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,45 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.mpu import ParallelGroups
-from megatron.training.optimizers import fitting_state, fitting_step
+from megatron.training.optimizer_parts import OptimizerParts
+from megatron.training.optimizers import fitting_state
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class EngineState:
-    """Goes in and out rank by rank, in the layout it was written in. param_groups: the optimizer's, before ZeRO."""
+    """params: (layer, name, parameter) in order of the optimizer's groups; with ZeRO, as they were before it."""
 
     def __init__(
         self,
         ds: Any,
-        param_groups: Sequence[Sequence[nn.Parameter]],
+        params: Sequence[tuple[int, str, nn.Parameter]],
         groups: ParallelGroups,
         dtype: torch.dtype,
         zero_stage: int,
     ) -> None:
         self._ds, self.groups, self.dtype, self.zero_stage = ds, groups, dtype, zero_stage
-        self._ordered = [param for params in param_groups for param in params]
-        self._group_of = [i for i, params in enumerate(param_groups) for _ in params]
+        self._ordered = [param for _, _, param in params]
+        self.parts = OptimizerParts(params, ds.optimizer, groups, dtype, zero_stage)
 
     def model_state(self) -> dict[str, Any]:
         """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO)."""
         return self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
+
+    def loss_scaler(self) -> dict[str, float]:
+        """fp16's loss scale and where it stands between two changes; {} in other precisions."""
+        scaler = self._ds.optimizer.loss_scaler if self.dtype == torch.float16 else None
+        return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
+
+    def set_loss_scaler(self, saved: Mapping[str, float]) -> None:
+        """Go on with a saved loss scale, where there is one."""
+        scaler = self._ds.optimizer.loss_scaler if self.dtype == torch.float16 else None
+        for key, value in saved.items():
+            if scaler is not None and hasattr(scaler, key):
+                setattr(scaler, key, value)
 
     def zero_state(self) -> dict[str, Any]:
         """This rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; only with ZeRO."""
@@ -79,28 +97,3 @@ class EngineState:
         """Parameter groups of the base optimizer's state_dict, and elements of this rank's partition of each."""
         base = self._ds.optimizer.optimizer
         return base.state_dict()["param_groups"], [group["params"][0].numel() for group in base.param_groups]
-
-    @torch.no_grad()
-    def set_adam_state(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Adam's moments and step count by parameter, numbered as `parameter_shapes`; {} leaves a fresh optimizer."""
-        if not state:
-            return
-        if self.zero_stage == 0:
-            groups = self._ds.optimizer.state_dict()["param_groups"]
-            self.load_optimizer_state({"state": dict(state), "param_groups": groups})
-            return
-        # Stages 1 and 2 keep one flat partition a group; a parameter's fragment says where its part of it lies.
-        base = self._ds.optimizer.optimizer
-        flat = [group["params"][0] for group in base.param_groups]
-        for partition in flat:
-            moments = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
-            base.state[partition] = {"step": fitting_step(state[0]["step"].clone(), base), **moments}
-        for i, param in enumerate(self._ordered):
-            mapping = param._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:
-                continue  # lies in the other ranks' partitions
-            source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-            partition = flat[self._group_of[i]]
-            for key in ("exp_avg", "exp_avg_sq"):
-                part = state[i][key].flatten().narrow(0, source.start, source.numel)
-                base.state[partition][key].narrow(0, target.start, target.numel).copy_(part)

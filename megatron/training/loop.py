@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.checkpointing import replace_file
-from megatron.data import Batch, DataError, curriculum_section, step_length, train_loader
+from megatron.data import Batch, DataError, has_curriculum, row_length, step_length, train_loader
 from megatron.mpu import on_rank_zero, together_local
 from megatron.training.callbacks import LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback, validate
 from megatron.training.engine import StepResult
@@ -46,7 +46,8 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
         consumed_samples=training.progress.consumed_samples,
         eod=training.tokenizer.eod,
         pin_memory=training.groups.device.type == "cuda",
-        length=None if curriculum_section(args) is None else lambda n: step_length(args, next_step + n),
+        length=(lambda n: row_length(args, next_step + n)) if has_curriculum(args) else None,
+        cut=args.seq_curriculum is not None,
     )
 
 
@@ -63,7 +64,7 @@ def train(training: Training) -> None:
         total=args.train_iters, initial=progress.iteration, unit="step", file=sys.stderr,
         disable=not (is_chief and sys.stderr.isatty()), dynamic_ncols=True,
     )  # fmt: skip
-    stop = StopCondition(args, training.groups)
+    stop = StopCondition(args, training.groups, lambda: training.checkpointer.failed)
     run_id = training.checkpointer.run_id
     facts = run_facts(args, training.groups, training.engine.stage)
     logger.info(facts_line(facts))
@@ -100,19 +101,32 @@ def train(training: Training) -> None:
             _advance(training, result)
             training.watchdog.step_done(progress.iteration)
             length = step_length(args, progress.iteration)
-            step = Step(progress.iteration, progress.consumed_samples, length, result, progress.consumed_tokens)
+            row = row_length(args, progress.iteration)
+            step = Step(
+                progress.iteration, progress.consumed_samples, length, result, progress.consumed_tokens, row,
+                progress.row_tokens.get(row, 0),
+            )  # fmt: skip
             log.on_step_end(step)
             reason, timed_save = stop.ask(progress.iteration)
-            if reason is not None or timed_save or validation.is_due(step) or save.is_due(step.iteration):
+            if stop.write_failed:
+                training.checkpointer.wait()  # raises what the writer ran into
+            saves = reason is not None or timed_save or save.is_due(step.iteration)
+            for_now = not saves and save.is_due_for_now(step.iteration)
+            if saves or for_now or validation.is_due(step):
                 log.settle(write=False)
                 with stopwatch.pause():
                     validation.on_step_end(step)
                     log.write(step)
-                    if reason is not None or timed_save or save.is_due(step.iteration):
+                    progress.validation_loss = step.row.get("validation/lm_loss")
+                    if saves:
                         save.save()
                         stop.note_save()
+                    elif for_now:
+                        save.save_for_now()
             bar.update()
         log.settle()
+        with training.watchdog.phase("saving"):
+            training.checkpointer.wait()
     except NonFiniteError:
         raise  # has written its own status
     except Exception as problem:
@@ -145,8 +159,18 @@ def _before_first_step(training: Training, log: LogCallback, save: SaveCallback,
 def _advance(training: Training, result: StepResult) -> None:
     progress = training.progress
     progress.iteration += 1
+    progress.validation_loss = None
     progress.consumed_samples += training.args.train_batch_size
-    progress.consumed_tokens += training.args.train_batch_size * step_length(training.args, progress.iteration)
+    tokens = training.args.train_batch_size * step_length(training.args, progress.iteration)
+    progress.consumed_tokens += tokens
+    if has_curriculum(training.args):
+        row, following = (row_length(training.args, progress.iteration + n) for n in (0, 1))
+        progress.row_tokens[row] = progress.row_tokens.get(row, 0) + tokens
+        if training.args.seq_curriculum is not None and following != row:
+            training.logger.info(
+                f"seq_curriculum: {progress.row_tokens[row]} tokens were read in rows of {row}; "
+                f"rows of {following} from iteration {progress.iteration + 1} on"
+            )
     progress.skipped += int(result.skipped)
 
 
@@ -166,6 +190,7 @@ def _check_skip(training: Training, in_a_row: int) -> None:
     if args.save is not None:
         with training.watchdog.phase("saving"):
             training.checkpointer.save(training.progress)
+            training.checkpointer.wait()
     limit = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
     text = f"{text}; weights are those of step {training.progress.iteration} (on_nonfinite: {args.on_nonfinite}{limit})"
     _write_status(training, "failed", text)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron.data import DataError, Datasets, build_datasets, check_curriculum, data_fingerprint, epoch_iterations
+from megatron.data import (
+    DataError,
+    Datasets,
+    build_datasets,
+    check_curriculum,
+    data_fingerprint,
+    data_notes,
+    epoch_iterations,
+)
 from megatron.model import Stage, build_stage, init_stage
 from megatron.mpu import ParallelGroups, Process, Watchdog, configure_logging, join, on_rank_zero, together
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
 from megatron.objectives import language_modelling
-from megatron.tokenizer import Tokenizer, build_tokenizer, with_vocabulary
+from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
 from megatron.training.determinism import make_deterministic
@@ -60,8 +69,9 @@ def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger 
     return Engine(args, groups, stage, language_modelling(args.z_loss))
 
 
-def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], None]], None]:
-    """How index maps are written while all wait: by rank 0, or on every machine by its first rank.
+def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
+    """How index maps are written while all wait: by rank 0, or on every machine by its first rank; all get rank 0's
+    result.
 
     Raises DataError when machines that share no files hold different data.
     """
@@ -73,8 +83,10 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
         if data is not None and data != found[0]:
             raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
 
-    def write(work: Callable[[], None]) -> None:
-        together(groups, work if first else lambda: None)
+    def write(work: Callable[[], Any]) -> Any:
+        made: list[Any] = []
+        together(groups, lambda: made.append(work()) if first else None)
+        return on_rank_zero(groups, lambda: made[0])
 
     return write
 
@@ -101,10 +113,14 @@ def start(args: NeoXArgs, process: Process) -> Training:
     epochs = args.train_epochs
     if epochs is not None:
         # From here on a run of so many iterations: the schedule and its checks follow.
-        args = args.replace(train_epochs=None, train_iters=epoch_iterations(args, args.train_batch_size))
+        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size))
+        args = args.replace(train_epochs=None, train_iters=steps)
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
     logger.info(arguments_dump(args))
+    logger.info(describe(tokenizer, args.padded_vocab_size))
     for note in args.notes():
+        logger.info(note)
+    for note in on_rank_zero(groups, lambda: data_notes(args)):
         logger.info(note)
     datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs)
     record_memory_history(args, groups)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpointing import CheckpointError, find_checkpoint, list_checkpoints, read_latest, saved_model
+from megatron.checkpointing import (
+    CheckpointError,
+    DamagedError,
+    find_checkpoint,
+    list_checkpoints,
+    read_latest,
+    read_manifest,
+    saved_model,
+    step_of,
+)
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -21,12 +31,33 @@ def choose_source(args: NeoXArgs) -> Source:
     """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises CheckpointError."""
     same = bool(args.load and args.save) and Path(args.load or "").resolve() == Path(args.save or "").resolve()
     if args.save is not None and not args.restart and (read_latest(args.save) or list_checkpoints(args.save)):
-        return Source(find_checkpoint(args.save, args.iteration if same or args.load is None else None), True)
+        found = find_checkpoint(args.save, args.iteration if same or args.load is None else None)
+        return Source(_with_manifest(found, args), True)
     if args.load is None or (same and (args.restart or not list_checkpoints(args.load))):
         if args.iteration is not None:
             raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
         return Source(None, False)
-    return Source(find_checkpoint(args.load, args.iteration), False)
+    return Source(_with_manifest(find_checkpoint(args.load, args.iteration), args), False)
+
+
+def earlier_checkpoint(path: Path) -> Path | None:
+    """The checkpoint before this one in its folder."""
+    before = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
+    return before[-1] if before else None
+
+
+def _with_manifest(path: Path, args: NeoXArgs) -> Path:
+    """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read. DamagedError."""
+    while True:
+        try:
+            read_manifest(path)
+            return path
+        except DamagedError as problem:
+            earlier = earlier_checkpoint(path) if args.load_fallback else None
+            if earlier is None:
+                raise
+            logging.getLogger("megatron").warning(f"{problem}; load_fallback: trying {earlier}")
+            path = earlier
 
 
 def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArgs:

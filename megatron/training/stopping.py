@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -76,8 +77,11 @@ class Agreement:
 class StopCondition:
     """Asked at the end of every step: is it time to stop, and is it time to save by the clock?"""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
-        self.args = args
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, write_failed: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.args, self._write_failed = args, write_failed
+        self.write_failed = False  # on some rank; known on all after the same step
         self._signals = SignalWatch()
         self._agreement = Agreement(groups)
         self._decides = groups.world_rank == 0  # whose clock counts
@@ -91,7 +95,8 @@ class StopCondition:
         clock = [int(timed_out), int(save)] if self._decides else [0, 0]
         if save:
             self._saved = now  # asked for once, though the answer comes a step later
-        agreed = self._agreement.exchange([self._signals.received, *clock])
+        agreed = self._agreement.exchange([self._signals.received, *clock, int(self._write_failed())])
+        self.write_failed = agreed is not None and bool(agreed[3])
         if args.exit_interval is not None and iteration % args.exit_interval == 0:
             return f"exit_interval {args.exit_interval}", False
         if agreed is None:

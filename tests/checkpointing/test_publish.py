@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from megatron.checkpointing import (
+    EPHEMERAL,
     CheckpointError,
     Layout,
     Manifest,
+    Retention,
     begin,
     check_model,
     find_checkpoint,
@@ -27,6 +29,7 @@ from megatron.checkpointing import (
     save_tensors,
     step_of,
     verify,
+    write_bytes,
 )
 from tests.checkpointing.golden import checkpoint, golden_args
 
@@ -44,11 +47,15 @@ MANIFEST = Manifest(
 )
 
 
-def save(folder: Path | str, step: int, value: float = 0.0, **kw: Any) -> Path:
+def save(
+    folder: Path | str, step: int, value: float = 0.0, *, validation_loss: float | None = None, for_now: bool = False,
+    **kw: Any,
+) -> Path:  # fmt: skip
     temporary = begin(folder, step)
     assert not temporary.name.startswith("global_step")
     records = [save_tensors({"w": torch.full((4,), value)}, temporary / layer_file(i, 0)) for i in (0, 2)]
-    manifest = replace(MANIFEST, files={r.name: r for r in records})
+    records += [write_bytes(b"", temporary / EPHEMERAL)] if for_now else []
+    manifest = replace(MANIFEST, files={r.name: r for r in records}, validation_loss=validation_loss)
     return publish(temporary, folder, step, manifest, {"conf/a.yml": "seed: 1 # kept\n", "b.yml": "{}"}, **kw)
 
 
@@ -77,14 +84,29 @@ def test_configs_of_one_name_are_both_kept(tmp_path: Path) -> None:
 def test_keep_last_n(tmp_path: Path) -> None:
     folder = f"{tmp_path}/"  # NeoX never deletes when `save` ends with a slash
     for step in (2, 10, 100, 9, 101):
-        save(folder, step, keep_last_n=3)
+        save(folder, step, keep=Retention(3))
     assert [step_of(p) for p in list_checkpoints(folder)] == [9, 100, 101], "by age, not by step"
-    save(folder, 5, keep_last_n=1)  # the newest by time is kept, though its step is not the highest
+    save(folder, 5, keep=Retention(1))  # the newest by time is kept, though its step is not the highest
     assert [p.name for p in list_checkpoints(folder)] == ["global_step5"]
     assert sorted(os.listdir(folder)) == ["global_step5", "latest"]
     for step in (6, 7):
-        save(folder, step, keep_last_n=None)
+        save(folder, step, keep=Retention(None))
     assert len(list_checkpoints(folder)) == 3
+
+
+def test_what_else_stays(tmp_path: Path) -> None:
+    """Multiples, and the best of those that have a validation loss; what stands only until the next goes first."""
+    losses = {4: 0.5, 5: 0.4, 6: None, 7: 0.9, 8: None, 9: 0.6, 10: 0.7}
+    for step, loss in losses.items():
+        save(tmp_path, step, keep=Retention(2, every=4, best=1), validation_loss=loss)
+    assert [step_of(p) for p in list_checkpoints(tmp_path)] == [4, 5, 8, 9, 10]
+    for step in (11, 12, 13):
+        save(tmp_path, step, keep=Retention(2, every=4, best=1), for_now=step != 13, validation_loss=0.1)
+        expected = [4, 5, 8, 9, 10, step] if step != 13 else [4, 8, 10, 13]
+        assert [step_of(p) for p in list_checkpoints(tmp_path)] == expected, step
+    save(tmp_path, 14, for_now=True)
+    save(tmp_path, 15, keep=Retention(None))
+    assert [step_of(p) for p in list_checkpoints(tmp_path)] == [4, 8, 10, 13, 15], "without keep_last_n too"
 
 
 class Killed(BaseException):
@@ -124,7 +146,7 @@ def test_killed_at_any_moment(step: int, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             kill_at(patch, nth)
             try:
-                save(folder, step, value=2.0, keep_last_n=1)
+                save(folder, step, value=2.0, keep=Retention(1))
                 survived = nth
             except Killed:
                 pass
@@ -175,6 +197,9 @@ def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
         (path / "manifest.json").write_text(damaged)
         with pytest.raises(CheckpointError, match="manifest.json: damaged"):
             verify(path)
+    (path / "manifest.json").write_text(text.replace('"consumed_samples": 12', '"consumed_samples": 13'))
+    with pytest.raises(CheckpointError, match="manifest.json: damaged .its own checksum"):
+        read_manifest(path)
     (path / "manifest.json").write_text(json.dumps({**json.loads(text), "format_version": 99}))
     with pytest.raises(CheckpointError, match="format_version 99"):
         read_manifest(path)

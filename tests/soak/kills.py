@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import publish
-from megatron.training import engine, train
+from megatron.training import Training, engine, train
 from tests.training.runs import ADAMW, NEOX, begin, config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -49,14 +49,27 @@ def run_and_get_signal(rank: int, world_size: int, run: dict[str, Any], number: 
     train(training)
 
 
+def count_saves(training: Training) -> list[int]:
+    """[saves begun]; with `async_save` a save begins when the one before is on disk."""
+    begun, check = [0], training.checkpointer._check_space
+
+    def counted(save: Path) -> bool:
+        begun[0] += 1
+        return check(save)
+
+    training.checkpointer._check_space = counted  # type: ignore[method-assign]
+    return begun
+
+
 def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: str, to: int) -> None:
     """Rank `to` is killed in the second save: as it copies weights (once they are copied), writes files (once the first
     is written, or half of it), renames the directory, or writes `latest`. Only rank 0 does the last two."""
     training = begin(run)
+    begun = count_saves(training)
 
     def second(work: Callable[..., Any], counts: Callable[..., bool], before: bool) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            dies = rank == to and training.progress.iteration == 2 * SAVE_EVERY and counts(*args)
+            dies = rank == to and begun[0] == 2 and counts(*args)
             if dies and before:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = work(*args, **kwargs)
@@ -85,3 +98,29 @@ def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: 
         )
     train(training)
     raise AssertionError(f"the run did not come to: {moment}")
+
+
+def run_and_die_at(rank: int, world_size: int, run: dict[str, Any], nth: int) -> int:
+    """Rank 0 is killed before the nth thing of its second save that gathers state or changes the disk; 0: never.
+    Returns how many there are."""
+    training = begin(run)
+    begun, done = count_saves(training), [0]
+
+    def counted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if rank == 0 and begun[0] == 2:
+                done[0] += 1
+                if done[0] == nth:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return work(*args, **kwargs)
+
+        return wrapped
+
+    # This process is the pool's throw-away fork.
+    os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+    engine.save_tensors = counted(engine.save_tensors)
+    parts = training.engine.state.parts
+    training.engine.weights = counted(training.engine.weights)  # type: ignore[method-assign]
+    parts._collect = counted(parts._collect)  # type: ignore[method-assign]
+    train(training)
+    return done[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +42,26 @@ def test_files_are_neox_and_whole(trained: Path) -> None:
     assert (trained / "latest").read_text() == "global_step4" and steps(trained) == ["global_step2", "global_step4"]
     names = sorted(p.name for p in (trained / "global_step4").iterdir())
     layers = [f"layer_{i:02d}-model_00-model_states.pt" for i in (0, 2, 3, 5)]
-    assert names == sorted([*layers, "mp_rank_00_model_states.pt", "configs", "tokenizer", "manifest.json"])
+    states = [f"optim_layer_{i:02d}-model_00.pt" for i in (0, 2, 3, 5)]
+    assert names == sorted([*layers, *states, "mp_rank_00_model_states.pt", "configs", "tokenizer", "manifest.json"])
     state = load_tensors(trained / "global_step4" / "mp_rank_00_model_states.pt")
-    assert state["module"] is None and state["iteration"] == 4
+    assert state["module"] is None and state["optimizer"] is None and state["iteration"] == 4
     assert state["lr_scheduler"]["start_lr"] == 1e-3 and state["args"]["hidden_size"] == 32
     manifest = read_manifest(trained / "global_step4")
     assert manifest is not None and manifest.consumed_samples == 32 and manifest.layout.tensor == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_zero_files_have_neox_names(ranks: int, tmp_path: Path) -> None:
+def test_optimizer_files_do_not_tell_of_zero(ranks: int, tmp_path: Path) -> None:
     given = values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=4)
     run(given, ranks)
-    found = sorted(p.name for p in (tmp_path / "run" / "global_step4").glob("*optim*"))
-    assert found == [f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(ranks)]
+    found = sorted((tmp_path / "run" / "global_step4").glob("*optim*"))
+    assert [p.name for p in found] == [f"optim_layer_{i:02d}-model_00.pt" for i in (0, 2, 3, 5)]
+    state = load_tensors(found[1])["mlp.linear1.weight"]
+    assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(
+        ("master", "exp_avg", "exp_avg_sq", "step"), torch.float32
+    )
+    assert state["master"].shape == state["exp_avg"].shape == (128, 32)
 
 
 def test_same_files_for_every_pipe_size(tmp_path: Path) -> None:
@@ -110,13 +118,13 @@ def test_iteration_chooses(trained: Path, tmp_path: Path) -> None:
     assert steps(tmp_path / "other") == ["global_step4"]
 
 
-def test_other_layout_takes_weights_without_optimizer(trained: Path, tmp_path: Path) -> None:
-    given = values(tmp_path, save=str(tmp_path / "tp2"), load=str(trained), model_parallel_size=2, train_iters=5)
+def test_another_precision_takes_weights_without_optimizer(trained: Path, tmp_path: Path) -> None:
+    given = values(tmp_path, save=str(tmp_path / "bf16"), load=str(trained), precision="bfloat16", train_iters=5)
     given |= {"allow_changed_data": True}
-    with pytest.raises(AssertionError, match=r"tensor 1 there, 2 here.*no_load_optim: true"):
-        run(given, 2)
-    run({**given, "no_load_optim": True}, 2)
-    assert steps(tmp_path / "tp2") == ["global_step5"]
+    with pytest.raises(AssertionError, match=r"precision fp32 there, bf16 here.*no_load_optim: true"):
+        run(given)
+    run({**given, "no_load_optim": True})
+    assert steps(tmp_path / "bf16") == ["global_step5"]
 
 
 def test_missing_load_is_refused(tmp_path: Path) -> None:
@@ -148,6 +156,28 @@ def test_raising_train_iters(trained: Path, tmp_path: Path) -> None:
     assert steps(trained)[-1] == "global_step6"
     with pytest.raises(AssertionError, match=r"train_samples was \d+, is \d+"):
         run(values(tmp_path, train_iters=400))
+
+
+@pytest.mark.parametrize("name", ["layer_03-model_00-model_states.pt", "optim_layer_02-model_00.pt",
+                                  "mp_rank_00_model_states.pt", "manifest.json"])  # fmt: skip
+@pytest.mark.parametrize("damage", ["a byte", "the end", "the file"])
+def test_every_damage_is_refused_by_name(name: str, damage: str, trained: Path, tmp_path: Path) -> None:
+    file = trained / "global_step4" / name
+    content = bytearray(file.read_bytes())
+    if damage == "the file":
+        file.unlink()
+    elif damage == "the end":
+        file.write_bytes(content[:-3])
+    elif name == "manifest.json":  # still JSON, and nothing else would find it
+        assert b'"consumed_samples": 32' in content
+        file.write_bytes(content.replace(b'"consumed_samples": 32', b'"consumed_samples": 36'))
+    else:
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        file.write_bytes(content)
+    with pytest.raises(AssertionError, match=rf"global_step4[^\n]*{re.escape(name)}"):
+        run(values(tmp_path, train_iters=5))
+    run(values(tmp_path, train_iters=5, load_fallback=True))
+    assert steps(trained)[-1] == "global_step5", "went on from step 2"
 
 
 def test_damage_is_named_and_falls_back_only_when_told(trained: Path, tmp_path: Path) -> None:
@@ -197,6 +227,25 @@ def test_keep_last_and_extra(tmp_path: Path) -> None:
     given = values(tmp_path, checkpoint_factor=1, keep_last_n_checkpoints=2, extra_save_iters=[0])
     run(given)
     assert steps(tmp_path / "run") == ["global_step3", "global_step4"]
+
+
+def test_ephemeral_and_best(tmp_path: Path) -> None:
+    """Every second one stands until the next; the best by validation loss outlasts `keep_last_n_checkpoints`."""
+    common = {"checkpoint_factor": 4, "train_iters": 11, "lr_decay_iters": 12, "eval_iters": 1, "eval_interval": 4}
+    run(values(tmp_path, **common, ephemeral_save_interval=2))
+    assert steps(tmp_path / "run") == ["global_step11", "global_step4", "global_step8"]
+    more = {"keep_last_n_checkpoints": 1, "keep_best_n_checkpoints": 1, "keep_checkpoints_every": 1000}
+    rising = {"optimizer": {"type": "SGD", "params": {"lr": 30.0}}}
+    run(values(tmp_path / "best", **common, **rising, **more))
+    best = tmp_path / "best" / "run"
+    rows = [json.loads(line) for line in (best / "logs" / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["iteration"]: row["validation/lm_loss"] for row in rows if "validation/lm_loss" in row}
+    assert sorted(losses) == [0, 4, 8, 11]
+    lowest = min((4, 8, 11), key=lambda step: losses[step])
+    assert lowest != 11, "or it proves nothing"
+    assert steps(best) == ["global_step11", f"global_step{lowest}"]
+    with pytest.raises(AssertionError, match=r"keep_best_n_checkpoints: without keep_last_n_checkpoints nothing"):
+        run(values(tmp_path, **common, keep_best_n_checkpoints=1))
 
 
 @pytest.mark.parametrize("factor", [2, 1.5])

@@ -48,13 +48,13 @@ def test_same_in_every_layout(name: str, one_process: dict[str, list[Evaluation]
 
 def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, np.ndarray]:
     """Mean loss of five samples, one at a time through the bare model, and their labels."""
-    from megatron.data import collate
+    from megatron.data import collate_samples
 
     training = begin(values)
     assert training.datasets.valid is not None
     losses, labels = [], []
     for i in range(5):
-        batch = collate(training.datasets.valid[i][None], eod=training.tokenizer.eod, eod_mask_loss=True)
+        batch = collate_samples([training.datasets.valid[i]], eod=training.tokenizer.eod, eod_mask_loss=True)
         counts = batch.loss_weights[0] > 0
         logits = training.engine.stage(None, batch)[:, 0].double()  # type: ignore[index]
         losses.append(torch.nn.functional.cross_entropy(logits[counts], batch.labels[0][counts], reduction="sum"))
@@ -100,9 +100,9 @@ def test_characters_are_those_of_the_text() -> None:
 
 def first_batches(rank: int, world_size: int, values: dict[str, Any]) -> list[Any]:
     """For the pool: eight validation samples."""
-    from megatron.data import collate
+    from megatron.data import collate_samples
 
     training = begin(values)
     valid, eod = training.datasets.valid, training.tokenizer.eod
     assert valid is not None
-    return [collate(valid[i][None], eod=eod, eod_mask_loss=True) for i in range(8)]
+    return [collate_samples([valid[i]], eod=eod, eod_mask_loss=True) for i in range(8)]

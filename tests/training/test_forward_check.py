@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import load_tensors, save_tensors
+from megatron.checkpointing import load_tensors, read_manifest, save_tensors
 from megatron.training.forward_check import LOGITS
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
@@ -90,9 +90,10 @@ def damage(step: Path, key: str) -> None:
     state = {name: tensor.clone() for name, tensor in load_tensors(file).items()}
     state[key] *= 1.2
     record = save_tensors(state, file)
-    manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"][file.name] = {"size": record.size, "sha256": record.sha256}
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(step)
+    assert manifest is not None
+    changed = replace(manifest, files={**manifest.files, file.name: record})
+    (step / "manifest.json").write_text(changed.to_json())
 
 
 @pytest.mark.parametrize(("name", "how"), [("plain", "finetune"), ("pp2", "no_load_optim"), ("tp2", "no_load_optim")])

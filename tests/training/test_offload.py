@@ -93,6 +93,7 @@ def stop_and_go_on(
                 seen.append(float(result.loss))
                 if "save" in values and progress.iteration == 3:
                     training.checkpointer.save(progress)
+                    training.checkpointer.wait()
             parts.append(Part(seen[-3:], [], 0, training.engine.weights(master=True)))
             training.engine.close()
         found.append((parts[0], parts[1]))

@@ -57,6 +57,7 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
     def save_and_stop(self: SaveCallback) -> None:
         save(self)
         if training.progress.iteration == steps:
+            training.checkpointer.wait()
             raise Stop
 
     SaveCallback.save = save_and_stop  # type: ignore[method-assign] # this process is the pool's throw-away fork

@@ -35,19 +35,15 @@ def test_no_optimizer_state_is_written(name: str, tmp_path: Path) -> None:
     less = run(values(tmp_path / "less", common, no_save_optim=True), ranks)
     assert bit_equal(full, less)
     before, after = (tmp_path / part / "global_step4" for part in ("full", "less"))
-    assert list(before.glob("*optim_states.pt")) and not list(after.glob("*optim_states.pt"))
+    assert list(before.glob("optim_*")) and not list(after.glob("optim_*"))
     for file in before.glob("layer_*"):
         assert bit_equal({0: load_tensors(file)}, {0: load_tensors(after / file.name)})
     manifests = [read_manifest(path) for path in (before, after)]
     assert [manifest is not None and manifest.optimizer for manifest in manifests] == [True, False]
     raw = json.loads((before / "manifest.json").read_text())
-    del raw["optimizer"]
+    del raw["optimizer"], raw["checksum"]
+    raw["format_version"] = 1
     assert Manifest.from_json(json.dumps(raw)).optimizer, "older ones do not say"
-
-
-def test_fp32_state_without_zero_is_left_out_too(tmp_path: Path) -> None:
-    run(values(tmp_path, no_save_optim=True))
-    assert load_tensors(tmp_path / "global_step4" / "mp_rank_00_model_states.pt")["optimizer"] is None
 
 
 @pytest.mark.parametrize("name", ["plain", "zero2"])
@@ -85,7 +81,7 @@ def test_no_random_states(tmp_path: Path) -> None:
     less = values(tmp_path / "less", no_save_rng=True)
     run_ranks(stop_after, 1, less, 2)
     state = load_tensors(tmp_path / "less" / "global_step2" / "mp_rank_00_model_states.pt")
-    assert "torch_rng_state" not in state and state["optimizer"] is not None
+    assert "torch_rng_state" not in state and list((tmp_path / "less" / "global_step2").glob("optim_*"))
     with pytest.raises(AssertionError, match=r"no random_rng_state.*set no_load_rng: true"):
         run(less)
     # Dropout follows from the batch, not from these states

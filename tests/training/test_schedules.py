@@ -177,6 +177,7 @@ def _save(rank: int, world_size: int, values: dict[str, Any]) -> None:
     training = begin(values)
     training.progress.iteration, training.progress.consumed_samples = 3, 24
     training.checkpointer.save(training.progress)
+    training.checkpointer.wait()
 
 
 def _resumed(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Schedule, str]:

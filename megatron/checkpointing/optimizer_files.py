@@ -1,0 +1,77 @@
+"""Optimizer state by parameter: beside each layer's weights a file that any layout can read.
+
+`optim_layer_LL-model_TT.pt` holds {our name: {key: tensor}} of one layer and tensor rank: `exp_avg` and the like
+in the shape of that rank's part, `step`, and `master`, the fp32 value of a 16-bit weight. Pipelines, data ranks and
+ZeRO leave no trace in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import load_tensors
+from megatron.checkpointing.layout import optimizer_file, optimizer_files
+from megatron.model.weight_map import ParamSpec, shard, unshard
+
+MASTER = "master"
+State = dict[str, Tensor]
+_FIX = "load another `iteration`, or set no_load_optim: true to go on with the weights alone"
+
+
+class OptimizerFiles:
+    """The files of one checkpoint. Tensors stay in them until they are used; one layer is open at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.files = optimizer_files(self.path)
+        self.tensor_size = max((rank for _, rank in self.files), default=-1) + 1
+        self._open: tuple[int, list[Mapping[str, Any]]] = (-1, [])
+
+    def __bool__(self) -> bool:
+        return bool(self.files)
+
+    def _layer(self, layer: int) -> list[Mapping[str, Any]]:
+        if self._open[0] != layer:
+            paths = [self.path / optimizer_file(layer, rank) for rank in range(self.tensor_size)]
+            self._open = (layer, [_checked(load_tensors(path), path) for path in paths])
+        return self._open[1]
+
+    def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
+        """State of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the first update.
+
+        Raises CheckpointError when the file lacks the parameter or has another shape.
+        """
+        # Of a table that all blocks share, the first block's file speaks for all.
+        parts = self._layer(2 if spec.shared else layer)
+        where = f"{self.path}, optimizer state of layer {layer}: {spec.name}"
+        if any(spec.name not in part for part in parts):
+            raise CheckpointError(f"{where} is missing; {_FIX}")
+        found: State = {}
+        for key, value in parts[0][spec.name].items():
+            if value.dim() == 0:
+                found[key] = value.clone()
+                continue
+            pieces = [part[spec.name][key] for part in parts]
+            for piece in pieces:
+                if tuple(piece.shape) != spec.local_shape(self.tensor_size):
+                    want = spec.local_shape(self.tensor_size)
+                    raise CheckpointError(f"{where}.{key}: shape {tuple(piece.shape)} in the file, {want} here; {_FIX}")
+            if tensor_size == self.tensor_size:
+                found[key] = pieces[tensor_rank]
+            else:
+                found[key] = shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
+        return found
+
+
+def _checked(state: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(state, dict) or not all(
+        isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())
+        for found in state.values()
+    ):
+        raise CheckpointError(f"{path}: not a file of optimizer state (expected tensors by parameter and key)")
+    return state

@@ -1,0 +1,71 @@
+"""Writing a checkpoint beside the steps that follow: one at a time, by a thread on each rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron.mpu import ParallelGroups
+
+T = TypeVar("T")
+_LONGEST_WRITE = timedelta(hours=12)  # of the slowest rank; the others only wait for it
+
+
+class BackgroundWriter:
+    """Threads that agree among themselves, over a group of their own; the step's collectives know nothing of them.
+
+    problem: what the last write ran into, the same on every rank; nothing is tried again by itself.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE) if groups.world_size > 1 else None
+        self._first = groups.world_rank == 0
+        self._thread: threading.Thread | None = None
+        self.problem: Exception | None = None
+
+    def start(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
+        """`write` on every rank, then `finish` on rank 0 with what all of them returned. All ranks call it together,
+        and only after `wait`."""
+        assert self._thread is None
+        # A daemon: a run that fails does not stay for the rest of a checkpoint, which would never become visible.
+        self._thread = threading.Thread(target=self._work, args=(write, finish), name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises what the write raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise problem
+
+    def _work(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
+        try:
+            results = self._together(write)
+            self._together(lambda: finish(results) if self._first else None)
+        except Exception as problem:  # told to the training loop, which asks after every step
+            self.problem = problem
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        own: tuple[Any, Exception | None] = (None, None)
+        try:
+            own = (work(), None)
+        except Exception as problem:  # the other ranks would wait for ever
+            own = (None, problem)
+        everyone: list[Any] = [own]
+        if self._group is not None:
+            everyone = [None] * self._group.size()
+            dist.all_gather_object(everyone, own, group=self._group)
+        for _, raised in everyone:
+            if raised is not None:
+                raise raised
+        return [result for result, _ in everyone]

@@ -1,0 +1,157 @@
+"""The optimizer's state by parameter, whatever ZeRO made of it: out for a checkpoint, in from one of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.checkpointing import MASTER
+from megatron.mpu import ParallelGroups
+from megatron.training.optimizers import fitting_step
+
+Named = tuple[int, str, nn.Parameter]
+State = dict[str, Tensor]
+
+
+class OptimizerParts:
+    """Reads and writes what this rank holds of each parameter's state. params: of this rank's stage, by layer and name
+    in the weight map; in order of the optimizer's groups."""
+
+    def __init__(
+        self, params: Sequence[Named], optimizer: Any, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
+    ) -> None:
+        self.params, self._optimizer, self.groups, self._stage = list(params), optimizer, groups, zero_stage
+        self._base = optimizer if zero_stage == 0 else optimizer.optimizer
+        self._has_master = dtype != torch.float32
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def gather(self, writer_of: dict[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+        """(layer, state by name) of the layers that this data rank writes, on the CPU, one after another.
+
+        writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group iterate to the
+        end together. A rank holds no more than one layer that it writes, and one parameter on its device.
+        """
+        by_layer: dict[int, list[Named]] = {}
+        for item in self.params:
+            by_layer.setdefault(item[0], []).append(item)
+        for layer, writer in writer_of.items():
+            mine = writer == self.groups.rank("data")
+            found = {name: self._collect(param, writer) for _, name, param in by_layer.get(layer, [])}
+            if mine:
+                yield layer, found
+
+    def _collect(self, param: nn.Parameter, writer: int) -> State:
+        """The whole of this tensor rank's part; {} on other data ranks than the writer."""
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        mine, found = writer == self.groups.rank("data"), {}
+        for key in self._keys(param):
+            part = self._part(param, key)
+            if self._stage == 0 or self.groups.group("data") is None:
+                if mine:
+                    assert part is not None
+                    found[key] = part[1].detach().reshape(shape).to("cpu", copy=True)
+                continue
+            whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self.groups.device)
+            if part is not None:
+                start, value = part
+                whole.narrow(0, start, value.numel()).copy_(value.flatten())
+            # Bit for bit: everywhere else it is 0, and integers add up without rounding.
+            to = self.groups.members["data"][writer]
+            dist.reduce(whole.view(torch.int32), to, group=self.groups.group("data"))
+            if mine:
+                found[key] = whole.view(shape).to("cpu", copy=True)
+        step = self._step(param)
+        if mine and step is not None:
+            found["step"] = torch.tensor(float(step))
+        return found
+
+    def _holder(self, param: Any) -> Tensor | None:
+        """The tensor under which the base optimizer keeps the state of (a part of) `param` on this rank."""
+        if self._stage == 0:
+            return param
+        if self._stage == 3:
+            group = self._optimizer.grad_position[self._optimizer.get_param_id(param)][0]
+            return self._optimizer.fp32_partitioned_groups_flat[group]
+        mapping = param._hp_mapping
+        return None if mapping is None else self._base.param_groups[mapping.param_group_index]["params"][0]
+
+    def _any_state(self) -> dict[str, Any]:
+        """Of one holder: which keys there are is the same everywhere, also for parameters that lie elsewhere."""
+        return next((state for state in self._base.state.values() if state), {})
+
+    def _keys(self, param: nn.Parameter) -> list[str]:
+        state = self._any_state()
+        keys = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0]
+        return [*([MASTER] if self._has_master else []), *keys]
+
+    def _step(self, param: nn.Parameter) -> Any:
+        holder = self._holder(param)
+        state = self._base.state.get(holder) if holder is not None else None
+        return (state or self._any_state()).get("step")
+
+    def _part(self, param: Any, key: str) -> tuple[int, Tensor] | None:
+        """(first element, elements) of the flattened parameter that this rank holds; a view to read or write."""
+        holder = self._holder(param)
+        if holder is None:
+            return None
+        values = holder if key == MASTER else self._base.state[holder][key]
+        if self._stage == 0:
+            return 0, values.reshape(-1)
+        if self._stage == 3:
+            _, start, count = self._optimizer.grad_position[self._optimizer.get_param_id(param)]
+            first = self.groups.rank("data") * count
+            real = max(0, min(count, param.ds_numel - first))
+            return min(first, param.ds_numel), values.narrow(0, start, real)
+        mapping = param._hp_mapping
+        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        if key == MASTER:
+            return here.start, mapping.hp_fragment.detach()
+        return here.start, values.narrow(0, there.start, there.numel)
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self, read: Callable[[int, str], State]) -> None:
+        """Set moments and step counts. read: state of a parameter's local part by layer and name, `master` left out;
+        parameters without state leave a fresh optimizer.
+        """
+        if self._stage == 0:
+            self._restore_by_parameter(read)
+            return
+        for layer, name, param in self.params:
+            holder, state = self._holder(param), read(layer, name)
+            if holder is None or not state:
+                continue
+            own = self._base.state[holder]
+            for key, value in state.items():
+                if key == "step":
+                    own[key] = self._fitting_step(value, own.get(key), holder)
+                    continue
+                if key not in own:
+                    own[key] = torch.zeros_like(holder)
+                part = self._part(param, key)
+                assert part is not None
+                start, target = part
+                target.copy_(value.flatten().narrow(0, start, target.numel()))
+
+    def _fitting_step(self, step: Tensor, now: Any, holder: Tensor) -> Any:
+        fitting = fitting_step(step.clone(), self._base)
+        if not isinstance(fitting, Tensor):
+            return fitting
+        device = now.device if isinstance(now, Tensor) else holder.device
+        return fitting.to(device)
+
+    def _restore_by_parameter(self, read: Callable[[int, str], State]) -> None:
+        states = {i: read(layer, name) for i, (layer, name, _) in enumerate(self.params)}
+        if not all(states.values()):
+            return
+        for i, (_, _, param) in enumerate(self.params):
+            self._base.state[param] = {
+                key: self._fitting_step(value, None, param) if key == "step" else value.to(param.device, copy=True)
+                for key, value in states[i].items()
+            }

@@ -1,0 +1,362 @@
+"""Checkpoints of a run as they are written: what goes into which file, in every layout, and when it becomes visible.
+
+Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import platform
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpointing import (
+    EPHEMERAL,
+    CheckpointError,
+    FileRecord,
+    Layout,
+    Manifest,
+    Retention,
+    begin,
+    layer_file,
+    local_layer_state,
+    model_file,
+    model_keys,
+    optimizer_file,
+    publish,
+    rng_state,
+    write_bytes,
+    zero_file,
+)
+from megatron.data import data_fingerprint, data_seed
+from megatron.mpu import ParallelGroups, on_rank_zero, together
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+from megatron.training.background import BackgroundWriter
+from megatron.training.engine import Engine
+from megatron.training.forward_check import LOGITS, fixed_logits
+from megatron.training.schedules import Schedule
+from megatron.training.sources import Source
+
+# Of the memory that is free: a copy that would need more is not made, and that save is waited for.
+_COPY_AT_MOST = 0.8
+
+
+@dataclass
+class Progress:
+    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those of all
+    samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a curriculum;
+    validation_loss: of this iteration, where it was computed."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    consumed_tokens: int = 0
+    row_tokens: dict[int, int] = field(default_factory=dict)
+    validation_loss: float | None = None
+
+
+class Saver:
+    """Saves one run. All ranks call every method together; what one rank raises, all raise.
+
+    With `async_save` the steps go on as soon as a copy is in host memory; there is one such copy at a time.
+    """
+
+    def __init__(
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        engine: Engine,
+        schedule: Schedule,
+        tokenizer: Tokenizer,
+        train_order: Mapping[str, Any],
+        source: Source,
+        logger: logging.Logger,
+    ) -> None:
+        self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
+        self.tokenizer, self.source, self.logger = tokenizer, source, logger
+        self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
+        self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
+        # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
+        split = args.split.replace(" ", "")
+        self.order = {**train_order, "seq_length": args.seq_length, "split": split}
+        if data_seed(args) != args.seed:
+            self.order["data_seed"] = data_seed(args)
+        self.saved_at: int | None = None
+        self._lock: Any = None
+        self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
+        self._temporary = Path()
+        # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
+        self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
+        self.layout = Layout(
+            pipe=groups.size("pipe"),
+            data=groups.size("data"),
+            tensor=groups.size("tensor"),
+            zero_stage=engine.zero_stage,
+            precision=args.params_dtype,
+            world_size=groups.world_size,
+        )
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, progress: Progress, *, beside: bool = True, ephemeral: bool = False) -> None:
+        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole. With
+        `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the next one."""
+        save = self.args.save
+        assert save is not None
+        if self.saved_at == progress.iteration:
+            return
+        self.wait()
+        beside = self._check_space(Path(save)) and beside
+        with self._no_half_checkpoint(Path(save) / "begin"):
+            self._temporary = temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
+        manifest, configs, states = self._manifest(progress), self.args.config_files, self._states(progress, ephemeral)
+        keep = Retention(
+            self.args.keep_last_n_checkpoints, self.args.keep_checkpoints_every, self.args.keep_best_n_checkpoints
+        )
+
+        def finish(records: list[list[FileRecord]]) -> None:
+            files = {record.name: record for per_rank in records for record in per_rank}
+            path = publish(temporary, save, manifest.iteration, replace(manifest, files=files), configs, keep)
+            self.logger.info(f"saved checkpoint {path}")
+
+        if beside:
+            assert self._writer is not None
+            begun = time.monotonic()
+            copies = list(states)
+            self.logger.info(f"copied a checkpoint in {time.monotonic() - begun:.2f} s; it is written beside the steps")
+            self._writer.start(lambda: self._write(temporary, iter(copies)), finish)
+        else:
+            with self._no_half_checkpoint(temporary):
+                records = together(self.groups, lambda: self._write(temporary, states))
+                on_rank_zero(self.groups, lambda: finish(records))
+        self.saved_at = progress.iteration
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part of a save is still being written beside the steps."""
+        return self._writer is not None and self._writer.busy
+
+    @property
+    def failed(self) -> bool:
+        """Whether a write beside the steps has failed; `wait` then raises its problem."""
+        return self._writer is not None and self._writer.problem is not None
+
+    def wait(self) -> None:
+        """Until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could not be."""
+        if self._writer is None:
+            return
+        with self._no_half_checkpoint(self._temporary):
+            try:
+                self._writer.wait()
+            except Exception:
+                self.saved_at = None
+                raise
+
+    def _manifest(self, progress: Progress) -> Manifest:
+        return Manifest(
+            run_id=self.run_id,
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            layout=self.layout,
+            model=model_keys(self.args),
+            seed=self.args.seed,
+            tokenizer=self.tokenizer.fingerprint(),
+            data={"files": self.data, "order": self.order},
+            versions={name: version(name) for name in ("torch", "deepspeed")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=json.loads(self.args.to_json())["given"],
+            optimizer=not self.args.no_save_optim,
+            validation_loss=progress.validation_loss,
+        )
+
+    @contextmanager
+    def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
+        """What cannot be written leaves nothing behind, and the earlier checkpoints as they were."""
+        try:
+            yield
+        except (OSError, CheckpointError) as problem:
+            if self.groups.world_rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+            raise CheckpointError(
+                f"{temporary.parent}: the checkpoint could not be written ({reason}); earlier ones are untouched"
+            ) from problem
+
+    def _check_space(self, save: Path) -> bool:
+        """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is written beside
+        the steps: where that was asked for, and the copy fits into the memory that every machine has free."""
+        optimizer = not self.args.no_save_optim
+        found = together(
+            self.groups, lambda: (platform.node(), self.engine.state.checkpoint_bytes(optimizer), _free_memory())
+        )
+        needed = sum(size for _, size, _ in found)
+
+        def check() -> None:
+            save.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(save).free
+            if free < needed:
+                raise CheckpointError(
+                    f"{save}: a checkpoint takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+                    "make room, or set keep_last_n_checkpoints"
+                )
+
+        on_rank_zero(self.groups, check)
+        if self._writer is None:
+            return False
+        for machine in sorted({machine for machine, _, _ in found}):
+            needed = sum(size for other, size, _ in found if other == machine)
+            free = min(memory for other, _, memory in found if other == machine)
+            if needed > _COPY_AT_MOST * free:
+                self.logger.warning(
+                    f"async_save: {machine} has {free / 1e9:.2f} GB of memory free, a copy of the checkpoint takes "
+                    f"{needed / 1e9:.2f}: this one is waited for"
+                )
+                return False
+        return True
+
+    def lock(self) -> None:
+        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
+        if self.args.save is not None:
+            together(self.groups, self._take_lock)
+
+    def _take_lock(self) -> None:
+        if self.groups.world_rank == 0:
+            self._lock = _lock(Path(self.args.save or ""))
+
+    def _states(self, progress: Progress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
+        """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are. Ranks
+        help each other to gather, so all go on to the end."""
+        args, groups, engine = self.args, self.groups, self.engine
+        tensor_rank, tensor_size = groups.rank("tensor"), groups.size("tensor")
+        first = groups.rank("data") == 0
+        weights = engine.weights(keep=first)
+        extra: dict[str, Any] = {}
+        if args.checkpoint_validation_with_forward_pass:
+            extra[LOGITS] = fixed_logits(engine, args)
+        if first:
+            for layer in self._own_layers():
+                tensors = weights.pop(layer, {})
+                state = local_layer_state(layer, tensors, args, tensor_rank=tensor_rank, tensor_size=tensor_size)
+                yield layer_file(layer, tensor_rank), state
+            state = {**self._model_state(progress), **extra}
+            yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
+        if not args.no_save_optim and _by_parameter(args):
+            with_params = {layer for layer, _, _ in engine.state.parts.params}
+            layers = [layer for layer in self._own_layers() if layer in with_params]
+            # Every data rank writes some of them.
+            writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
+            for layer, states in engine.state.parts.gather(writers):
+                yield optimizer_file(layer, tensor_rank), states
+        elif not args.no_save_optim and engine.zero_stage > 0:
+            name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
+            yield name, _serialised(engine.state.zero_state())
+        if groups.world_rank == 0:
+            for name, content in self.tokenizer.files().items():
+                yield f"tokenizer/{name}", content
+            if ephemeral:
+                yield EPHEMERAL, b""
+
+    def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
+        """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
+        files = self.engine.files
+        files.records = []
+        problem: Exception | None = None
+        for name, state in states:
+            if problem is not None:
+                continue
+            try:
+                (path / name).parent.mkdir(exist_ok=True)
+                if isinstance(state, bytes):
+                    files.records.append(write_bytes(state, path / name, name))
+                else:
+                    files.save(state, str(path / name))
+            except (OSError, CheckpointError) as found:
+                problem = found
+        if problem is not None:
+            raise problem
+        return files.records
+
+    def _own_layers(self) -> list[int]:
+        """Layers with parameters that this stage writes; a tied copy of the embedding is the first stage's."""
+        kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
+        return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
+
+    def _model_state(self, progress: Progress) -> dict[str, Any]:
+        args = self.args
+        return {
+            **self.engine.state.model_state(),
+            **({"optimizer": None} if args.no_save_optim or _by_parameter(args) else {}),
+            "loss_scaler": self.engine.state.loss_scaler(),
+            "lr_scheduler": self.schedule.state_dict(progress.iteration),
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            "row_tokens": dict(progress.row_tokens),
+            "skipped_steps": progress.skipped,
+            "args": {
+                "num_layers": args.num_layers,
+                "hidden_size": args.hidden_size,
+                "num_attention_heads": args.num_attention_heads,
+                "max_position_embeddings": args.max_position_embeddings,
+                "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+                "padded_vocab_size": args.padded_vocab_size,
+                "tokenizer_type": args.tokenizer_type,
+                "model_parallel_size": args.model_parallel_size,
+            },
+            "spike_window": list(self.engine.spikes.state()) if self.engine.spikes is not None else [],
+            **({} if args.no_save_rng else rng_state(self.groups.device)),
+        }
+
+
+def _lock(save: Path) -> Any:
+    """An open, locked file; the lock ends with the process, however it ends."""
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        file = (save / ".lock").open("w")
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as problem:
+        text = f"{save}: another run is writing there; wait for it to end, or set another save"
+        raise CheckpointError(text) from problem
+    except OSError as problem:
+        text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
+        raise CheckpointError(text) from problem
+    return file
+
+
+def _by_parameter(args: NeoXArgs) -> bool:
+    """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised numbers."""
+    return not args.use_bnb_optimizer
+
+
+def _serialised(state: Any) -> bytes:
+    """A copy of tensors that the next step changes in place."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _free_memory() -> int:
+    """Bytes that this process and others of its machine could still take."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return min(found, default=1 << 62)

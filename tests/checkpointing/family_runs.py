@@ -1,0 +1,57 @@
+"""Logits of whole weights on ranks of the pool (no transformers here: ranks import this file)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model import forward_only
+from megatron.mpu import ParallelGroups, gather_from_tensor
+from megatron.neox_arguments import NeoXArgs
+from tests.model.stages import Weights, groups_of, stage_with
+from tests.pool import run_ranks
+
+SEQ = 16
+TOKENS = torch.randint(0, 90, (2, SEQ), generator=torch.Generator().manual_seed(1))
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]  # tensor, pipe
+Model = tuple[dict[str, Any], Weights]
+
+
+def logits_of(keys: dict[str, Any], weights: Weights, groups: ParallelGroups | None = None) -> Tensor:
+    """`[batch, seq, padded vocabulary]`, whole on every rank."""
+    args = NeoXArgs.from_dict({**keys, "seq_length": SEQ})
+    groups = groups or groups_of(args, args.tp * args.pp)
+    stage = stage_with(args, weights, groups)
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        return gather_from_tensor(logits, groups.group("tensor")).transpose(0, 1)
+
+    vocab = args.padded_vocab_size
+    assert vocab is not None
+    batch = Batch(TOKENS, TOKENS, torch.ones_like(TOKENS))
+    return forward_only(
+        stage, [batch], args, groups, read, dtype=torch.float32, shape=lambda batch: (*batch.tokens.shape, vocab)
+    )[0]
+
+
+def _on_ranks(rank: int, world_size: int, models: list[Model], layouts: list[tuple[int, int]]) -> list[list[Tensor]]:
+    found = []
+    for tensor, pipe in layouts:
+        own = {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
+        found.append([logits_of({**keys, **own}, weights) for keys, weights in models])
+    return found
+
+
+def logits_by_layout(models: list[Model]) -> dict[tuple[int, int], list[Tensor]]:
+    """Of every model, in every layout; all ranks must agree."""
+    found = {(1, 1): [logits_of(keys, weights, ParallelGroups.single()) for keys, weights in models]}
+    for size in sorted({tensor * pipe for tensor, pipe in LAYOUTS} - {1}):
+        layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == size]
+        first, *others = run_ranks(_on_ranks, size, models, layouts)
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
+        found |= dict(zip(layouts, first, strict=True))
+    return found

@@ -1,0 +1,195 @@
+"""The checkpoint commands: reshard, verify and inspect, on checkpoints of real runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron.checkpointing.resharding as resharding
+from megatron.checkpointing import find_checkpoint, layer_file, list_checkpoints, load_tensors, read_manifest
+from tests.checkpointing.golden import checkpoint
+from tests.pool import run_ranks
+from tests.training.runs import run_to_end
+from tests.training.test_reshard import SAVED, values
+from tests.training.test_resume import losses
+from tools.ckpts import inspect_checkpoints, reshard, verify
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps at tensor 2 x pipeline 2, saved at 3 and 6, with the logits of a fixed batch."""
+    save = tmp_path_factory.mktemp("trained") / "run"
+    given = values(save, "tp2 x pp2", "rpe", "fp32", checkpoint_validation_with_forward_pass=True)
+    run_ranks(run_to_end, 4, given, timeout=120)
+    return save
+
+
+def refused(command: Callable[[list[str]], None], *argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command(list(argv))
+    assert ended.value.code not in (0, None)
+    text = ended.value.code if isinstance(ended.value.code, str) else ""
+    return text + capsys.readouterr().err
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    found = {p.name: load_tensors(p) for kind in ("layer_*", "optim_*") for p in sorted(path.glob(kind))}
+    assert found
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 4)])
+def test_resharded_goes_on(tp: int, pp: int, trained: Path, tmp_path: Path) -> None:
+    """There and back every tensor is the same bits; a run of the new layout ends as the old one did."""
+    argv = ["--input_dir", str(trained), "--iteration", str(SAVED), "--output_dir", str(tmp_path / "there")]
+    reshard.main([*argv, "--tp", str(tp), "--pp", str(pp), "--dp", "1", "--zero-stage", "0"])
+    made = find_checkpoint(tmp_path / "there")
+    manifest = read_manifest(made)
+    assert manifest is not None and manifest.layout.tensor == tp and manifest.layout.pipe == pp
+    assert len(list(made.glob("mp_rank_*"))) == tp * pp
+    argv = ["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"]
+    reshard.main(argv)
+    there, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
+    for name, found in there.items():
+        if name.startswith("optim") and "_02" not in name:
+            found.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
+    assert same(there, back)
+    layout = {(1, 1): "one process", (4, 1): "tp4", (1, 4): "pp4"}[tp, pp]
+    checked = {"load": str(tmp_path / "there"), "checkpoint_validation_with_forward_pass": True}
+    given = values(tmp_path / "on", layout, "rpe", "fp32", **checked)
+    run_ranks(run_to_end, tp * pp, given, timeout=120)
+    through, on = losses(trained), losses(tmp_path / "on")
+    assert sorted(on) == [4, 5, 6] and all(abs(on[i] - through[i]) <= 1e-5 * through[i] for i in on)
+
+
+def test_interrupted_resharding_is_made_again(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--input_dir", str(trained), "--output_dir", str(tmp_path), "--tp", "1", "--pp", "1"]
+    count, save = 0, resharding.save_tensors
+
+    def killed(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return save(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resharding, "save_tensors", killed)
+        with pytest.raises(KeyboardInterrupt):
+            reshard.main(argv)
+    assert list_checkpoints(tmp_path) == [] and not (tmp_path / "latest").exists()
+    reshard.main(argv)
+    reshard.main(argv)  # finished: nothing to do
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["global_step6"]
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_one_layer_in_memory(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are let go layer by layer: no more than one layer's files are open at a time."""
+    open_layers: list[int] = []
+    load = resharding.load_weights
+
+    def counted(*args: Any, layers: list[int], **kwargs: Any) -> Any:
+        open_layers.append(len(layers))
+        return load(*args, layers=layers, **kwargs)
+
+    monkeypatch.setattr(resharding, "load_weights", counted)
+    reshard.main(["--input_dir", str(trained), "--output_dir", str(tmp_path), "--tp", "1"])
+    assert set(open_layers) == {1} and len(open_layers) > 4
+
+
+def test_what_reshard_refuses(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--output_dir", str(tmp_path / "out")]
+    text = refused(reshard.main, "--input_dir", str(trained), *out, "--tp", "3", capsys=capsys)
+    assert text.startswith("reshard.py: error:") and "3" in text
+    text = refused(reshard.main, "--input_dir", str(tmp_path / "nowhere"), *out, capsys=capsys)
+    assert "no such directory" in text
+    text = refused(reshard.main, "--input_dir", str(checkpoint("neox_pp2_mp2")), *out, "--tp", "1", capsys=capsys)
+    assert "no manifest.json" in text
+    broken = tmp_path / "broken" / "global_step6"
+    shutil.copytree(trained / "global_step6", broken)
+    (broken / layer_file(3, 1)).unlink()
+    text = refused(reshard.main, "--input_dir", str(broken), *out, "--tp", "1", capsys=capsys)
+    assert f"{layer_file(3, 1)} (missing)" in text
+    reshard.main(["--input_dir", str(trained), *out, "--tp", "1"])
+    text = refused(reshard.main, "--input_dir", str(trained), *out, "--tp", "4", capsys=capsys)
+    assert "is there already" in text
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(trained, tmp_path / "copy")
+    yield tmp_path / "copy"
+
+
+def test_verify_names_every_damage(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(copied)])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.count(": whole: iteration") == 2 and "global_step3" in said and "global_step6" in said
+    flipped, cut, gone = (copied / "global_step6" / f"optim_layer_0{i}-model_00.pt" for i in (2, 3, 4))
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 1
+    flipped.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-7])
+    gone.unlink()
+    text = refused(verify.main, str(copied), capsys=capsys)
+    assert "verify.py: error:" in text and "global_step3" not in text
+    for part in (f"{flipped.name} (checksum)", f"{cut.name} (", "bytes instead of", f"{gone.name} (missing)"):
+        assert part in text
+
+
+def test_verify_compares_tensors(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A manifest that does not describe the file it has the checksum of."""
+    path, name = copied / "global_step6", layer_file(7, 0)
+    manifest = read_manifest(path)
+    assert manifest is not None and manifest.files[name].tensors["norm.weight"] == "float32 [32]"
+    wrong = replace(manifest.files[name], tensors={**manifest.files[name].tensors, "norm.weight": "bfloat16 [32]"})
+    changed = replace(manifest, files={**manifest.files, name: wrong})
+    (path / "manifest.json").write_text(changed.to_json())
+    said = refused(verify.main, str(copied), capsys=capsys)
+    assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in said
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_inspect(named: bool, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_checkpoints.main([*(["--checkpoint-path"] if named else []), str(trained)])
+    said = capsys.readouterr().out
+    assert "layout: tensor 2, pipeline 2, data 1, ZeRO" in said and "iteration 6" in said
+    raw = torch.load(trained / "global_step6" / layer_file(3, 1), weights_only=True)["mlp.linear1.weight"]
+    rms, largest = raw.double().square().mean().sqrt(), raw.abs().max()
+    assert f"[64, 32]         rms {rms:.3e}  largest {largest:.3e}" in said
+    assert "mlp.linear1.weight/exp_avg_sq" in said
+
+
+def test_inspect_reads_neox(capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_checkpoints.main([str(checkpoint("neox_pp2_mp2")), "--match", "layer_03-model_01"])
+    said = capsys.readouterr().out
+    assert "no manifest.json" in said and "attention.query_key_value.weight" in said and "layer_04" not in said
+
+
+def test_inspect_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
+
+    torch.save({"x": Evil()}, tmp_path / "mp_rank_00_model_states.pt")
+    text = refused(inspect_checkpoints.main, str(tmp_path), capsys=capsys)
+    assert "not on the allow-list" in text or "damaged" in text
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(SystemExit):
+        inspect_checkpoints.main([])

@@ -1,0 +1,131 @@
+"""tools/datasets/inspect.py: in a terminal, as a page in a browser, and as a file with a dangerous name."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import IndexedDataset
+from megatron.tokenizer import HFTokenizer
+from tests.data.samples import DATASET, TOKENIZER
+
+FOLDER = Path(__file__).parents[2] / "tools" / "datasets"
+CHAT = DATASET / "chat_conversation_document"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
+# Reads, in the page, what a reader sees of every span
+PROBE = """<script>
+const seen = [...document.querySelectorAll(".text")].map(text => [...text.querySelectorAll("span")].map(span => {
+  const style = getComputedStyle(span), box = span.getBoundingClientRect();
+  return {text: span.textContent, background: style.backgroundColor, colour: style.color, border: style.borderTopStyle,
+          shown: box.width > 0 && box.height > 0 && style.visibility == "visible" && style.whiteSpace == "pre-wrap"};
+}));
+const data = document.createElement("pre"); data.id = "probe"; data.textContent = JSON.stringify(seen);
+document.body.append(data);
+</script></body>"""
+
+
+def inspect(*words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, FOLDER / "inspect.py", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def in_browser(page: Path, folder: Path) -> list[list[dict]]:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs a browser (apt-get install chromium): none of {', '.join(BROWSERS)}")
+    probed = folder / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", PROBE))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--dump-dom"]
+    done = subprocess.run([browser, *flags, probed.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+def test_page_in_a_browser(tmp_path: Path):
+    page = tmp_path / "chat.html"
+    done = inspect(CHAT, "--vocab-file", TOKENIZER, "--samples", 24, "--html", page)
+    assert done.returncode == 0 and done.stdout == f"page: {page}\n", done.stderr
+    content = page.read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)|url\(|https?://|<script', content), "needs nothing else"
+    tokenizer, text = HFTokenizer(TOKENIZER), IndexedDataset(CHAT)
+    labels = IndexedDataset(f"{DATASET}/chat_conversation_label_document")
+    end = tokenizer.special_tokens[tokenizer.eod]
+    documents = in_browser(page, tmp_path)
+    assert len(documents) == len(text) == 24
+    styles: dict[str, set[tuple[str, str]]] = {"trained": set(), "masked": set()}
+    for index, seen in enumerate(documents):
+        ids, trained = text[index], labels[index] >= 0
+        green = [span for span in seen if span["background"] != "rgba(0, 0, 0, 0)"]
+        plain = [span for span in seen if span["background"] == "rgba(0, 0, 0, 0)"]
+        for spans, of in ((green, trained), (plain, ~trained)):
+            expected = "".join(end if i == tokenizer.eod else tokenizer.detokenize([i]) for i in ids[of].tolist())
+            assert "".join(span["text"] for span in spans) == expected
+        assert all(span["shown"] for span in seen)
+        assert [span["text"] for span in seen if span["border"] == "solid"] == [end]
+        styles["trained"] |= {(span["background"], span["colour"]) for span in green}
+        styles["masked"] |= {(span["background"], span["colour"]) for span in plain}
+    assert styles == {
+        "trained": {("rgb(211, 242, 220)", "rgb(11, 74, 36)")}, "masked": {("rgba(0, 0, 0, 0)", "rgb(107, 118, 134)")},
+    }  # fmt: skip
+    assert np.concatenate([labels[i] >= 0 for i in range(24)]).mean() > 0.5
+
+
+def test_markup_in_the_data_is_text(tmp_path: Path):
+    from megatron.data import IndexedDatasetWriter
+
+    tokenizer, text = HFTokenizer(TOKENIZER), 'a <b onclick="x">& </p></body> <script>document.body.remove()</script>'
+    with IndexedDatasetWriter(tmp_path / "x_document", np.uint16) as writer:
+        writer.add_document(np.array(tokenizer.tokenize(text), np.uint16))
+    assert inspect(tmp_path / "x_document", "--vocab-file", TOKENIZER, "--html", tmp_path / "x.html").returncode == 0
+    ((span,),) = in_browser(tmp_path / "x.html", tmp_path)
+    assert span["text"] == text
+
+
+def test_stats_and_pairs(tmp_path: Path):
+    done = inspect(
+        DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--stats", "--picture", tmp_path / "l.png",
+        "--html", tmp_path / "p.html", "--samples", 3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "p.html").read_text()
+    assert page.count('<div class="group">') == 3 and page.count("<article>") == 2 + 2 * 3
+    assert "document 2 · rejected · " in page and 'src="data:image/png;base64,' in page
+    for name in ("chosen", "rejected"):
+        assert f"{DATASET}/pairs_{name}_document: 24 documents" in done.stdout
+    assert done.stdout.count("  seq_length  documents that fit") == 2 and "% of the tokens trained" in done.stdout
+
+
+def test_rows_in_a_terminal():
+    words = (CHAT, "--vocab-file", TOKENIZER, "--samples", 2, "--seq-length", 300, "--pack-impl", "best_fit")
+    done = inspect(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("━━ sample ") == 2 and done.stdout.count("── document ") == 4
+    assert re.search(r"── padding, positions 0–\d+\n\(\d+ padding tokens\)", done.stdout)
+    assert "«" in done.stdout and "\x1b" not in done.stdout, "no colours in a file"
+    assert "\x1b[32m" in inspect(*words, "--color", "always").stdout
+
+
+def test_mistakes(tmp_path: Path):
+    for words, message in (
+        ((tmp_path / "none", "--vocab-file", TOKENIZER), "none.idx: no such file, and no "),
+        ((CHAT,), "HFTokenizer needs vocab_file (--vocab-file)"),
+        ((CHAT, "--vocab-file", TOKENIZER, "--start", 24), "--start 24: there are 24 samples"),
+        ((DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--seq-length", 9), "pairs are not packed"),
+    ):
+        done = inspect(*words)
+        assert done.returncode == 1 and done.stderr.startswith("inspect.py: error: ") and message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()))
+def test_every_tool_beside_it_starts(tool: str):
+    """Python looks in a script's folder first, where this tool has the name of a module that most libraries import."""
+    done = subprocess.run([sys.executable, FOLDER / tool, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,62 @@
+"""Runs on labelled documents, from keys to losses: the same in every layout, and told what is not listed."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from megatron.launch import process_info
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import start
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, LLAMA, config, curves
+
+CHAT, INSTRUCT = (str(GOLDEN / "dataset" / name) for name in ("chat_conversation", "instruct_text"))
+LABELS = (f"{CHAT}_label_document", str(GOLDEN / "dataset" / "instruct_label_document"))
+SFT: dict[str, Any] = {
+    "data_path": None, "train_data_paths": [f"{CHAT}_document", f"{INSTRUCT}_document"],
+    "valid_data_paths": [f"{CHAT}_document"], "test_data_paths": [f"{CHAT}_document"],
+    "train_label_data_paths": LABELS, "valid_label_data_paths": LABELS[:1], "test_label_data_paths": LABELS[:1],
+    "pack_impl": "best_fit", "reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": False,
+    "seq_length": 128, "max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 2,
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return run_ranks(curves, 1, [config(LLAMA, SFT)], 3)[0][0].losses
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_labelled_rows_train_alike_in_every_layout(name: str, plain: list[float]) -> None:
+    ranks, layout = LAYOUTS[name]
+    for found in run_ranks(curves, ranks, [config(LLAMA, SFT, layout)], 3):
+        assert found[0].losses == pytest.approx(plain, rel=1e-5)
+
+
+def test_labels_change_what_is_trained(plain: list[float]) -> None:
+    unlabelled = {key: None for key in SFT if "label" in key}
+    assert run_ranks(curves, 1, [config(LLAMA, SFT, unlabelled)], 3)[0][0].losses != pytest.approx(plain, rel=1e-3)
+
+
+def first_lines(rank: int, world_size: int, values: dict[str, Any]) -> str:
+    """For the pool: what a run says before its first step."""
+    with redirect_stdout(io.StringIO()) as said:
+        start(NeoXArgs.from_dict(values), process_info()).engine.close()
+    return said.getvalue()
+
+
+def test_labels_that_are_not_listed_are_named_at_start() -> None:
+    values = config(LLAMA, SFT, train_label_data_paths=None, train_iters=1)
+    said = run_ranks(first_lines, 2, values)
+    lines = [line for line in said[0].splitlines() if "all tokens are trained" in line]
+    assert len(lines) == 2 and all("train_label_data_paths" in line and "would mask" in line for line in lines)
+    assert "all tokens are trained" not in said[1], "said once"

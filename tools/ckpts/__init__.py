@@ -1,0 +1,1 @@
+"""Dataset preparation commands, with the names and flags of GPT-NeoX."""

@@ -1,0 +1,102 @@
+"""What is in a checkpoint: its run and layout, and every tensor's file, name, dtype, shape and size of its values.
+
+    python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
+    python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear
+
+Reads GPT-NeoX's checkpoints too. Nothing that a file asks to run is run.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+from megatron.checkpointing import CheckpointError, find_checkpoint, load_tensors, read_manifest  # noqa: E402
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", type=Path, help="a global_stepN, their folder, or one file")
+    parser.add_argument("--checkpoint-path", "--checkpoint_path", type=Path, dest="other", help="the same by name")
+    parser.add_argument("--iteration", type=int, help="which one of a folder; unset: the one `latest` names")
+    parser.add_argument("--match", default="", help="only tensors whose file or name has this in it")
+    options = parser.parse_args(argv)
+    if (options.path is None) == (options.other is None):
+        parser.error("give one path: PATH or --checkpoint-path PATH")
+    options.path = options.path or options.other
+    return options
+
+
+def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
+    """(the checkpoint, or the folder of the file; its tensor files). Raises CheckpointError."""
+    if path.is_file():
+        return path.parent, [path]
+    files = sorted(path.glob("*.pt")) if path.is_dir() else []
+    if not files:
+        path = find_checkpoint(path, iteration)
+        files = sorted(path.glob("*.pt"))
+    return path, files
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}/{key}" if name else str(key))
+
+
+def line(name: str, tensor: torch.Tensor) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.'):9s} {list(tensor.shape)!s:16s}"
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return f"  {name:48s} {kind}"
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    root = float(norm) / tensor.numel() ** 0.5
+    bad = "" if bool(norm.isfinite()) else "  NOT FINITE"
+    return f"  {name:48s} {kind} rms {root:.3e}  largest {float(tensor.abs().max()):.3e}{bad}"
+
+
+def about(path: Path) -> Iterator[str]:
+    """The manifest in words."""
+    manifest = read_manifest(path)
+    if manifest is None:
+        yield f"{path}: no manifest.json, as GPT-NeoX's"
+        return
+    now = manifest.layout
+    yield f"{path}: iteration {manifest.iteration}, {manifest.consumed_samples} samples, written {manifest.created}"
+    yield (
+        f"  layout: tensor {now.tensor}, pipeline {now.pipe}, data {now.data}, ZeRO {now.zero_stage}, {now.precision}; "
+        f"optimizer state: {'yes' if manifest.optimizer else 'no'}"
+    )
+    yield f"  model: {', '.join(f'{key} {value}' for key, value in manifest.model.items() if value is not None)}"
+    yield f"  {', '.join(f'{key} {value}' for key, value in manifest.versions.items())}; run {manifest.run_id}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    try:
+        path, files = files_of(options.path, options.iteration)
+        for text in about(path):
+            print(text)
+        weights = 0
+        for file in files:
+            found = list(tensors_in(load_tensors(file)))
+            shown = [(name, tensor) for name, tensor in found if options.match in f"{file.name}/{name}"]
+            if file.name.endswith("model_states.pt"):
+                weights += sum(tensor.numel() for name, tensor in found if not name.endswith("rng_state"))
+            if shown:
+                print(f"{file.name} ({file.stat().st_size:,} bytes)")
+            for name, tensor in shown:
+                print(line(name, tensor), flush=True)
+        print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
+    except (CheckpointError, OSError) as problem:
+        sys.exit(f"inspect_checkpoints.py: error: {problem}")
+
+
+if __name__ == "__main__":
+    main()

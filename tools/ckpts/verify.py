@@ -1,0 +1,64 @@
+"""Check checkpoints whole: every file's size and SHA-256, and every tensor's dtype and shape, against manifest.json.
+
+    python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in it
+    python tools/ckpts/verify.py checkpoints/run/global_step1000
+
+Names every damaged file and ends with 1, or says what is whole and ends with 0.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tqdm import tqdm  # noqa: E402
+
+from megatron.checkpointing import CheckpointError, list_checkpoints, read_manifest, verify  # noqa: E402
+
+
+def check(path: Path) -> str:
+    """A line on a checkpoint that is whole. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise CheckpointError(f"{path}: no manifest.json: GPT-NeoX's, or damaged; there is nothing to check against")
+    sizes = {name: record.size for name, record in manifest.files.items()}
+    bad = []
+    with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
+        for name, size in sorted(sizes.items()):
+            try:
+                verify(path, [name])
+            except CheckpointError as problem:
+                bad.append(str(problem).removeprefix(f"{path}: damaged: ").partition("; ")[0])
+            bar.update(size)
+    if bad:
+        raise CheckpointError(f"{path}: damaged: {', '.join(bad)}")
+    tensors = sum(len(record.tensors) for record in manifest.files.values())
+    total = sum(sizes.values()) / 1e9
+    return f"{path}: whole: iteration {manifest.iteration}, {len(sizes)} files, {tensors} tensors, {total:.3f} GB"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="+", type=Path, help="a global_stepN, or a folder of them")
+    options = parser.parse_args(argv)
+    damaged = False
+    for path in options.path:
+        try:
+            found = list_checkpoints(path) or [path]
+            if not path.is_dir():
+                raise CheckpointError(f"{path}: no such directory")
+        except CheckpointError as problem:
+            sys.exit(f"verify.py: error: {problem}")
+        for one in found:
+            try:
+                print(check(one), flush=True)
+            except CheckpointError as problem:
+                damaged = True
+                sys.stderr.write(f"verify.py: error: {problem}\n")
+    sys.exit(1 if damaged else 0)
+
+
+if __name__ == "__main__":
+    main()
