@@ -27,8 +27,8 @@ from megatron.data.index_maps import IndexMaps, Packing, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
 from megatron.data.jobs import Output, Progress, Result, preprocess
 from megatron.data.legacy_dataset import LegacyDataset
-from megatron.data.npy_dataset import NpyDataset, write_npy
 from megatron.data.notes import data_notes
+from megatron.data.npy_dataset import NpyDataset, write_npy
 from megatron.data.packing import best_fit, build_maps
 from megatron.data.preprocess import EncodeJob
 from megatron.data.storage import open_dataset

@@ -326,9 +326,11 @@ def _with_labels(part: _Part, args: NeoXArgs, name: str, member: int) -> _Part:
     """The part with the labels and rewards that are listed for it."""
     labels, rewards = beside(args, name)
     if labels is not None:
-        part = replace(part, labels=open_labels(labels[member], part.indexed))
+        found = open_labels(labels[member], part.indexed)
+        part = replace(part, labels=found)
         if packing_of(args).whole_documents:
-            part = replace(part, labels_sha256=str(fingerprint(labels[member])["bin_blocks_sha256"]))
+            with open(found.data_file, "rb") as file:  # all of it: rows depend on every label
+                part = replace(part, labels_sha256=hashlib.file_digest(file, "sha256").hexdigest())
     if rewards is not None:
         part = replace(part, rewards=open_rewards(rewards[member], part.indexed))
     return part

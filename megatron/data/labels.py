@@ -72,8 +72,10 @@ def unlisted_labels(prefix: str, key: str) -> str | None:
     stem = prefix.removesuffix("_document")
     for found in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
         if stem != prefix and index_path(found).is_file() and data_path(found).is_file():
-            labels = IndexedDataset(found)
-            tokens = labels.tokens
+            try:
+                tokens = IndexedDataset(found).tokens
+            except DataError as problem:
+                return f"{prefix}: all tokens are trained; the labels beside them cannot be read ({problem})"
             masked = sum(int((tokens[at : at + CHUNK] < 0).sum()) for at in range(0, len(tokens), CHUNK))
             share = 100 * masked / max(1, len(tokens))
             return (

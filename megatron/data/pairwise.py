@@ -73,6 +73,11 @@ class PairwiseDataset:
         pos, neg = sides
         if len(pos) != len(neg):
             raise DataError(f"{pos.data_file}: {len(pos)} documents, but {neg.data_file} has {len(neg)}: no pairs")
+        if not np.array_equal(pos.doc_idx, neg.doc_idx):
+            raise DataError(
+                f"{pos.data_file}: empty documents stand in other places than in {neg.data_file}: rows would be "
+                "paired wrongly; make both again without the rows that have an empty side"
+            )
         self.indexed, self.references = pos, references
         lengths = np.maximum(pos.sizes, neg.sizes)
         width = min(seq_length + 1, packing.truncate_documents or seq_length + 1)

@@ -89,6 +89,8 @@ def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
         )
     if factor is not None and args.checkpoint_scale == "log" and factor <= 1:
         problems.add("checkpoint_factor", f"expected more than 1 with checkpoint_scale log, got {factor}")
+    if args.save_hf is not None and args.save is None:
+        problems.add("save_hf", "needs save, the folder in which it is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
         if getattr(args, name) is not None and args.keep_last_n_checkpoints is None:
             problems.add(name, "without keep_last_n_checkpoints nothing is deleted; set that, or remove it")
@@ -101,9 +103,9 @@ def _data(args: "NeoXArgs", problems: Problems) -> None:
     present = [name for name in names if getattr(args, name) is not None]
     if present and args.data_path is not None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
-    elif 0 < len(present) < 3:
+    elif 0 < len(present) < 3 and (args.eval_iters > 0 or args.train_data_paths is None):
         missing = ", ".join(name for name in names if name not in present)
-        problems.add(present[0], f"needs {missing} too; train, valid and test paths come together")
+        problems.add(present[0], f"needs {missing} too (or eval_iters: 0, to train only)")
     parts = args.split.replace("/", ",").split(",")
     try:
         shares = [float(part) for part in parts]

@@ -196,3 +196,15 @@ def test_several_sets_of_pairs_are_blended():
     assert isinstance(dataset, BlendedDataset) and len(dataset) == 40
     first = {build(24)[i].chosen.tokens.tobytes() for i in range(24)}
     assert sum(dataset[i].chosen.tokens.tobytes() in first for i in range(40)) == 30
+
+
+def test_sides_with_empty_documents_in_other_places_are_refused(tmp_path: Path):
+    """An empty text is a boundary without a sequence: counted in sequences both sides are as long, and slip."""
+    for name, rows in (("pos", [[1, 2], [], [1, 3]]), ("neg", [[], [1, 4], [1, 5]])):
+        with IndexedDatasetWriter(str(tmp_path / name), np.dtype(np.uint16)) as writer:
+            writer.add_documents(np.array(sum(rows, []), np.uint16), np.array([len(row) for row in rows]))
+    with pytest.raises(DataError, match="empty documents stand in other places"):
+        build(
+            pos_train_data_paths=(str(tmp_path / "pos"),), neg_train_data_paths=(str(tmp_path / "neg"),),
+            pos_train_label_data_paths=None, neg_train_label_data_paths=None,
+        )  # fmt: skip

@@ -83,7 +83,11 @@ CASES = [
     ),
     ({"extra_save_iters": [-1]}, {"extra_save_iters": [0]}, "extra_save_iters: expected iterations from 0 on"),
     (PATHS | {"data_path": "d"}, PATHS, "data_path: train_data_paths is set too (program)"),
-    ({"train_data_paths": ["t"]}, PATHS, "train_data_paths: needs valid_data_paths, test_data_paths too"),
+    (
+        {"train_data_paths": ["t"]},
+        {"train_data_paths": ["t"], "eval_iters": 0},
+        "train_data_paths: needs valid_data_paths, test_data_paths too",
+    ),
     (PATHS | {"train_data_paths": []}, BLEND, "train_data_paths: expected at least one path, got none"),
     (
         BLEND | {"train_data_weights": [7, 2, 1]},

@@ -12,7 +12,7 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.data import DataError
@@ -35,10 +35,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     tokens.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
     tokens.add_argument("--eod-token", help="name of the token that ends documents, where it is not found by itself")
     which = parser.add_argument_group("samples")
-    which.add_argument("--samples", type=int, default=5, help="how many (5)")
-    which.add_argument("--start", type=int, default=0, help="the first one (0)")
-    which.add_argument("--random", type=int, metavar="SEED", help="a random choice of them instead")
-    which.add_argument("--seq-length", type=int, help="packed rows as training sees them; unset: documents as stored")
+    which.add_argument("--samples", type=at_least(1), default=5, help="how many (5)")
+    which.add_argument("--start", type=at_least(0), default=0, help="the first one (0)")
+    which.add_argument("--random", type=at_least(0), metavar="SEED", help="a random choice of them instead")
+    which.add_argument(
+        "--seq-length",
+        type=at_least(1),
+        help="rows as training packs them, each document by itself; unset: documents as stored",
+    )
     which.add_argument(
         "--pack-impl", choices=["packed", "pack_until_overflow", "unpacked", "best_fit"], default="packed",
         help="how documents become rows (packed)",
@@ -50,6 +54,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     output.add_argument("--picture", type=Path, help="with --stats: file of the histogram (PREFIX_lengths.png)")
     output.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="on a terminal (auto)")
     return parser.parse_args(argv)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number from `least` on, for argparse."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return number
 
 
 def chosen(group: list[Column], options: argparse.Namespace) -> Iterator[list[View]]:
