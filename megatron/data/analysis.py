@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.chat import ChatTokenizer, check_characters, conversation, template_settings
-from megatron.data.chat_rows import PAIR, shared_prompt
+from megatron.data.chat_rows import PAIR, question, shared_prompt
 from megatron.data.errors import DataError
 from megatron.data.readers import Row
 from megatron.data.report import FITS, share
@@ -69,6 +69,8 @@ def texts_of(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatToke
     plain, prompt = isinstance(answers[0], str), row.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
         prompt = conversation(prompt, "prompt")
+    elif prompt is not None and not plain:
+        prompt = question(prompt, answers[0], names[0], "assistant")
     if kind == "pairs" and (prompt is None or isinstance(prompt, str) != plain):
         prompt, *answers = shared_prompt(*answers)
     if not plain:
@@ -80,14 +82,13 @@ def texts_of(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatToke
 
 
 def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> Texts:
-    if isinstance(prompt, str):
-        raise DataError('"prompt" is text, but the answer is a conversation')
     chat.need_template()
     settings = template_settings(row)
     asked = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
     wholes = [chat.render([*prompt, *answer], *settings) for answer in answers]
+    ended = [chat.ends_itself(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)]
     end = chat.hf.eos_token or ""
-    return Texts(asked, tuple(whole if chat.ends_itself(whole) else whole + end for whole in wholes), False)
+    return Texts(asked, tuple(w if done else w + end for w, done in zip(wholes, ended, strict=True)), False)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

@@ -45,6 +45,11 @@ def _message(item: object, where: str) -> Message:
         raise DataError(f"{where} has no content (found: {', '.join(map(str, item))})")
     if not isinstance(content, str | list | None):
         raise DataError(f"{where}: content is {type(content).__name__}, not text")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function") or {}, dict) for call in calls
+    ):
+        raise DataError(f"{where}: tool_calls is no list of objects with a function, an object too")
     return message
 
 
@@ -54,7 +59,7 @@ def texts_of(message: Message) -> list[str]:
     parts = [content] if isinstance(content, str) else content or []
     texts = [part.get("text", "") if isinstance(part, dict) else part for part in parts]
     calls = message.get("tool_calls") or []
-    names = [call.get("function", call).get("name") for call in calls if isinstance(call, dict)]
+    names = [(call.get("function") or call).get("name") for call in calls]
     return [text for text in [*texts, *names] if isinstance(text, str)]
 
 
@@ -172,9 +177,14 @@ class ChatTokenizer:
             pairs.append((np.asarray(encoding.ids, dtype=np.int32), held))
         return pairs
 
-    def ends_itself(self, text: str) -> bool:
-        """Whether a rendered conversation ends in a token of the template's, so that none is added (as TRL)."""
-        return text.rstrip().endswith(self.added)
+    def ends_itself(self, text: str, last: Message) -> bool:
+        """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token of the
+        template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`, is none."""
+        bare, eos = text.rstrip(), self.hf.eos_token
+        if eos and bare.endswith(eos):
+            return True
+        own = tuple(said.strip() for said in texts_of(last) if said.rstrip().endswith(self.added))
+        return bare.endswith(self.added) and not bare.endswith(own)
 
     def need_eos(self) -> int:
         if self.eos is None:
@@ -183,9 +193,12 @@ class ChatTokenizer:
 
     def one_bos(self, text: str, *, special: bool) -> None:
         """Raise DataError where a document would begin with two; special as in `encode`."""
-        begins = (self.hf.bos_token or "") * (1 if special and self.adds_bos else 2)
-        if begins and text.startswith(begins):
-            raise DataError(f"begins with {self.hf.bos_token} twice; take it out of the data or of the template")
+        bos = self.hf.bos_token
+        if not bos:
+            return
+        begins = re.escape(bos) + r"\s*" + ("" if special and self.adds_bos else re.escape(bos))
+        if re.match(r"\s*" + begins, text):
+            raise DataError(f"begins with {bos} twice; take it out of the data or of the template")
 
     def fingerprint(self) -> str:
         """Hex SHA-256 over the tokenizer and its template."""
@@ -193,12 +206,11 @@ class ChatTokenizer:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def _guard(self, work):
-        import jinja2
-
         try:
             return work()
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as problem:
-            raise DataError(f"the chat template fails: {' '.join(str(problem).split())}") from None
+        except Exception as problem:  # a template is a program: it can raise anything
+            reason = " ".join(str(problem).split()) or type(problem).__name__
+            raise DataError(f"the chat template fails: {reason}") from None
 
 
 def load_chat_tokenizer(path: str, template_file: str | None = None, day: date | None = None) -> ChatTokenizer:
@@ -218,12 +230,17 @@ def load_chat_tokenizer(path: str, template_file: str | None = None, day: date |
             "no tokenizer of transformers" if local else "neither a folder here nor to be had from the HuggingFace hub"
         )
         raise DataError(f"{path}: {what} ({reason}); --tokenizer-path takes a folder, or a name while online") from None
-    template = None
-    if template_file is not None:
-        if not Path(template_file).is_file():
-            raise DataError(f"{template_file}: no such file (--chat-template)")
-        template = Path(template_file).read_text(encoding="utf-8")
-    return ChatTokenizer(hf, day or date.today(), template)
+    return ChatTokenizer(hf, day or date.today(), None if template_file is None else read_template(template_file))
+
+
+def read_template(file: str) -> str:
+    """The text of --chat-template. Raises DataError, naming the flag."""
+    if not Path(file).is_file():
+        raise DataError(f"{file}: no such file (--chat-template)")
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{file}: cannot be read ({problem}) (--chat-template)") from None
 
 
 def _freeze(template: str, day: date) -> str:

@@ -8,6 +8,7 @@ three things are checked of every trained answer, and what fails is an error:
 3. the text before it begins with the very prompt that the model sees when it is asked (prefix-stable).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ import numpy as np
 from megatron.data.chat import ChatTokenizer, Message, Span, roles_of, texts_of
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
+
+_WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def trained_spans(
         if not text.startswith(prompt):
             raise DataError(_unstable(index, prompt, text))
         render.check_answer(messages, index, text, span, marked, prompt)
-        unstopped += check_stop(chat, text, span, index)
+        unstopped += check_stop(chat, text, span, messages[index], index)
     return Trained(text, tuple(spans.values()), unstopped)
 
 
@@ -104,8 +107,9 @@ class _Renders:
         content = messages[index].get("content")
         around = None
         if isinstance(content, str) and set(messages[index]) <= {"role", "content"}:
-            lead, _, rest = body.partition(content.strip())
-            around = (lead, rest)
+            lead, rest = self._around(messages, index, body, marked, prompt)
+            if content.strip():
+                around = (lead, rest)
             if not marked and lead.strip():
                 self._check_lead(lead, messages, index, prompt)
         if around is not None and around in self.chat.verified:
@@ -127,6 +131,16 @@ class _Renders:
         if around is not None:
             self.chat.verified.add(around)
 
+    def _around(self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str) -> tuple[str, str]:
+        """What the template puts around an answer; around one without words, what it puts around some words."""
+        said = messages[index]["content"].strip()
+        if not said and not marked:
+            other = _other_words(messages[index], index)
+            text, spans = self.compared([*messages[:index], other], {index: prompt})
+            said, body = other["content"], text[slice(*spans[index])]
+        lead, _, rest = body.partition(said) if said else ("", "", body)
+        return lead, rest
+
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
         """The template's own words before an answer are the generation prompt's, thus not trained."""
         silent = prompt == self.chat.render(messages[:index], *self.settings)
@@ -140,12 +154,12 @@ class _Renders:
             )
 
 
-def check_stop(chat: ChatTokenizer, text: str, span: Span, index: int) -> bool:
-    """False when the trained text ends in a token of the template's, True when the template has none there.
+def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, index: int) -> bool:
+    """False when the trained text of a message ends in a stop token, True when the template has none there.
 
     Raises DataError when one stands right behind what is trained: the model would never learn to stop.
     """
-    if text[slice(*span)].rstrip().endswith(chat.added):
+    if chat.ends_itself(text[slice(*span)], message):
         return False
     behind = text[span[1] :].lstrip()
     for token in chat.added:
@@ -157,14 +171,20 @@ def check_stop(chat: ChatTokenizer, text: str, span: Span, index: int) -> bool:
     return True
 
 
-def span_labels(ids: np.ndarray, ranges: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[Span]) -> np.ndarray:
     """Labels [n] int32, not shifted: the id of each token with a character in a span, MASKED elsewhere.
 
     ranges [n, 2]: the characters of each token. A token that begins in the prompt and ends in the answer is trained.
+    One that begins what follows the answer, and has of it only blanks that the tokenizer gives to it, is not.
     """
     trained = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
-        trained |= (ranges[:, 1] > start) & (ranges[:, 0] < end)
+        last = start + len(text[start:end].rstrip())
+        behind = _WORD.search(text, end)
+        inside = (ranges[:, 1] > start) & (ranges[:, 0] < end)
+        if behind:
+            inside &= (ranges[:, 0] < last) | (ranges[:, 1] <= behind.start())
+        trained |= inside
     return np.where(trained, ids, MASKED).astype(np.int32)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.chat import ChatTokenizer, Message, Span, check_characters, conversation, template_settings, texts_of
-from megatron.data.chat_masks import check_stop, completion_labels, span_labels, trained_spans
+from megatron.data.chat_masks import completion_labels, span_labels, trained_spans
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preprocess import fix_text
@@ -131,13 +131,15 @@ def encode_rows(
     for row in rows:
         counts.update(row.notes)
         try:
-            documents.append(_documents(row, encoded, options, counts))
+            documents.append(_documents(row, encoded, chat, options, counts))
         except DataError as problem:
             raise DataError(f"{row.where()}: {problem}") from None
     return documents, counts
 
 
-def _documents(row: Prepared, encoded: "Encoded", options: ChatOptions, counts: Counter) -> ChatRow | None:
+def _documents(
+    row: Prepared, encoded: "Encoded", chat: ChatTokenizer, options: ChatOptions, counts: Counter
+) -> ChatRow | None:
     documents = []
     for item, boundary in zip(row.items, _completions(row.items, encoded, options), strict=True):
         ids, ranges = encoded[item.text, item.special]
@@ -148,7 +150,7 @@ def _documents(row: Prepared, encoded: "Encoded", options: ChatOptions, counts: 
             if (labels[: len(prompt)] != MASKED).any():
                 counts["prompts whose last tokens differ in the whole"] += 1
         elif item.spans is not None:
-            labels = span_labels(ids, ranges, item.spans)
+            labels = span_labels(ids, ranges, item.text, item.spans)
         if item.eos is not None:
             counts["conversations ended with the eos_token, as the template does not"] += 1
             ids = np.append(ids, np.int32(item.eos))
@@ -157,7 +159,7 @@ def _documents(row: Prepared, encoded: "Encoded", options: ChatOptions, counts: 
         if options.for_rm:
             labels = np.where(np.arange(len(ids)) == len(ids) - 1, ids, MASKED).astype(np.int32)
         documents.append(Document(ids, labels))
-    fitted = _fit(documents, options, counts)
+    fitted = _fit(documents, chat.bos, options, counts)
     if fitted is None:
         return None
     if any(_untrained(document) for group in fitted for document in group):
@@ -200,14 +202,17 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         trained = trained_spans(
             chat, rest, role=options.role, only_last=options.only_last, tools=tools, variables=variables
         )
-        counts["answers without a stop token"] += trained.unstopped
-        return Item(trained.text, spans=trained.spans, eos=_eos(trained.text, chat))
+        start = trained.spans[-1][0] if trained.spans else 0
+        item = Item(trained.text, spans=trained.spans, eos=_eos(trained.text[start:], rest, chat))
+        closed = item.eos is not None and _trained_to_the_end(item)
+        counts["answers without a stop token"] += trained.unstopped - closed
+        return item
     before = prompt if isinstance(prompt, list) else []
     if options.only_last:
         before, rest = before + rest[:-1], rest[-1:]
     text = chat.render(before + rest, tools, variables)
     if prompt is None or not options.mask or options.for_rm:
-        return Item(text, eos=_eos(text, chat))
+        return Item(text, eos=_eos(text, rest, chat))
     if not any(message["role"] == options.role for message in rest):
         raise DataError(f'no message of "{key}" has the role "{options.role}"; see --generation-role')
     asked = chat.render(before, tools, variables, generation_prompt=True)
@@ -216,8 +221,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         for said in texts_of(message):
             if said.strip() not in text[start:]:
                 raise DataError(f'"{key}" message {number} cannot be verified: the template does not render its text')
-    counts["answers without a stop token"] += check_stop(chat, text, (start, len(text)), len(before) + len(rest) - 1)
-    return Item(text, prompt=asked, eos=_eos(text, chat))
+    return Item(text, prompt=asked, eos=_eos(text[start:], rest, chat))
 
 
 def _parts(
@@ -228,6 +232,8 @@ def _parts(
         return None, _with_system([_mapped(row, role, text) for role, text in options.maps], options, counts)
     value = _column(row, key)
     prompt = row.get("prompt") if key in PROMPTED else None
+    if isinstance(prompt, str) and not isinstance(value, str):
+        prompt = question(prompt, conversation(value, key), key, options.role)
     implicit = key in PAIR and (prompt is None or isinstance(prompt, str) != isinstance(value, str))
     if implicit and all(side in row for side in PAIR):
         sides = [row[side] if isinstance(row[side], str) else conversation(row[side], side) for side in PAIR]
@@ -240,14 +246,24 @@ def _parts(
             prompt = None
     if isinstance(value, str):
         if not isinstance(prompt, str):
-            raise DataError(f'"{key}" is text, not a list of messages; plain text needs a column "prompt" beside it')
+            raise DataError(
+                f'"{key}" is text, not a list of messages; plain text needs a column "prompt" beside it and the name '
+                "completion, chosen or rejected"
+            )
         if options.system is not None:
             raise DataError(f'"{key}" is plain text: --system-file is for conversations')
         return prompt, value
     messages = conversation(value, key)
-    if prompt is None or isinstance(prompt, str):
+    if prompt is None:
         return None, _with_system(messages, options, counts)
     return _with_system(conversation(prompt, "prompt"), options, counts), messages
+
+
+def question(prompt: str, messages: list[Message], key: str, role: str) -> list[Message] | None:
+    """A text beside messages as the user's message; None where they begin with it (or with another, in pairs)."""
+    first = next((message for message in messages if message["role"] != "system"), messages[0])
+    held = first["role"] != role and (key in PAIR or prompt.strip() in map(str.strip, texts_of(first)))
+    return None if held else [{"role": "user", "content": prompt}]
 
 
 def _plain(prompt: str, rest: str, chat: ChatTokenizer, options: ChatOptions) -> Item:
@@ -284,9 +300,9 @@ def _with_system(messages: list[Message], options: ChatOptions, counts: Counter)
     return [{"role": "system", "content": options.system}, *messages]
 
 
-def _eos(text: str, chat: ChatTokenizer) -> int | None:
+def _eos(text: str, messages: Sequence[Message], chat: ChatTokenizer) -> int | None:
     """The token to add: none where the template ends the conversation itself (as TRL)."""
-    return None if chat.ends_itself(text) else chat.need_eos()
+    return None if chat.ends_itself(text, messages[-1]) else chat.need_eos()
 
 
 def _trained_to_the_end(item: Item) -> bool:
@@ -313,8 +329,10 @@ def _untrained(document: Document) -> bool:
     return document.labels is not None and bool((document.labels == MASKED).all())
 
 
-def _fit(documents: list[Document], options: ChatOptions, counts: Counter) -> tuple[list[Document], ...] | None:
-    """Each document as a list of pieces no longer than max_length."""
+def _fit(
+    documents: list[Document], bos: int | None, options: ChatOptions, counts: Counter
+) -> tuple[list[Document], ...] | None:
+    """Each document as a list of pieces no longer than max_length; one that loses its beginning keeps its `bos`."""
     limit = options.max_length
     longest = max(len(document.ids) for document in documents)
     if limit is None or longest <= limit:
@@ -330,16 +348,24 @@ def _fit(documents: list[Document], options: ChatOptions, counts: Counter) -> tu
         kept = [piece for piece in pieces if not _untrained(piece)]
         counts["pieces left out, as nothing in them is trained"] += len(pieces) - len(kept)
         return (kept,) if kept else None
-    part = slice(-limit, None) if options.overlong == "truncate_left" else slice(limit)
-    cut = [_cut(document, part) for document in documents]
+    left = options.overlong == "truncate_left"
+    cut = [_cut_left(document, limit, bos) if left else _cut(document, slice(limit)) for document in documents]
     if any(_untrained(short) and not _untrained(long) for short, long in zip(cut, documents, strict=True)):
         counts["over-long rows left out, as nothing in the rest is trained"] += 1
         return None
     return tuple([document] for document in cut)
 
 
-def _cut(document: Document, part: slice) -> Document:
+def _cut(document: Document, part: slice | np.ndarray) -> Document:
     return Document(document.ids[part], None if document.labels is None else document.labels[part])
+
+
+def _cut_left(document: Document, limit: int, bos: int | None) -> Document:
+    size = len(document.ids)
+    kept = np.arange(max(size - limit, 0), size)
+    if size and document.ids[0] == bos:
+        kept[0] = 0
+    return _cut(document, kept)
 
 
 def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:

@@ -124,8 +124,9 @@ def test_history_that_is_rewritten_can_still_be_trained_at_its_end():
 
 def test_span_labels_count_tokens_that_reach_into_a_span():
     ids, ranges = np.arange(10, 15), np.array([[0, 2], [2, 5], [5, 5], [5, 9], [9, 9]])
-    assert span_labels(ids, ranges, [(3, 6)]).tolist() == [-100, 11, 12, 13, -100]
-    assert span_labels(ids, ranges, []).tolist() == [-100] * 5
+    text = "abcdefghi"
+    assert span_labels(ids, ranges, text, [(3, 6)]).tolist() == [-100, 11, 12, 13, -100]
+    assert span_labels(ids, ranges, text, []).tolist() == [-100] * 5
 
 
 def test_completion_labels_begin_where_the_first_of_a_pair_parts():

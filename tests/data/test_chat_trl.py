@@ -95,6 +95,12 @@ def test_assistant_only_loss(name):
     assert ours(rows, ("messages",), template, **special) == trl_sft(rows, template, assistant_only=True, **special)
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_an_answer_without_words(blank):
+    rows = [{"messages": [*MESSAGES[0][:1], {"role": "assistant", "content": blank}, *MESSAGES[1][3:]]}]
+    assert ours(rows, ("messages",), GENERATION) == trl_sft(rows, GENERATION, assistant_only=True)
+
+
 def test_template_without_generation_trains_the_same_answers():
     """By comparing renders, ChatML trains what the tagged template does, and the newline behind each stop token."""
     rows = [{"messages": messages} for messages in MESSAGES]

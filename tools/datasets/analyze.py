@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.analysis import measure, summary  # noqa: E402
-from megatron.data.chat import ChatTokenizer, load_chat_tokenizer  # noqa: E402
+from megatron.data.chat import ChatTokenizer, load_chat_tokenizer, read_template  # noqa: E402
 from megatron.data.columnar import resolve  # noqa: E402
 from megatron.data.readers import Row  # noqa: E402
 
@@ -53,7 +53,7 @@ def load(path: str, template: str | None) -> ChatTokenizer:
         hf = PreTrainedTokenizerFast(tokenizer_file=path, name_or_path=path)
     except Exception as problem:  # the library raises bare Exception
         raise DataError(f"{path}: not a tokenizer.json ({problem})") from None
-    return ChatTokenizer(hf, date.today(), None if template is None else Path(template).read_text(encoding="utf-8"))
+    return ChatTokenizer(hf, date.today(), None if template is None else read_template(template))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -80,7 +80,10 @@ def job_of(options: argparse.Namespace) -> ChatJob:
 
 
 def _day(text: str) -> str:
-    return date.fromisoformat(text).isoformat()
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no date, which is written as 2026-01-31") from None
 
 
 def _read(path: str) -> str:
