@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.data import DataError, EncodeJob, preprocess
 from megatron.data.readers import COMPRESSED, SUFFIXES
-from megatron.tokenizer import TokenizerError, make_tokenizer
+from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools import quickstart_data
 from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES, fetch, parts
 from tools.datasets.run_job import progress_line
@@ -61,6 +61,8 @@ def prepare(options: argparse.Namespace) -> str:
     name, folder = options.dataset.lower(), options.data_dir / options.dataset.lower()
     if name not in SOURCES:
         raise DataError(f"{name}: no dataset of that name; known are {', '.join(SOURCES)}")
+    if options.tokenizer not in KINDS:  # before anything is fetched
+        raise DataError(f"-t {options.tokenizer}: no such kind of tokenizer; there are {', '.join(KINDS)}")
     prefix = folder / f"{name}_text_document"
     if Path(f"{prefix}.idx").exists() and not options.force_redownload:
         return f"{prefix}.bin, .idx: there already (-f makes them again)"

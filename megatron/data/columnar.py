@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,10 @@ class ParquetGroup(Table):
     def rows(self) -> Iterator[Row]:
         from pyarrow import parquet
 
-        with parquet.ParquetFile(self.source, memory_map=True, pre_buffer=False) as file:
+        with (
+            _damage_named(self.source, "Parquet"),
+            parquet.ParquetFile(self.source, memory_map=True, pre_buffer=False) as file,
+        ):
             batches = file.iter_batches(
                 ROWS_AT_ONCE, row_groups=[self.group], columns=None if self.columns is None else list(self.columns)
             )
@@ -146,16 +150,14 @@ class ArrowBatches(Table):
             for batch in wanted
             for start in range(0, batch.num_rows, ROWS_AT_ONCE)
         )
-        yield from self._rows(small)
+        with _damage_named(self.source, "Arrow"):
+            yield from self._rows(small)
 
 
 def _parquet_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
     parquet = _pyarrow(path).parquet
-    try:
-        with parquet.ParquetFile(path) as file:
-            names, metadata = file.schema_arrow.names, file.metadata
-    except (OSError, ValueError) as problem:
-        raise DataError(f"{path}: damaged, or no Parquet file ({_first_line(problem)})") from None
+    with _damage_named(path, "Parquet"), parquet.ParquetFile(path) as file:
+        names, metadata = file.schema_arrow.names, file.metadata
     wanted = _checked(columns, names, path)
     first = 0
     for group in range(metadata.num_row_groups):
@@ -168,17 +170,13 @@ def _arrow_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
     _pyarrow(path)
     wanted: tuple[str, ...] | None = None
     first = rows = size = start = count = 0
-    try:
+    with _damage_named(path, "Arrow"):
         for index, batch in enumerate(_batches(path)):
             wanted = _checked(columns, batch.schema.names, path)
             rows, size, count = rows + batch.num_rows, size + batch.nbytes, count + 1
             if size >= readers.CHUNK_BYTES:
                 yield ArrowBatches(str(path), size, first, wanted, start, count)
                 first, start, rows, size, count = first + rows, index + 1, 0, 0, 0
-    except (OSError, ValueError) as problem:
-        if isinstance(problem, DataError):
-            raise
-        raise DataError(f"{path}: damaged, or no Arrow file ({_first_line(problem)})") from None
     if count:
         yield ArrowBatches(str(path), size, first, wanted, start, count)
 
@@ -207,8 +205,17 @@ def _checked(columns: Sequence[str] | None, names: Sequence[str], path: Path) ->
     return tuple(columns)
 
 
-def _first_line(problem: BaseException) -> str:
-    return str(problem).strip().split("\n")[0]
+@contextmanager
+def _damage_named(path: str | Path, kind: str) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, pyarrow.ArrowException) as problem:
+        reason = str(problem).strip().split("\n")[0]
+        raise DataError(f"{path}: damaged, or no {kind} file ({reason})") from None
 
 
 def _pyarrow(path: Path) -> Any:

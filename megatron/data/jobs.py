@@ -32,7 +32,7 @@ from megatron.data.errors import DataError
 from megatron.data.files import sha256, sync, temporary
 from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
 from megatron.data.preprocess import Job
-from megatron.data.workers import Part, encode_shard, in_order
+from megatron.data.workers import BadRow, Part, encode_shard, in_order
 
 FORMAT = 1  # of the journal and its files
 JOURNAL_SECONDS = 2.0  # the most work that a crash can cost
@@ -93,6 +93,10 @@ def preprocess(
     """
     files = [file for item in inputs for file in ([item] if isinstance(item, InputFile) else resolve([item]))]
     prefixes = [str(prefix) for prefix in output_prefixes]
+    if len(set(prefixes)) < len(prefixes):
+        raise DataError(f"{', '.join(prefixes)}: the same name twice; each key needs a pair of its own")
+    if workers < 1:
+        raise DataError(f"{workers} workers: at least 1 is wanted")
     with _work_folder(prefixes, job, files) as folder:
         run = _Run(folder, job, files, prefixes, on_error)
         if not run.journal["published"]:
@@ -103,8 +107,8 @@ def preprocess(
                 raise DataError(f"a worker process died (out of memory?){run.how_to_go_on()}") from None
             except OSError as problem:
                 raise DataError(f"{_os_error(problem, folder)}{run.how_to_go_on()}") from None
-            except DataError as problem:
-                raise DataError(f"{problem}{run.how_to_go_on()}") from None
+            except BadRow as problem:
+                raise DataError(f"{problem}{run.how_to_go_on(' with --on-error skip')}") from None
             finally:
                 run.close()
         return run.finish(errors_file, metadata_file, arguments or {})
@@ -194,13 +198,14 @@ class _Run:
             raise DataError(
                 f"{self.folder.parent}: disk full: about {need / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
                 + ("" if first else f" (at {self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input)")
+                + self.how_to_go_on()
             )
 
-    def how_to_go_on(self) -> str:
+    def how_to_go_on(self, options: str = "") -> str:
         if not self.state.shards:
             return ""
         done = f"{self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input is done and kept"
-        return f"; {done}: the same command (or with --on-error skip) goes on from there"
+        return f"; {done}: the same command{options} goes on from there"
 
     def close(self) -> None:
         """Keep what is done, also after a failure; on a full disk, what the journal holds already."""

@@ -7,7 +7,8 @@ on from the last appended shard, and the result is the same byte for byte, for a
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,10 +18,13 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.data.readers import Row, texts_of
 
-LONG = 1 << 20  # characters; longer texts are tokenised in pieces
-BLANK = re.compile(r"(?<=\S)[ \n](?=\S)")
+LONG = 1 << 19  # characters; longer texts are tokenised in pieces
+SEAMS = (re.compile(r"(?<=\S)[ \n](?=\S)"), re.compile(r"(?<=[^\w\s])(?=\w)"))  # before blanks; after punctuation
+WHITE = "documents of white space only"  # how this is called among the counts of a job
 AROUND = 256  # characters on either side of a place to cut that are tokenised to see whether it is one
-SEAMS_TRIED = 16
+NEAR = 1 << 13  # characters at the end of a piece that are searched for such places
+SEAMS_TRIED = 16  # of each kind
+SHIFTS = (0, 1, 3, 7)  # what hangs on where a text begins, as pairs in "xxxx", shows when it begins elsewhere
 
 Column = tuple[np.ndarray, np.ndarray]  # documents joined, and the length of each
 
@@ -97,7 +101,8 @@ class EncodeJob:
             else:
                 rows = [row + end if end and len(row) else row for row in tokenizer.tokenize_batch(texts)]
             columns.append(joined(rows, dtype))
-        return columns, {}
+        blank = sum(all(text.isspace() or not text for text in texts) for texts in prepared)
+        return columns, {WHITE: blank} if blank else {}
 
     def describe(self) -> dict[str, Any]:
         kind, *files = self.tokenizer_args
@@ -128,24 +133,34 @@ def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
 
 
 def pieces(text: str, tokenizer: Encoder) -> list[str]:
-    """The text cut before blanks between words, where the tokenizer cuts as well; whole where it never does."""
+    """The text cut where the tokenizer cuts as well, best before blanks; whole where it never does."""
     parts, start = [], 0
     while len(text) - start > LONG:
-        stop = start + LONG
-        seams = [start + LONG // 2 + found.start() for found in BLANK.finditer(text[start + LONG // 2 : stop])]
-        seam = next((seam for seam in seams[: -SEAMS_TRIED - 1 : -1] if _cuts(text, seam, tokenizer)), None)
-        if seam is None:
+        seams = _seams(text, start + LONG - min(LONG // 2, NEAR), start + LONG)
+        seam = next((seam for seam in seams if _cuts(text, seam, tokenizer)), 0)
+        if not seam:
             return [text]
         parts.append(text[start:seam])
         start = seam
     return [*parts, text[start:]]
 
 
+def _seams(text: str, start: int, stop: int) -> Iterator[int]:
+    """Places to cut text[start:stop], the best first, each kind from behind."""
+    for kind in SEAMS:
+        last = deque((found.start() for found in kind.finditer(text[start:stop])), SEAMS_TRIED)
+        yield from (start + place for place in reversed(last))
+    yield from range(stop, stop - SEAMS_TRIED, -1)  # writing without blanks: anywhere
+
+
 def _cuts(text: str, seam: int, tokenizer: Encoder) -> bool:
     """Whether the tokens before and after `seam` are those of both together; how words are parted is a local matter."""
-    left, right = text[max(seam - AROUND, 0) : seam], text[seam : seam + AROUND]
-    before, after, both = tokenizer.tokenize_batch([left, right, left + right])
-    return [*before, *after] == [*both]
+    for shift in SHIFTS:
+        left, right = text[max(seam - AROUND + shift, 0) : seam], text[seam : seam + AROUND - shift]
+        before, after, both = tokenizer.tokenize_batch([left, right, left + right])
+        if [*before, *after] != [*both]:
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1)

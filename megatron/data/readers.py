@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import tarfile
 import zipfile
@@ -25,6 +26,7 @@ CHUNK_BYTES = 1 << 20  # of raw input in a shard: a fraction of a second of toke
 CSV_FIELD_BYTES = 1 << 30  # a quote that is never closed must not swallow a file without end
 BOM = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".zst")
+ZSTD_BYTES = 1 << 15  # packed bytes at once: they may unpack to thousands of times as many
 KINDS = {
     ".jsonl": "lines",
     ".json": "json",
@@ -38,6 +40,7 @@ KINDS = {
     ".arrow": "arrow",
 }
 SUFFIXES = tuple(suffix for suffix in KINDS if suffix)
+STRUCTURE = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)  # of JSON: strings, and what nests
 MAY_BE_COMPRESSED = ("lines", "json", "csv", "text", "tar")
 
 
@@ -282,7 +285,8 @@ def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:
 
 def _elements(stream: IO[bytes], source: str) -> Iterator[Record]:
     """The elements of one JSON array, as text, without holding the array."""
-    decoder, scanner = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder()
+    # Where an element ends is all that is wanted of the scanner; Row.value judges its numbers
+    decoder, scanner = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder(parse_int=len, parse_float=len)
     text, ended, number = "", False, 0
 
     def more() -> None:
@@ -303,23 +307,44 @@ def _elements(stream: IO[bytes], source: str) -> Iterator[Record]:
         position = skip(position, " \t\r\n")
         if text[position : position + 1] == "]":
             return
-        while True:
+        end, reason = -1, None
+        while end < 0:
             try:
                 _, end = scanner.raw_decode(text, position)
-                break
-            except json.JSONDecodeError as problem:
-                # Near the end of what was read so far, or inside a string, the rest may mend it
-                hopeless = problem.pos < len(text) - 16 and not problem.msg.startswith("Unterminated string")
-                if ended or hopeless:
-                    raise DataError(f"{source}: element {number}: not valid JSON ({problem.msg})") from None
-                more()
+                reason = None
+            except (json.JSONDecodeError, RecursionError) as problem:
+                if isinstance(problem, RecursionError):
+                    hopeless, reason = True, f"not usable JSON ({problem})"
+                else:
+                    # Near the end of what was read so far, or inside a string, the rest may mend it
+                    hopeless = problem.pos < len(text) - 16 and not problem.msg.startswith("Unterminated string")
+                    reason = f"not valid JSON ({problem.msg})"
+                if ended or hopeless:  # a bad row, if it has an end
+                    end = _element_end(text, position)
+                if end < 0 and ended:
+                    raise DataError(f"{source}: element {number}: {reason}") from None
+                if end < 0:
+                    more()
         after = skip(end, " \t\r\n")
         if text[after : after + 1] not in (",", "]"):
             raise DataError(f"{source}: element {number}: neither a comma nor the end of the array after it")
-        yield number, text[position:end].encode(), None
+        yield number, text[position:end].encode(), reason
         position, number = after + (text[after] == ","), number + 1
         if position > 1 << 20:
             text, position = text[position:], 0
+
+
+def _element_end(text: str, position: int) -> int:
+    """Where the element of an array that begins at `position` ends, judged by strings and brackets; -1: not in text."""
+    depth = 0
+    for found in STRUCTURE.finditer(text, position):
+        mark = found[0]
+        if mark == '"':  # of a string without an end
+            return -1
+        if depth <= 0 and mark in (",", "]"):
+            return found.start()
+        depth += (mark in ("[", "{")) - (mark in ("]", "}"))
+    return -1
 
 
 def _is_array(path: Path) -> bool:
@@ -329,6 +354,33 @@ def _is_array(path: Path) -> bool:
 
 def _begins_array(content: bytes) -> bool:
     return content.removeprefix(BOM).lstrip()[:1] == b"["
+
+
+class _ZstdFrames(io.RawIOBase):
+    """All frames of a zstd stream, unpacked. The package's own reader takes a frame without its end as whole."""
+
+    def __init__(self, packed: IO[bytes], new_frame: Callable[[], Any]):
+        self.packed, self.new_frame = packed, new_frame
+        self.frame: Any = None
+        self.block, self.unpacked = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self.unpacked:
+            if self.frame is not None and self.frame.eof:
+                self.block, self.frame = self.frame.unused_data, None
+            self.block = self.block or self.packed.read(ZSTD_BYTES)
+            if not self.block:
+                if self.frame is not None:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self.frame = self.frame or self.new_frame()
+            self.unpacked, self.block = memoryview(self.frame.decompress(self.block)), b""
+        size = min(len(buffer), len(self.unpacked))
+        buffer[:size], self.unpacked = self.unpacked[:size], self.unpacked[size:]
+        return size
 
 
 @contextmanager
@@ -342,7 +394,7 @@ def _unpacked(raw: IO[bytes], packing: str, source: str) -> Iterator[Any]:
         except ModuleNotFoundError:
             raise DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)") from None
         try:
-            yield zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            yield io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj), ZSTD_BYTES)
         except zstandard.ZstdError as problem:
             raise DataError(f"{source}: damaged or cut off ({problem})") from problem
     else:

@@ -22,9 +22,14 @@ from megatron.data.readers import Row, Shard
 
 SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input
 BATCH_BYTES = 1 << 18  # of text given to the tokenizer at once: fits a core's cache
+LEFT_OUT = "empty rows left out"  # how this is called among the counts of a job
 ROW_SHOWN = 1 << 16  # characters of a bad row that the side file keeps
 
 Done = TypeVar("Done")
+
+
+class BadRow(DataError):
+    """A row that `skip` would leave out."""
 
 
 @dataclass
@@ -46,11 +51,24 @@ def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int)
     dtypes, counts = job.dtypes(), Counter[str]()
     handles = [[open(f"{stem}.{i}.{kind}", "wb") for kind in ("bin", "len")] for i in range(outputs)]
     bad = open(f"{stem}.bad.jsonl", "wb")
-    prepared: list[Any] = []
+    prepared: list[tuple[Row, Any]] = []
     size = 0
 
-    def write() -> None:
-        columns, counted = job.encode(prepared)
+    def refuse(row: Row, problem: DataError) -> None:
+        if on_error == "stop":
+            raise BadRow(str(problem)) from problem
+        part.skipped += 1
+        bad.write(_bad_row(row, problem))
+
+    def write(batch: list[tuple[Row, Any]]) -> None:
+        try:
+            columns, counted = job.encode([item for _, item in batch])
+        except DataError as problem:
+            if len(batch) == 1 or on_error == "stop":
+                return refuse(batch[0][0], problem)
+            for one in batch:  # to find the bad ones
+                write([one])
+            return
         counts.update(counted)
         for i, (values, lengths) in enumerate(columns):
             _store(values, lengths, dtypes[i], *handles[i])
@@ -63,19 +81,18 @@ def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int)
         try:
             item = job.prepare(row)
         except DataError as problem:
-            if on_error == "stop":
-                raise
-            part.skipped += 1
-            bad.write(_bad_row(row, problem))
+            refuse(row, problem)
             continue
-        if item is not None:
-            prepared.append(item)
-            size += row.size
+        if item is None:
+            counts[LEFT_OUT] += 1
+            continue
+        prepared.append((row, item))
+        size += row.size
         if size >= BATCH_BYTES:
-            write()
+            write(prepared)
             prepared, size = [], 0
     if prepared:
-        write()
+        write(prepared)
     for handle in (*itertools.chain.from_iterable(handles), bad):
         handle.close()
     part.counts = dict(counts)

@@ -1,5 +1,6 @@
 """Preprocess jobs: crashes and going on, bad rows, full disks, and what the metadata says."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -125,7 +126,8 @@ def test_another_job_does_not_go_on_from_an_old_one(tmp_path: Path, monkeypatch:
     source.write_text(source.read_text() + "bad\n")
     for job in (CHAR, EncodeJob(make_tokenizer, ("CharLevelTokenizer",))):
         with pytest.raises(
-            DataError, match=r"a.jsonl:41: not valid JSON.*; \d\d% of the input is done and kept: the same"
+            DataError,
+            match=r"a.jsonl:41: not valid JSON.*; \d\d% of the input is done and kept: the same command with --on",
         ):
             preprocess([source], [tmp_path / "x"], job)
         assert len(list(tmp_path.glob(".x.parts-*"))) == 1
@@ -167,6 +169,62 @@ def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, mo
     errors = [json.loads(line) for line in (tmp_path / "x_errors.jsonl").read_text().splitlines()]
     assert [error["problem"].split(":")[1] for error in errors] == ["2", "3", "4", "7", "8"]
     assert errors[0]["row"] == bad[0].decode() + "\n" and "\\xff" in errors[3]["row"]
+
+
+class Short(EncodeJob):
+    """Refuses long documents when they are encoded, as --overlong refuse does."""
+
+    def encode(self, prepared):
+        if any(len(text) > 5 for texts in prepared for text in texts):
+            raise DataError("too long")
+        return super().encode(prepared)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_that_fail_in_encoding_are_left_out_as_well(workers: int, tmp_path: Path):
+    texts = ["one", "much too long", "two", "also too long", "three"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = Short(make_tokenizer, ("CharLevelTokenizer",))
+    with pytest.raises(DataError, match=r"^too long$"):
+        preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers)
+    errors = tmp_path / "errors"
+    result = preprocess(
+        [tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers, on_error="skip", errors_file=errors
+    )
+    assert result.progress.skipped == 2
+    assert [json.loads(json.loads(line)["row"])["text"] for line in errors.read_text().splitlines()] == texts[1::2]
+    dataset = IndexedDataset(tmp_path / "x")
+    assert [bytes(dataset[i].tolist()).decode() for i in range(3)] == texts[::2]
+
+
+def test_what_holds_no_text_is_counted(tmp_path: Path):
+    texts = ["a", "", " \n", "", "b", "\t", "", "c"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = command("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
+    assert "empty rows left out: 3\n" in done.stdout and "documents of white space only: 2\n" in done.stdout
+    counts = json.loads((tmp_path / "x_metadata.json").read_text())["counts"]
+    assert counts == {"empty rows left out": 3, "documents of white space only": 2}
+
+
+def test_a_damaged_file_is_not_said_to_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    source = tmp_path / "a.jsonl.gz"
+    whole = corpus(tmp_path / "a.jsonl", 40)
+    source.write_bytes(gzip.compress(whole.read_bytes())[:-20])
+    with pytest.raises(DataError, match=r"a.jsonl.gz: damaged or cut off \([^;]*\)$"):
+        preprocess([whole, source], [tmp_path / "x"], CHAR)
+    assert list(tmp_path.glob(".x.parts-*"))  # something was done, so that a hint could be given
+
+
+def test_one_pair_for_two_keys_and_fewer_than_no_processes_are_refused(tmp_path: Path):
+    words = ("--input", corpus(tmp_path / "a.jsonl", 3), "--output-prefix", tmp_path / "x")
+    for more, message in (
+        (("--jsonl-keys", "text", "text"), "the same name twice"),
+        (("--workers", -3), "-3 workers:"),
+    ):
+        done = command(*words, *more)
+        assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_keys_stay_in_step(tmp_path: Path):

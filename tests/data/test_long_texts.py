@@ -39,13 +39,14 @@ WORDS = st.sampled_from(
     "kind", ["plain", "nfc and runs of blanks", "a blank before every text", "added tokens with blanks"]
 )
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(words=st.lists(st.one_of(WORDS, st.text(max_size=8)), max_size=120))
-@example(words=["the kettle", "paints"] * 40)
-def test_pieces_have_the_tokens_of_the_whole(kind, words, tmp_path_factory, monkeypatch):
+@given(words=st.lists(st.one_of(WORDS, st.text(max_size=8)), max_size=120), between=st.sampled_from([" ", ""]))
+@example(words=["the kettle", "paints"] * 40, between=" ")
+@example(words=["ss"] * 90, between="")
+def test_pieces_have_the_tokens_of_the_whole(kind, words, between, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(module, "LONG", 60)
     monkeypatch.setattr(module, "AROUND", 24)
     tokenizer = variant(kind, tmp_path_factory.mktemp("tokenizer"))
-    text = " ".join(words)
+    text = between.join(words)
     parts = module.pieces(text, tokenizer)
     assert "".join(parts) == text
     assert [token for part in parts for token in tokenizer.tokenize(part)] == tokenizer.tokenize(text)
@@ -55,7 +56,21 @@ def test_ordinary_text_is_cut_and_one_without_seams_is_not(monkeypatch: pytest.M
     monkeypatch.setattr(module, "LONG", 100)
     text = "The patient ribbon paints the kettle. " * 50
     assert max(map(len, module.pieces(text, HFTokenizer(TOKENIZER)))) <= 100
-    assert module.pieces("x" * 1000, HFTokenizer(TOKENIZER)) == ["x" * 1000]
+    # Pairs of "s" are tokens: which, hangs on where the run begins
+    monkeypatch.setattr(module, "AROUND", 24)
+    assert module.pieces("s" * 1001, HFTokenizer(TOKENIZER)) == ["s" * 1001]
+
+
+@pytest.mark.parametrize(
+    "text", ["你好世界数据模型" * 40, "one-two,three.four!" * 20, "lessestoastassletter" * 20, "x" * 400]
+)
+def test_text_without_blanks_is_cut_too(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LONG", 100)
+    monkeypatch.setattr(module, "AROUND", 24)
+    tokenizer = HFTokenizer(TOKENIZER)
+    parts = module.pieces(text, tokenizer)
+    assert "".join(parts) == text and max(map(len, parts)) <= 100
+    assert [token for part in parts for token in tokenizer.tokenize(part)] == tokenizer.tokenize(text)
 
 
 @pytest.mark.parametrize("end", [False, True])

@@ -69,6 +69,7 @@ def test_a_corpus_that_cannot_be_reached_is_one_error_with_its_address(tmp_path:
     assert said.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be had (")
     assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in said and "--mirror" in said and "\n" not in said
     assert "known are" in refusal("-d", str(tmp_path), "enwik7")
+    assert "-t Foo: no such kind of tokenizer; there are" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
 
 
 class Server(http.server.SimpleHTTPRequestHandler):

@@ -70,6 +70,12 @@ def _parquet() -> bytes:
     return raw.getvalue()
 
 
+def _cut_zstd(content: bytes) -> bytes:
+    """Cut between two blocks, where nothing but the frame's end is missing."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    return packer.compress(content) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
 def _zstd(content: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(content)
 
@@ -171,9 +177,13 @@ def test_a_hub_name_offline_says_so():
 
 BAD = {
     "cut.jsonl.gz": (gzip.compress(LINES)[:-10], "damaged or cut off"),
+    "cut.jsonl.zst": (_cut_zstd(LINES), "damaged or cut off"),
+    "cut-second.jsonl.zst": (_zstd(LINES) + _cut_zstd(LINES), "damaged or cut off"),
+    "cut.txt.zst": (_cut_zstd(LINES), "damaged or cut off"),
     "bad.jsonl.zst": (b"no zstd here", "damaged or cut off"),
     "bad.zip": (b"PK no zip here", "damaged or cut off"),
     "bad.tar": (b"no tar here" * 100, "damaged or cut off"),
+    "mid.parquet": (_parquet()[:20] + b"\xff" * 40 + _parquet()[60:], "mid.parquet: damaged, or no Parquet file"),
     "bad.parquet": (b"PAR1", "damaged, or no Parquet file"),
     "bad.arrow": (b"no arrow here", "damaged, or no Arrow file"),
     "nested.zip": (_zip({"inner.zip": b""}), "inner.zip in it is not read from inside an archive"),
@@ -189,6 +199,8 @@ BAD = {
     "latin.csv": ("text\nü\n".encode("latin-1"), 'latin.csv line 2: "text" is not UTF-8'),
     "latin.txt": ("ü".encode("latin-1"), r"latin.txt: not UTF-8 \(.* at byte 0\)"),
     "deep.jsonl": (b"[" * 100000, "deep.jsonl:1: "),
+    "deep.json": (b"[" * 100000, "element 0: not usable JSON"),
+    "digits.json": (b'["a", ' + b"9" * 5000 + b"]", "element 1: not usable JSON"),
     "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "digits.jsonl:1: not usable JSON"),
     "null.jsonl": (b'{"text": null}', 'null.jsonl:1: "text" is NoneType, not text'),
 }
@@ -200,6 +212,23 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{tmp_path}/.*{message}" if "Parquet" not in message else message):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [b"{bad}", b'{"text": "x", "n": oops, "m": [1, "],"]}', b"[" * 100000 + b"]" * 100000, b"9" * 5000, b'"\\x", "d"'],
+    ids=["key", "value", "deep", "digits", "escape"],
+)
+def test_behind_a_bad_element_an_array_goes_on(bad: bytes, tmp_path: Path):
+    (tmp_path / "a.json").write_bytes(b'["a", ' + bad + b', "b"]' + b" " * 20)
+    texts, problems = [], []
+    for row in (row for file in resolve([tmp_path / "a.json"]) for shard in file.shards(None) for row in shard.rows()):
+        try:
+            texts += readers.texts_of(row, ("text",))
+        except DataError as problem:
+            problems.append(str(problem))
+    assert texts == (["a", "d", "b"] if b'"d"' in bad else ["a", "b"])
+    assert len(problems) == 1 and problems[0].startswith(f"{tmp_path}/a.json: element 1: not ")
 
 
 def test_a_missing_column_and_missing_files_are_named(tmp_path: Path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron.data import EncodeJob, IndexedDataset, IndexedDatasetWriter, preprocess
+from megatron.data import EncodeJob, IndexedDataset, IndexedDatasetWriter, preprocess, write_npy
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset
 from tools.datasets import convert, dataset_token_count, merge_datasets
@@ -42,6 +42,15 @@ def test_merging_keeps_documents(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "5 documents, 9 tokens of 2 pairs" in capsys.readouterr().out
 
 
+def test_an_earlier_output_is_no_part_of_itself(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "a_text_document", [3, 2])
+    write_dataset(tmp_path / "b_text_document", [4])
+    for folder, output in (("./", tmp_path / "all"), (tmp_path, "all"), (".", "./all")):
+        merge_datasets.main(["--input", str(folder), "--output-prefix", str(output)])
+        assert "3 documents, 9 tokens of 2 pairs" in capsys.readouterr().out
+
+
 def test_what_cannot_be_merged(tmp_path: Path):
     words = ("--input", tmp_path, "--output-prefix", tmp_path / "out" / "all")
     assert "no pair" in refusal(merge_datasets.main, *words)
@@ -62,6 +71,13 @@ def test_counting(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         f"{tmp_path}/a: 3 documents, 5 tokens",
         f"{tmp_path}/b: 1 documents, 7 tokens",
         "Total: 4 documents, 12 tokens",
+    ]
+    write_npy(IndexedDataset(tmp_path / "b"), tmp_path / "rows", 3)
+    dataset_token_count.main([str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document.idx")])
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "2 documents, 6 tokens",
+        "80 documents, 7074 tokens",
+        "82 documents, 7080 tokens",
     ]
     assert "none.idx: no such file" in refusal(dataset_token_count.main, tmp_path / "none")
 

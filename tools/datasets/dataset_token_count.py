@@ -1,4 +1,4 @@
-"""Count documents and tokens of `.bin/.idx` pairs.
+"""Count documents and tokens of datasets: `.bin/.idx` pairs, old ones too, and folders of `.npy` files.
 
 python tools/datasets/dataset_token_count.py data/a_text_document data/b_text_document.idx
 """
@@ -10,17 +10,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data import DataError, IndexedDataset  # noqa: E402
+from megatron.data import DataError, open_dataset  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", help="prefixes, or the names of their .bin or .idx files")
+    parser.add_argument("paths", nargs="+", help="prefixes, the names of their .bin or .idx files, or folders of .npy")
     options = parser.parse_args(argv)
     documents = tokens = 0
     try:
         for path in options.paths:
-            dataset = IndexedDataset(path.removesuffix(".idx").removesuffix(".bin"))
+            dataset = open_dataset(path.removesuffix(".idx").removesuffix(".bin"))
             documents, tokens = documents + len(dataset.doc_idx) - 1, tokens + len(dataset.tokens)
             print(f"{dataset.prefix}: {len(dataset.doc_idx) - 1} documents, {len(dataset.tokens)} tokens")
     except DataError as problem:

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
+from megatron.data.indexed_dataset import index_path  # noqa: E402
 from megatron.data.merging import merge  # noqa: E402
 
 
@@ -23,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if not options.input.is_dir():
             raise DataError(f"{options.input}: no such folder")
-        files = sorted(options.input.glob(f"{options.match}.idx"))
-        prefixes = [str(file).removesuffix(".idx") for file in files]
-        merged = merge([prefix for prefix in prefixes if prefix != options.output_prefix], options.output_prefix)
+        output = index_path(options.output_prefix).resolve()  # of an earlier run, it is no part of itself
+        files = [file for file in sorted(options.input.glob(f"{options.match}.idx")) if file.resolve() != output]
+        merged = merge([str(file).removesuffix(".idx") for file in files], options.output_prefix)
     except DataError as problem:
         sys.exit(f"merge_datasets.py: error: {problem}")
     size = f"{len(merged.doc_idx) - 1} documents, {len(merged.tokens)} tokens"
