@@ -14,11 +14,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
+    from megatron.checkpointing.huggingface import find_hf, is_hf
     from megatron.data import DataError
     from megatron.tokenizer import TokenizerError
 
     try:
         args = parse_script(argv, "train.py").check_training()
+        if args.load is not None and is_hf(args.load):
+            find_hf(args.load)  # may download, which is done before ranks wait for each other
         process = enter(args)
         import torch
 

@@ -89,7 +89,15 @@ class TrainingKeys:
 @dataclass(frozen=True)
 class CheckpointKeys:
     save: str | None = key(None, "Folder that checkpoints are written to")
-    load: str | None = key(None, "Folder that a checkpoint is read from")
+    load: str | None = key(
+        None, "Folder that a checkpoint is read from; hf://ORG/NAME or a HuggingFace folder: its weights, at the start"
+    )
+    save_hf: int | None = key(
+        None,
+        "Also write HuggingFace's format, in <save>/huggingface, every so many iterations; 0: after the last alone",
+        ge=0,
+        source="new",
+    )
     checkpoint_scale: Literal["linear", "log"] = key(
         "linear", "Save every checkpoint_factor iterations, or at its powers"
     )

@@ -17,6 +17,7 @@ from megatron.training.evaluation import evaluate
 from megatron.training.flops import model_flops, neox_flops, readable_flops
 from megatron.training.loggers import MetricLogger, metrics
 from megatron.training.probes import Probe
+from megatron.training.saving import is_hf_due
 from megatron.training.setup import Training
 
 
@@ -271,7 +272,7 @@ class SaveCallback:
         args = self.training.args
         if args.save is None:
             return False
-        if iteration == args.train_iters or iteration in (args.extra_save_iters or ()):
+        if iteration == args.train_iters or iteration in (args.extra_save_iters or ()) or is_hf_due(args, iteration):
             return True
         factor = args.checkpoint_factor
         if not factor or iteration == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.checkpointing import (
     zero_adam_state,
     zero_file,
 )
+from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
 from megatron.model import layer_params
 from megatron.mpu import together, together_local
 from megatron.training.forward_check import check_forward
@@ -49,7 +50,13 @@ class Checkpointer(Saver):
         if source is None:
             self.logger.info("starting from freshly initialised weights")
             return Progress()
-        if args.finetune and not goes_on:
+        if self.source.is_hf:
+            self._load_weights(source, None, load_hf_weights)
+            self.logger.info(adopted_rows(source, args, self.tokenizer.vocab_size)[1])
+            self.logger.info(f"starting from the weights of {source}, of HuggingFace")
+            return Progress()
+        imported = (found := read_manifest(source)) is not None and not found.data  # no run: it has seen no data
+        if imported or (args.finetune and not goes_on):
             manifest = self._verified(source)
             self._load_weights(source, manifest)
             self._check_forward(source, manifest)
@@ -76,7 +83,9 @@ class Checkpointer(Saver):
         together(self.groups, lambda: verify(path, own) if own else None)
         return manifest
 
-    def _load_weights(self, path: Path, manifest: Manifest | None) -> None:
+    def _load_weights(
+        self, path: Path, manifest: Manifest | None, load: Callable[..., dict[int, dict[str, Tensor]]] = load_weights
+    ) -> None:
         if manifest is not None:
             check_model(manifest.model, self.args, str(path))
         layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
@@ -84,7 +93,7 @@ class Checkpointer(Saver):
             layers.add(0)
         loaded = together_local(
             self.groups,
-            lambda: load_weights(
+            lambda: load(
                 path,
                 self.args,
                 layers=sorted(layers),

@@ -41,6 +41,8 @@ from megatron.checkpointing import (
     write_bytes,
     zero_file,
 )
+from megatron.checkpointing.families import hf_config
+from megatron.checkpointing.huggingface import CARRIED, carried_files, export_hf
 from megatron.data import data_fingerprint, data_seed
 from megatron.mpu import ParallelGroups, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
@@ -95,6 +97,11 @@ class Saver:
         self.order = {**train_order, "seq_length": args.seq_length, "split": split}
         if data_seed(args) != args.seed:
             self.order["data_seed"] = data_seed(args)
+        folder = None if source.path is None else source.path if source.is_hf else source.path / CARRIED
+        # What an imported model brought goes on with it, and out again when it is exported.
+        self.carried = carried_files(folder, tokenizer.files()) if folder is not None else {}
+        if args.save_hf is not None:
+            on_rank_zero(groups, lambda: hf_config(args))  # raises for a model that HuggingFace does not have
         self.saved_at: int | None = None
         self._lock: Any = None
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
@@ -132,6 +139,8 @@ class Saver:
             files = {record.name: record for per_rank in records for record in per_rank}
             path = publish(temporary, save, manifest.iteration, replace(manifest, files=files), configs, keep)
             self.logger.info(f"saved checkpoint {path}")
+            if is_hf_due(self.args, manifest.iteration):
+                self._export(path)
 
         if beside:
             assert self._writer is not None
@@ -144,6 +153,15 @@ class Saver:
                 records = together(self.groups, lambda: self._write(temporary, states))
                 on_rank_zero(self.groups, lambda: finish(records))
         self.saved_at = progress.iteration
+
+    def _export(self, path: Path) -> None:
+        """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
+        folder = path.parent / CARRIED / path.name
+        try:
+            export_hf(path, self.args, folder, check=False)
+        except CheckpointError as problem:
+            raise CheckpointError(f"save_hf: {problem}") from problem
+        self.logger.info(f"saved {folder} in HuggingFace's format")
 
     @property
     def writing(self) -> bool:
@@ -267,6 +285,8 @@ class Saver:
         if groups.world_rank == 0:
             for name, content in self.tokenizer.files().items():
                 yield f"tokenizer/{name}", content
+            for name, content in self.carried.items():
+                yield f"{CARRIED}/{name}", content
             if ephemeral:
                 yield EPHEMERAL, b""
 
@@ -338,6 +358,13 @@ def _lock(save: Path) -> Any:
         text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
         raise CheckpointError(text) from problem
     return file
+
+
+def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
+    """Whether HuggingFace's format is written after this iteration."""
+    if args.save_hf is None:
+        return False
+    return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
 
 
 def _by_parameter(args: NeoXArgs) -> bool:

@@ -1,4 +1,4 @@
-"""Where a run starts from: its own `save`, the checkpoint that `load` names, or nothing."""
+"""Where a run starts from: its own `save`, the checkpoint or HuggingFace model that `load` names, or nothing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from megatron.checkpointing import (
     saved_model,
     step_of,
 )
+from megatron.checkpointing.huggingface import adopted_rows, find_hf, is_hf
 from megatron.neox_arguments import NeoXArgs
 
 
 @dataclass(frozen=True)
 class Source:
-    """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`."""
+    """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`; is_hf: it is a
+    HuggingFace folder."""
 
     path: Path | None
     goes_on: bool
+    is_hf: bool = False
 
 
 def choose_source(args: NeoXArgs) -> Source:
@@ -37,6 +40,8 @@ def choose_source(args: NeoXArgs) -> Source:
         if args.iteration is not None:
             raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
         return Source(None, False)
+    if is_hf(args.load):
+        return Source(find_hf(args.load), False, is_hf=True)
     return Source(_with_manifest(find_checkpoint(args.load, args.iteration), args), False)
 
 
@@ -67,6 +72,8 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
     """
     if args.padded_vocab_size is not None or source.path is None:
         return args
+    if source.is_hf:
+        return args.replace(padded_vocab_size=adopted_rows(source.path, args, vocab_size)[0])
     size = saved_model(source.path).get("padded_vocab_size")
     if not size:
         return args

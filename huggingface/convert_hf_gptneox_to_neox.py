@@ -1,0 +1,22 @@
+"""Write a HuggingFace model as a checkpoint, under Transformer-Engine's names unless --no-transformer-engine is given.
+
+    python huggingface/convert_hf_gptneox_to_neox.py --hf-model EleutherAI/pythia-70m --iteration 0
+
+The same as tools/ckpts/convert_hf_to_neox.py --transformer-engine, with the name and flags of the geodesic fork.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.ckpts.convert_hf_to_neox import run  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run("convert_hf_gptneox_to_neox.py", argv, te_names=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""A checkpoint, ours or GPT-NeoX's in any layout, as a HuggingFace folder: streamed, checked, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError, DamagedError
+from megatron.checkpointing.families import hf_config, hf_shapes, to_hf
+from megatron.checkpointing.files import sync_dir
+from megatron.checkpointing.huggingface.extras import extras_of, model_card
+from megatron.checkpointing.huggingface.folder import (
+    CONFIG,
+    SHARD_BYTES,
+    HFFolder,
+    cast_to,
+    weight_bytes,
+    write_weights,
+)
+from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
+from megatron.checkpointing.manifest import read_manifest, saved_model, verify
+from megatron.checkpointing.weights import SourceFacts, describe_source, load_weights
+from megatron.model.weight_map import layer_params
+from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.neox_arguments.ffn import READINGS
+
+Each = Callable[[Iterable[int], int], Iterable[int]]
+_SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
+# What an earlier conversion may have left, which a new one replaces.
+_OWN = re.compile(r".*\.safetensors|.*\.json|.*\.jinja|.*\.txt|tokenizer\.model|README\.md|pytorch_model.*\.bin")
+
+
+def plain_each(layers: Iterable[int], count: int) -> Iterable[int]:
+    return layers
+
+
+def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> tuple[NeoXArgs, SourceFacts]:
+    """The configuration of a checkpoint, of `config_files` or of what it keeps, and what its files say.
+
+    The padded vocabulary, and the reading of intermediate_size where the configuration leaves it open, are those of the
+    files. Raises CheckpointError, ConfigError.
+    """
+    path = Path(source)
+    facts, manifest = describe_source(path), read_manifest(path)
+    known = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
+    files = list(config_files)
+    if not files and manifest is not None and manifest.config:
+        return NeoXArgs.from_dict({**manifest.config, **known}), facts
+    files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
+    if not files:
+        raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
+    try:
+        args = load(files, known)
+        if args.compat_ffn_width is not None or args.ffn_size == facts.ffn_size:
+            return args, facts
+    except ConfigError as problem:
+        if "compat_ffn_width" not in str(problem):
+            raise
+    for reading in READINGS:
+        try:
+            args = load(files, {**known, "compat_ffn_width": reading})
+        except ConfigError:
+            continue
+        if args.ffn_size == facts.ffn_size:
+            return args, facts
+    return load(files, known), facts
+
+
+def export_hf(
+    source: str | Path,
+    args: NeoXArgs,
+    output: str | Path,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: bool = True,
+    vocab_is_hf: bool = False,
+    pad_token_id: int | None = None,
+    check: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    each: Each = plain_each,
+) -> Parity | None:
+    """Write checkpoint `source` (of `args`, see `export_args`) as the folder `output`, in `dtype` (None: its own).
+
+    family: a `model_type`; None: the first that computes what `args` says. check: compare logits with transformers
+    before the folder appears; returns what was found. each: goes through the layers, for a progress bar. One layer is
+    in memory at a time. A folder of an earlier conversion is replaced; an interrupted call is simply made again.
+    Raises CheckpointError.
+    """
+    source, output = Path(source), Path(output).resolve()
+    given, args = args, plain_args(args)
+    dtype = dtype or _only_dtype(source)
+    manifest = read_manifest(source)
+    if manifest is not None:
+        verify(source, [name for name in manifest.files if not re.match("optim_|(bf16_)?zero_", name)])
+    extras = extras_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
+    assert args.padded_vocab_size is not None
+    vocab = extras.vocab_size or args.padded_vocab_size
+    if extras.tokens is not None and extras.tokens > args.padded_vocab_size:
+        raise CheckpointError(
+            f"{source}: its tokenizer has {extras.tokens} tokens, its embedding {args.padded_vocab_size} rows: the "
+            "tokenizer of another model; set vocab_file to the one it was trained with"
+        )
+    vocab = max(vocab, extras.tokens or 0)
+    shapes = hf_shapes(args, family=family, vocab_size=vocab)
+    config = {**hf_config(args, family=family, vocab_size=vocab), **extras.ids}
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    temporary = _begin(output, weight_bytes(shapes, dtype))
+    try:
+        layers = _read(source, args, dtype, each)
+        write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
+        parameters = sum(math.prod(shape) for shape in shapes.values())
+        files = {**extras.files, "README.md": model_card(source, given, config, parameters, dtype)}
+        for name, content in {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}.items():
+            (temporary / name).write_bytes(content)
+
+        def weights(layer: int) -> Mapping[str, Tensor]:
+            return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
+
+        found = check_parity(HFFolder(temporary), args, weights, vocab) if check else None
+        sync_dir(temporary)
+        _replace(temporary, output)
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return found
+
+
+def _only_dtype(source: Path) -> torch.dtype:
+    found = describe_source(source).dtypes
+    if len(found) != 1 or not next(iter(found)).is_floating_point:
+        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+        raise CheckpointError(f"{source}: its weights are of several kinds ({told}); choose one with --precision")
+    return next(iter(found))
+
+
+def _read(source: Path, args: NeoXArgs, dtype: torch.dtype, each: Each) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Whole layers one after another. Where one does not fit, the others are still looked at, and all is told."""
+    specs = layer_params(args)
+    problems: list[str] = []
+    for layer in each(sorted(specs), len(specs)):
+        try:
+            tensors = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+        except DamagedError:
+            raise
+        except CheckpointError as problem:
+            first, *lines = str(problem).splitlines()
+            if not lines:
+                raise
+            problems += [line.strip() for line in lines]
+            continue
+        if not problems:
+            yield layer, {name: cast_to(tensor, dtype, f"layer {layer}: {name}") for name, tensor in tensors.items()}
+    if problems:
+        raise CheckpointError(f"{source}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
+
+
+def _grouped(problems: Iterable[str]) -> list[str]:
+    """One line for all layers of which the same is said."""
+    groups: dict[str, list[str]] = {}
+    for line in dict.fromkeys(problems):
+        found = re.fullmatch(r"(?:(\S+\.pt), )?layer (\d+)(:? .*)", line)
+        groups.setdefault(found[3].removeprefix(":").strip() if found else line, []).append(found[2] if found else "")
+    told = []
+    for text, layers in groups.items():
+        numbers = sorted({int(layer) for layer in layers if layer})
+        told.append(text if not numbers else f"layer{'s' * (len(numbers) > 1)} {_ranges(numbers)}: {text}")
+    return told
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _begin(output: Path, needed: int) -> Path:
+    """An empty folder beside `output`, once it is known that all will fit and nothing foreign is in the way."""
+    if output.exists():
+        if not output.is_dir():
+            raise CheckpointError(f"{output}: is a file; give a folder")
+        foreign = sorted(path.name for path in output.iterdir() if path.is_dir() or not _OWN.fullmatch(path.name))
+        if foreign:
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+            raise CheckpointError(f"{output}: holds {', '.join(foreign[:3])}{more}, no model's; give another folder")
+    temporary = output.with_name(f".tmp_{output.name}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        check_space(output.parent, needed)
+        if temporary.exists():
+            shutil.rmtree(temporary)  # of an interrupted call
+        temporary.mkdir()
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror}); give another folder") from problem
+    return temporary
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises CheckpointError before anything is written that will not fit."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE:
+        sizes = f"takes {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        raise CheckpointError(f"{folder}: the result {sizes}; make room")
+
+
+def _replace(temporary: Path, output: Path) -> None:
+    aside = output.with_name(f".old_{output.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    if output.exists():
+        os.rename(output, aside)
+    os.rename(temporary, output)
+    sync_dir(output.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,249 @@
+"""Folders in HuggingFace's format: found, read one tensor at a time, and written one tensor at a time.
+
+Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's length, a
+JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import load_tensors
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_BIN = "pytorch_model.bin"
+_PREFIX = "hf://"
+# Floating point alone: what else a file may hold (masks, counters) is never asked for.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 100 << 20  # as the safetensors library
+SHARD_BYTES = 5 * 10**9
+
+
+def is_hf(name: str | Path) -> bool:
+    """Whether `load` means a HuggingFace model: hf://ORG/NAME, or a folder with its config.json."""
+    path = Path(name)
+    return str(name).startswith(_PREFIX) or (path / CONFIG).is_file() and not (path / "latest").exists()
+
+
+def find_hf(name: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not), downloaded
+    unless it is in the Hub's local cache. Raises CheckpointError with what to do without a network."""
+    text = str(name)
+    if Path(text).is_dir():
+        return Path(text)
+    hub = text.removeprefix(_PREFIX)
+    hub, _, told = hub.partition("@")
+    revision = revision or told or None
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub) or hub.startswith("."):
+        raise CheckpointError(f"{text}: no such folder, and not ORG/NAME of a model on the Hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise CheckpointError(f"{text}: needs the huggingface_hub package (pip install huggingface_hub)") from None
+    small = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
+    try:
+        found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
+        if not any(found.glob("*.safetensors")):
+            found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
+    except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
+        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        at = f" at revision {revision}" if revision else ""
+        raise CheckpointError(
+            f"{hub}{at}: cannot be had from the Hub and is not in its local cache ({reason}); without a network, run "
+            f"`hf download {hub}` where there is one and copy the cache (HF_HOME), or give a local folder"
+        ) from problem
+    return found
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor stands. begin, end: bytes in a safetensors file; 0, 0 in another."""
+
+    file: Path
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+
+
+class HFFolder:
+    """config: of config.json; shapes: of all tensors. Raises CheckpointError for what is missing or damaged."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = read_json(self.path / CONFIG)
+        if self.config.get("quantization_config"):
+            raise CheckpointError(f"{self.path}: is quantised (quantization_config); take the model it was made from")
+        self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
+        self._entries: dict[str, _Entry] = {}
+        for file in self._weight_files():
+            found = _header(file) if file.suffix == ".safetensors" else self._pickled(file)
+            both = sorted(found.keys() & self._entries.keys())
+            if both:
+                raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
+            self._entries |= found
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
+
+    def _weight_files(self) -> list[Path]:
+        for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
+            if (self.path / index).is_file():
+                names = sorted(set(read_json(self.path / index).get("weight_map", {}).values()))
+                missing = [name for name in names if not (self.path / name).is_file()]
+                if missing or not names:
+                    raise CheckpointError(f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}")
+                return [self.path / name for name in names]
+            if (self.path / whole).is_file():
+                return [self.path / whole]
+        raise CheckpointError(f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts")
+
+    def _pickled(self, file: Path) -> dict[str, _Entry]:
+        state = load_tensors(file)
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(f"{file}: not a file of tensors by name")
+        return {name: _Entry(file, value.dtype, tuple(value.shape)) for name, value in state.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """None: a dtype that no weight has."""
+        return {name: entry.dtype for name, entry in self._entries.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        found = self.config.get("vocab_size")
+        if not isinstance(found, int):
+            raise CheckpointError(f"{self.path / CONFIG}: vocab_size is missing")
+        return found
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, in the file until it is used (memory map of its own)."""
+        entry = self._entries[name]
+        if entry.dtype not in _NAMES:
+            raise CheckpointError(f"{entry.file}: {name} is no floating-point tensor; quantised models are not read")
+        if entry.file.suffix != ".safetensors":
+            if self._open[0] != entry.file:
+                self._open = (entry.file, load_tensors(entry.file))
+            return self._open[1][name]
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        # "c": writing to it changes no file
+        data = np.memmap(entry.file, np.uint8, "c", entry.begin, (entry.end - entry.begin,))
+        return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; not a HuggingFace model folder")
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise CheckpointError(f"{path}: not JSON ({problem})") from problem
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return found
+
+
+def _header(path: Path) -> dict[str, _Entry]:
+    """What a safetensors file says of itself, held to its size."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+                raise ValueError(f"header of {length} bytes")
+            raw = json.loads(file.read(length))
+        raw.pop("__metadata__", None)
+        found = {}
+        for name, told in raw.items():
+            begin, end = (8 + length + offset for offset in told["data_offsets"])
+            dtype, shape = _DTYPES.get(told["dtype"]), tuple(told["shape"])
+            if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name}: {end - begin} bytes for {shape} of {told['dtype']}")
+            if not 8 + length <= begin <= end <= size:
+                raise ValueError(f"{name} should end at byte {end}, the file has {size}")
+            found[name] = _Entry(path, dtype, shape, begin, end)
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{path}: damaged, or not a safetensors file ({problem})") from problem
+    return found
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+
+
+def _plan(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[dict[str, tuple[int, int]]]:
+    """Tensors of each file with the bytes of their beginning and end, in the order given."""
+    files: list[dict[str, tuple[int, int]]] = [{}]
+    at = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        if files[-1] and at + size > limit:
+            files.append({})
+            at = 0
+        files[-1][name] = (at, at + size)
+        at += size
+    return files
+
+
+def write_weights(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, Tensor]],
+    limit: int = SHARD_BYTES,
+) -> None:
+    """model.safetensors, or several of at most `limit` bytes (and one tensor at least) with their index.
+
+    tensors: those of `shapes` in any order, each once; one is in memory at a time. Raises CheckpointError.
+    """
+    plan = _plan(shapes, dtype, limit)
+    count = len(plan)
+    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    where: dict[str, tuple[BinaryIO, int]] = {}
+    opened = []
+    with ExitStack() as stack:
+        for file_name, entries in zip(names, plan, strict=True):
+            told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            for name, offsets in entries.items():
+                told[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(offsets)}
+            header = json.dumps(told, separators=(",", ":")).encode()
+            header += b" " * (-len(header) % 8)
+            opened.append(stack.enter_context((path / file_name).open("wb")))
+            opened[-1].write(len(header).to_bytes(8, "little") + header)
+            where |= {name: (opened[-1], 8 + len(header) + begin) for name, (begin, _) in entries.items()}
+        for name, tensor in tensors:
+            assert tuple(tensor.shape) == tuple(shapes[name]), name
+            file, at = where.pop(name)
+            file.seek(at)
+            file.write(cast_to(tensor, dtype, name).contiguous().view(-1).view(torch.uint8).numpy().data)
+        assert not where, f"not given: {sorted(where)}"
+        for file in opened:
+            file.flush()
+            os.fsync(file.fileno())
+    if count > 1:
+        index = {
+            "metadata": {"total_size": weight_bytes(shapes, dtype)},
+            "weight_map": {name: file for file, entries in zip(names, plan, strict=True) for name in entries},
+        }
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """In another precision. Raises CheckpointError where a number becomes infinite (bf16 to fp16)."""
+    cast = tensor.to(dtype)
+    if dtype == torch.float16 and tensor.dtype != dtype and not cast.isfinite().all() and tensor.isfinite().all():
+        raise CheckpointError(f"{name}: holds {tensor.abs().max():.3g}, which fp16 cannot; choose bf16 or fp32")
+    return cast

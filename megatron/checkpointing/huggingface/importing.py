@@ -1,0 +1,243 @@
+"""A HuggingFace model as a checkpoint of ours, and as the start of a run: streamed, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron.checkpointing import layout as names
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import check_hf_tensors, from_hf, meaning
+from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.huggingface.exporting import Each, check_space, plain_each
+from megatron.checkpointing.huggingface.extras import CARRIED, carried_files
+from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
+from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
+from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
+from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.model.weight_map import ParamSpec, layer_params, shard
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import padded_vocab_size
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
+# Of the model's keys in a manifest those that HuggingFace does not fix: a run sets them at will.
+_FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
+# te_layernorm_mlp puts tanh in the place of erf, and 1e-5 or 1e-8 in the place of a norm's epsilon.
+_FREE_UNDER_TE = (*_FREE, "te_layernorm_mlp", "bias_gelu_fusion")
+
+
+def import_hf(
+    folder: HFFolder,
+    save: str | Path,
+    *,
+    iteration: int = 0,
+    tensor: int = 1,
+    pipe: int = 1,
+    te_names: bool = False,
+    save_tokenizer: bool = False,
+    each: Each = plain_each,
+) -> tuple[Path, Parity]:
+    """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
+
+    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. te_names: Transformer-Engine's names.
+    save_tokenizer: its files also in `<save>/tokenizer`. The vocabulary is padded to a multiple of 128 that the ranks
+    divide, `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go along
+    in `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
+    """
+    save = Path(save)
+    rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
+    keys, tensors = from_hf(folder.config, folder.get, padded_vocab_size=rows)
+    check_hf_tensors(folder.config, keys, folder.shapes, str(folder.path))
+    dtype = _only_dtype(folder, keys)
+    sizes = {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
+    te = {"te_backend": "native", "te_mha": True, "te_layernorm_mlp": True} if te_names else {}
+    try:
+        args, written = NeoXArgs.from_dict({**keys, **sizes}), NeoXArgs.from_dict({**keys, **sizes, **te})
+    except ConfigError as problem:
+        raise CheckpointError(f"{folder.path}: {problem}") from problem
+    final, run_id = save / names.step_tag(iteration), f"huggingface {folder.path.resolve()}"
+    _check_target(final)
+    specs = layer_params(args)
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        check_space(save, weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1))
+        temporary = begin(save, iteration)
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
+    try:
+        records: list[FileRecord] = []
+        layers = groupby(tensors, key=lambda found: found[0])
+        for layer, (_, found) in zip(each(sorted(specs), len(specs)), layers, strict=True):
+            whole = {name: value for _, name, value in found}
+            for rank in range(tensor):
+                local = {spec.name: shard(whole[spec.name], spec, rank, tensor) for spec in specs[layer]}
+                state = local_layer_state(layer, local, written, tensor_rank=rank, tensor_size=tensor)
+                records.append(save_tensors(state, temporary / names.layer_file(layer, rank)))
+            del whole, local, state, found
+
+        def weights(layer: int) -> Mapping[str, Tensor]:
+            return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+
+        parity = check_parity(folder, args, weights, folder.vocab_size)
+        if pipe == 0:
+            records = []
+        for rank in range(max(pipe, 1) * tensor):
+            state = _model_state(args, iteration, temporary if pipe == 0 else None, rank)
+            records.append(save_tensors(state, temporary / names.model_file(rank)))
+        if pipe == 0:
+            for file in names.layer_files(temporary).values():
+                file.unlink()
+        (temporary / CARRIED).mkdir()
+        carried = carried_files(folder.path)
+        for name, content in carried.items():
+            records.append(write_bytes(content, temporary / CARRIED / name, f"{CARRIED}/{name}"))
+        given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(_PRECISIONS[dtype], _PRECISIONS[dtype])}
+        if save_tokenizer:
+            given |= _save_tokenizer(save, carried, folder)
+        free = _FREE_UNDER_TE if te_names else _FREE
+        model = {key: value for key, value in model_keys(args).items() if key not in free}
+        manifest = Manifest(
+            run_id=run_id, iteration=iteration, consumed_samples=0, model=model, seed=0, tokenizer=None, data={},
+            layout=Layout(max(pipe, 1), 1, tensor, 0, _PRECISIONS[dtype], max(pipe, 1) * tensor),
+            versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=given, files={record.name: record for record in records}, optimizer=False,
+        )  # fmt: skip
+        text = f"# {folder.path.name}, of HuggingFace: {parity}\n{yaml.safe_dump(given, sort_keys=False)}"
+        return publish(temporary, save, iteration, manifest, {"hf_model.yml": text}), parity
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_target(final: Path) -> None:
+    """A checkpoint of a run is never replaced by an import; an import is."""
+    if final.exists():
+        there = read_manifest(final)
+        if there is None or there.data:
+            raise CheckpointError(f"{final}: is there already, and no import; give another folder or --iteration")
+
+
+def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
+    found = {folder.dtypes[name] for name in folder.shapes if name in _asked(folder, keys)}
+    if len(found) != 1 or not found <= _PRECISIONS.keys():
+        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+        raise CheckpointError(f"{folder.path}: its weights are of several or unknown kinds ({told}); save it in one")
+    return next(dtype for dtype in found if dtype is not None)
+
+
+def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
+    """Names of the tensors that make the model; nothing is read."""
+    asked: set[str] = set()
+
+    def get(name: str) -> Tensor:
+        asked.add(name)
+        return torch.empty(folder.shapes[name], device="meta")
+
+    for _ in from_hf(folder.config, get, padded_vocab_size=keys["padded_vocab_size"])[1]:
+        pass
+    return asked
+
+
+def _model_state(args: NeoXArgs, iteration: int, weights: Path | None, rank: int) -> dict[str, Any]:
+    """What GPT-NeoX's converters write beside the weights; weights: the layer files to put into this one."""
+    module = None
+    if weights is not None:
+        module = {
+            f"sequential.{layer}.{name}": value
+            for (layer, of), file in sorted(names.layer_files(weights).items())
+            if of == rank
+            for name, value in load_tensors(file).items()
+        }
+    told = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
+    return {
+        "module": module, "optimizer": None, "lr_scheduler": None, "iteration": iteration, "global_steps": iteration,
+        "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,
+        "args": {**{key: getattr(args, key) for key in told}, "model_parallel_size": args.tp},
+    }  # fmt: skip
+
+
+def _save_tokenizer(save: Path, carried: Mapping[str, bytes], folder: HFFolder) -> dict[str, str]:
+    if "tokenizer.json" not in carried:
+        raise CheckpointError(f"{folder.path}: has no tokenizer.json to save; leave --save-tokenizer out")
+    target = save / "tokenizer"
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in carried.items():
+        if name != "config.json":
+            write_bytes(content, target / name)
+    return {"tokenizer_type": "HFTokenizer", "vocab_file": str((target / "tokenizer.json").resolve())}
+
+
+# -- as the start of a run ---------------------------------------------------------------------------------------
+
+
+def load_hf_weights(
+    path: str | Path, args: NeoXArgs, *, layers: Iterable[int], tensor_rank: int, tensor_size: int
+) -> dict[int, dict[str, Tensor]]:
+    """As `load_weights`, from a HuggingFace folder. Rows that pad the vocabulary, or that the tokenizer added, are the
+    mean of the others. Raises CheckpointError that says what `args` should be."""
+    folder, wanted = HFFolder(path), set(layers)
+    rows = args.padded_vocab_size
+    assert rows is not None
+    if rows < folder.vocab_size:
+        raise CheckpointError(
+            f"{path}: has {folder.vocab_size} rows of vocabulary, padded_vocab_size is {rows}; leave it out, or set at "
+            f"least {folder.vocab_size}"
+        )
+
+    def get(name: str) -> Tensor:
+        block = re.search(r"\.(\d+)\.", name)
+        if block is not None and int(block[1]) + 2 not in wanted:
+            return torch.empty(folder.shapes[name], device="meta")  # of another pipeline stage: not read
+        return folder.get(name)
+
+    keys, tensors = from_hf(folder.config, get, padded_vocab_size=rows)
+    _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path))
+    check_hf_tensors(folder.config, keys, folder.shapes, str(path))
+    specs: dict[int, dict[str, ParamSpec]] = {
+        layer: {spec.name: spec for spec in found} for layer, found in layer_params(args).items()
+    }
+    loaded: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
+    for layer, name, value in tensors:
+        if layer in wanted:
+            local = shard(value, specs[layer][name], tensor_rank, tensor_size)
+            loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
+    return loaded
+
+
+def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
+    """Raises CheckpointError with the lines that a configuration lacks."""
+    wanted, now = meaning(theirs), meaning(plain_args(ours))
+    scaled = theirs.rope_scaling is not None and theirs.rope_scaling["rope_type"] == "dynamic"
+    if theirs.pos_emb == "rotary" and not scaled:  # how long texts may be is the run's choice
+        wanted["max_position_embeddings"] = now["max_position_embeddings"]
+    wrong = [key for key in {**wanted, **now} if wanted.get(key) != now.get(key)]
+    if wrong:
+        told = [f"{key}: {json.dumps(wanted.get(key))} there, {json.dumps(now.get(key))} here" for key in wrong]
+        raise CheckpointError(
+            f"{where}: not the configuration's model; tools/ckpts/convert_hf_to_neox.py writes one that fits:\n  "
+            + "\n  ".join(told)
+        )
+
+
+def adopted_rows(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[int, str]:
+    """padded_vocab_size for a run that starts from a HuggingFace folder with a tokenizer of `tokens`, and what to say
+    of it."""
+    vocab = HFFolder(path).vocab_size
+    rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
+    added = max(0, tokens - vocab)
+    resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
+    return rows, f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}"

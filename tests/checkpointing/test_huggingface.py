@@ -1,0 +1,406 @@
+"""HuggingFace folders: golden checkpoints to them, there and back to the bit, the files around, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError, load_tensors, read_manifest, save_tensors, verify
+from megatron.checkpointing.families import from_hf, hf_config, hf_shapes, to_hf
+from megatron.checkpointing.huggingface import HFFolder, export_args, export_hf, find_hf, import_hf, is_hf
+from megatron.checkpointing.huggingface.folder import write_weights
+from megatron.checkpointing.huggingface.parity import check_parity
+from megatron.checkpointing.layout import layer_file, layer_files
+from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.model.weight_map import layer_params, shard
+from megatron.neox_arguments import NeoXArgs
+from tests.checkpointing.family_models import CASES, random_model
+from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at
+from tests.model.stages import random_weights, small
+
+TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
+
+
+def model_folder(path: Path, case: str = "llama 3", dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+    random_model(case, dtype).save_pretrained(path, **how)
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def logits_of(path: Path, tokens: Tensor) -> Tensor:
+    """By plain transformers, which must find every tensor and no other."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)  # type: ignore[misc]
+    assert not any(told[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+# -- golden ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path: Path) -> None:
+    """Of GPT-NeoX's own forward pass, from its training YAML as it is; and the tensors of its own converter."""
+    args, facts = export_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
+    assert facts.tensor_size == (2 if run == "neox_pp2_mp2" else 1)
+    assert ("no pipeline" in facts.layout) == (run == "neox_pp0_mp1")
+    found = export_hf(checkpoint(run), args, tmp_path / "hf", tokenizer=False)
+    base = LLAMA if run.startswith("llama") else NEOX
+    tokens = torch.from_numpy(np.load(base / "fixed_input_2x65.npy").astype("int64"))[:, :-1]
+    logits = logits_of(tmp_path / "hf", tokens)
+    difference = (logits - torch.from_numpy(np.load(RUNS[run] / "logits_step3.npy"))).abs().max().item()
+    print(f"{run}: {difference:.2e}; {found}")
+    assert difference <= 1e-5
+    if (RUNS[run] / "hf_step3").exists():
+        theirs = tensors_of(RUNS[run] / "hf_step3")
+        ours = tensors_of(tmp_path / "hf")
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():  # sums of halved biases differ in the last bit
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-7 if name.endswith("bias") else 0)
+        expected = torch.from_numpy(np.load(RUNS[run] / "hf_logits_step3.npy"))
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
+    """Each rank holds the whole row bias, which GPT-NeoX's converter sums: its logits are 0.3 off."""
+    args = small(gpt_j_residual=False, no_weight_tying=True)
+    weights = random_weights(args)
+    (tmp_path / "c").mkdir()
+    for rank in range(2):
+        for layer, specs in layer_params(args).items():
+            local = {spec.name: shard(weights[layer][spec.name], spec, rank, 2) for spec in specs}
+            state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=2)
+            assert layer != 2 or torch.equal(state["mlp.linear2.bias"], weights[2]["mlp.linear2.bias"])
+            save_tensors(state, tmp_path / "c" / layer_file(layer, rank))
+    found = export_hf(tmp_path / "c", args, tmp_path / "hf", tokenizer=False)
+    assert found is not None and found.difference < 1e-5
+    bias = tensors_of(tmp_path / "hf")["gpt_neox.layers.0.mlp.dense_4h_to_h.bias"]
+    assert torch.equal(bias, weights[2]["mlp.linear2.bias"])
+
+
+# -- there and back ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("gpt_neox", {"tensor": 2, "pipe": 2}), ("gpt_neox sequential", {"pipe": 0}), ("llama 3", {"te_names": True}),
+        ("gpt_neox", {"te_names": True, "tensor": 2, "pipe": 0}), ("smollm 3", {"tensor": 4}), ("gemma 3", {}),
+        ("olmo 3", {"tensor": 2}), ("qwen 3", {"tensor": 2, "pipe": 2}), ("mistral", {"iteration": 7}),
+    ],
+)  # fmt: skip
+def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Through files, padded vocabulary and all; the checkpoint alone says how to go back."""
+    folder = model_folder(tmp_path / "hf", case, dtype, max_shard_size="40KB")
+    vocabulary = tokenizers.models.WordLevel({"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 90)}})
+    tokenizers.Tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    path, parity = import_hf(HFFolder(folder), tmp_path / "neox", **how)
+    assert path.name == f"global_step{how.get('iteration', 0)}" and parity.difference <= 1e-5
+    assert verify(path) is not None and bool(layer_files(path)) == (how.get("pipe") != 0)
+    args, facts = export_args(path)
+    assert ("Transformer-Engine" in facts.names) == ("te_names" in how) and args.padded_vocab_size == 128
+    found = export_hf(path, args, tmp_path / "back", shard_bytes=30_000)
+    assert found is not None and found.difference <= 1e-5
+    theirs, ours = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert ours.keys() == theirs.keys() and len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    for name, value in theirs.items():
+        assert ours[name].dtype == dtype and torch.equal(ours[name], value), name
+    for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (folder / file).read_bytes()
+    assert HFFolder(tmp_path / "back").config["vocab_size"] == 90
+
+
+def test_every_case_of_every_family_passes_the_check(tmp_path: Path) -> None:
+    """The check builds each layer for its turn alone: its numbers are those of the models as wholes."""
+    for case in CASES:
+        model = random_model(case)
+        model.save_pretrained(tmp_path / case)
+        folder = HFFolder(tmp_path / case)
+        keys, tensors = from_hf(folder.config, folder.get)
+        weights: dict[int, dict[str, Tensor]] = {}
+        for layer, name, value in tensors:
+            weights.setdefault(layer, {})[name] = value
+        found = check_parity(folder, NeoXArgs.from_dict(keys), weights.__getitem__, 90)
+        tokens = torch.randint(0, 90, (2, found.length), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert found.largest == pytest.approx(model(tokens).logits.abs().max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["tanh", "epsilon", "heads", "bias", "NaN"])
+def test_the_check_refuses_another_model(wrong: str, tmp_path: Path) -> None:
+    args = small(no_weight_tying=True)
+    weights = random_weights(args)
+    changes: dict[str, Any] = {"tanh": {"bias_gelu_fusion": True}, "epsilon": {"layernorm_epsilon": 1e-3}}
+    shapes = hf_shapes(args)
+    write_weights(tmp_path, shapes, torch.float32, to_hf(args, weights.items()))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(args)))
+    assert check_parity(HFFolder(tmp_path), args, weights.__getitem__, 64).difference < 1e-5
+    other = args.replace(**changes.get(wrong, {}))
+    if wrong == "heads":
+        rows = weights[3]["attention.query_key_value.weight"]
+        rows[:16] = rows[:16].roll(8, 0)
+    elif wrong == "bias":
+        weights[2]["mlp.linear2.bias"] *= 2
+    elif wrong == "NaN":
+        weights[2]["mlp.linear2.bias"][3] = torch.nan
+    with pytest.raises(CheckpointError, match="is not the same model: largest logit difference"):
+        check_parity(HFFolder(tmp_path), other, weights.__getitem__, 64)
+
+
+def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    made = {f"t{i}": torch.randn(3, i + 1, generator=generator).bfloat16() for i in range(6)}
+    write_weights(tmp_path, {n: tuple(t.shape) for n, t in made.items()}, torch.bfloat16, reversed(made.items()), 50)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * 3 * 21 and set(index["weight_map"]) == made.keys()
+    for name, value in made.items():
+        assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value)
+    assert max(p.stat().st_size for p in tmp_path.glob("*.safetensors")) < 50 + 300
+    (tmp_path / "old").mkdir()
+    config = random_model("llama 3").config
+    config.save_pretrained(tmp_path / "old")
+    torch.save(made, tmp_path / "old" / "pytorch_model.bin")
+    old = HFFolder(tmp_path / "old")
+    assert all(torch.equal(old.get(name), value) for name, value in made.items())
+
+
+# -- precision, tokenizer, card ----------------------------------------------------------------------------------
+
+
+def test_precision_is_as_asked(tmp_path: Path) -> None:
+    args = golden_args("neox_pp1_mp1")
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        found = export_hf(checkpoint("neox_pp1_mp1"), args, tmp_path / name, dtype=dtype, tokenizer=False)
+        assert found is not None and found.difference <= 1e-5  # of the same rounded weights
+        assert {value.dtype for value in tensors_of(tmp_path / name).values()} == {dtype}
+        assert HFFolder(tmp_path / name).config["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_mixed_and_too_large_numbers_are_refused(tmp_path: Path) -> None:
+    args = golden_args("neox_pp1_mp1")
+    path = write_at(tmp_path / "c", args, checkpoint("neox_pp1_mp1"), 1)
+    state = torch.load(path / layer_file(3, 0), weights_only=True)
+    state["mlp.linear1.bias"] = state["mlp.linear1.bias"].bfloat16()
+    save_tensors(state, path / layer_file(3, 0))
+    with pytest.raises(CheckpointError, match=r"several kinds \(bfloat16, float32\); choose one with --precision"):
+        export_hf(path, args, tmp_path / "hf", tokenizer=False)
+    state["mlp.linear1.bias"] = torch.full_like(state["mlp.linear1.bias"], 1e6)
+    save_tensors(state, path / layer_file(3, 0))
+    with pytest.raises(CheckpointError, match=r"layer 3: mlp.linear1.bias: holds 9.99e\+05, which fp16 cannot"):
+        export_hf(path, args, tmp_path / "hf", dtype=torch.float16, tokenizer=False)
+    assert not list(tmp_path.glob("*hf*"))
+
+
+def test_tokenizer_template_and_card(tmp_path: Path) -> None:
+    run = "neox_pp1_mp1"
+    for place in (TOKENIZER, TOKENIZER / "tokenizer.json"):
+        args = golden_args(run, vocab_file=str(place))
+        export_hf(checkpoint(run), args, tmp_path / "hf")  # the second time over the first
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+        assert len(tokenizer) == 380 and tokenizer.chat_template is not None
+        config = HFFolder(tmp_path / "hf").config
+        assert config["eos_token_id"] == tokenizer.eos_token_id is not None
+        assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] is not None
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers") and "| Architecture | GPTNeoXForCausalLM |" in card
+    yml = (RUNS[run] / f"{run}.yml").read_text().rstrip()
+    assert f"`{run}.yml`:\n\n```yml\n{yml}\n```" in card
+    # A bare tokenizer.json declares nothing: its end of document is looked up.
+    bare = golden_args(run, vocab_file=str(GOLDEN / "dataset" / "tokenizer.json"))
+    export_hf(checkpoint(run), bare, tmp_path / "bare", pad_token_id=5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bare")
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token_id == 5
+    assert HFFolder(tmp_path / "bare").config["pad_token_id"] == 5
+    with pytest.raises(CheckpointError, match="--pad-token-id: 9999: the tokenizer has no such token"):
+        export_hf(checkpoint(run), bare, tmp_path / "bare", pad_token_id=9999)
+    named = golden_args(run, vocab_file=str(TOKENIZER))
+    export_hf(checkpoint(run), named, tmp_path / "named", vocab_is_hf=True)
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "named")) == 380
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refused(message: str, *what: Any, **how: Any) -> str:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        export_hf(*what, tokenizer=False, **how)
+    return str(caught.value)
+
+
+def test_missing_and_extra_tensors_are_all_told_and_grouped(tmp_path: Path) -> None:
+    args = golden_args("neox_pp1_mp1")
+    path = write_at(tmp_path / "c", args, checkpoint("neox_pp1_mp1"), 1)
+    for layer in (2, 3, 5):
+        state = torch.load(path / layer_file(layer, 0), weights_only=True)
+        del state["mlp.linear1.bias"]
+        state["attention.sinks"] = torch.zeros(4)
+        save_tensors(state, path / layer_file(layer, 0))
+    text = refused("does not fit this model", path, args, tmp_path / "hf")
+    assert text.splitlines()[1:] == [
+        "  layers 2-3, 5: missing mlp.linear1.bias", "  layers 2-3, 5: extra attention.sinks",
+    ]  # fmt: skip
+    refused("set no_weight_tying: true", path, args.replace(no_weight_tying=False), tmp_path / "hf")
+    deeper = args.replace(num_layers=5, attention_config=None)
+    text = refused("num_layers: 4, the model has 5", path, deeper, tmp_path / "hf")
+    assert "missing layer 9" in text and len(text.splitlines()) < 12
+    assert not (tmp_path / "hf").exists() and not (tmp_path / ".tmp_hf").exists()
+
+
+def test_a_head_that_should_not_be_there(tmp_path: Path) -> None:
+    """tie_word_embeddings says one thing, the files another."""
+    folder = model_folder(tmp_path / "hf")
+    tensors = tensors_of(folder)
+    del tensors["lm_head.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        import_hf(HFFolder(folder), tmp_path / "neox")
+    assert "missing model.layers.N.mlp.up_proj.weight (layers 1)" in str(caught.value)
+    assert "tie_word_embeddings should be true" in str(caught.value)
+    assert not (tmp_path / "neox").exists()
+
+
+def test_a_tokenizer_of_another_size(tmp_path: Path) -> None:
+    args = golden_args("neox_pp1_mp1", vocab_file=str(TOKENIZER))
+    own = {"vocab_file": str(TOKENIZER), "tokenizer_type": "HFTokenizer"}
+    small_args = small(padded_vocab_size=256, no_weight_tying=True, **own)
+    (tmp_path / "c").mkdir()
+    for layer, tensors in random_weights(small_args).items():
+        save_tensors(local_layer_state(layer, tensors, small_args, tensor_rank=0, tensor_size=1),
+                     tmp_path / "c" / layer_file(layer, 0))  # fmt: skip
+    with pytest.raises(CheckpointError, match="tokenizer has 380 tokens, its embedding 256 rows"):
+        export_hf(tmp_path / "c", small_args, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="tokenizer cannot be had: .*no such file.*--no_save_tokenizer"):
+        export_hf(checkpoint("neox_pp1_mp1"), args.replace(vocab_file="nowhere/tokenizer.json"), tmp_path / "hf")
+
+
+def test_targets_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, source = golden_args("neox_pp1_mp1"), checkpoint("neox_pp1_mp1")
+    refused("cannot be written .*; give another folder", source, args, Path("/proc/nothing/hf"))
+    (tmp_path / "file").write_text("")
+    refused("is a file", source, args, tmp_path / "file")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("")
+    refused("holds thesis.tex, no model's; give another folder", source, args, tmp_path / "work")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        import_hf(HFFolder(model_folder(tmp_path / "model")), "/proc/nothing/neox")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 60_000))
+    refused(r"takes 0.00 GB, 0.00 GB are free; make room", source, args, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="make room"):
+        import_hf(HFFolder(tmp_path / "model"), tmp_path / "neox")
+    assert not list(tmp_path.glob("*hf")) and not list((tmp_path / "neox").glob("*"))
+
+
+def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
+    args, source = golden_args("neox_pp1_mp1"), checkpoint("neox_pp1_mp1")
+
+    def stop(layers: Any, count: int) -> Any:
+        for layer in layers:
+            if layer == 4:
+                raise KeyboardInterrupt
+            yield layer
+
+    export_hf(source, args, tmp_path / "hf", tokenizer=False)
+    before = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        export_hf(source, args, tmp_path / "hf", dtype=torch.bfloat16, tokenizer=False, each=stop)
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
+    (tmp_path / ".tmp_hf").mkdir()  # of one that was killed
+    export_hf(source, args, tmp_path / "hf", dtype=torch.bfloat16, tokenizer=False)
+    assert os.listdir(tmp_path) == ["hf"] and (tmp_path / "hf" / "model.safetensors").stat().st_size < len(before)
+    with pytest.raises(KeyboardInterrupt):
+        import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", each=stop)
+    assert not list((tmp_path / "neox").iterdir())
+    for tensor in (1, 2):  # an import replaces an import, never a run's checkpoint
+        path, _ = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", tensor=tensor)
+    manifest = read_manifest(path)
+    assert manifest is not None and manifest.layout.tensor == 2
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="is there already, and no import"):
+        import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox")
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "hf")
+    whole, config = (folder / "model.safetensors").read_bytes(), json.loads((folder / "config.json").read_text())
+
+    def says(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            import_hf(HFFolder(folder), tmp_path / "neox")
+
+    (folder / "model.safetensors").write_bytes(whole[:-100])
+    says("model.safetensors: damaged, .* should end at byte")
+    (folder / "model.safetensors").write_bytes(b"\x80\x04" + whole)
+    says("damaged, or not a safetensors file")
+    (folder / "model.safetensors").unlink()
+    says("holds no weights: no model.safetensors, pytorch_model.bin")
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    torch.save({"model.norm.weight": Harm()}, folder / "pytorch_model.bin")
+    says(r"pytorch_model.bin: asks to run (posix|os).mkdir, which is not on the allow-list; nothing was run")
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    says("not a file of tensors by name")
+    assert not (tmp_path / "harm").exists()
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "model.safetensors").write_bytes(whole)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    says("is quantised")
+    (folder / "config.json").write_text("{")
+    says("config.json: not JSON")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    says("incomplete, without model-00001-of-00002.safetensors")
+
+
+def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path / "hf")
+    assert is_hf("hf://org/name") and is_hf(folder) and not is_hf(tmp_path) and find_hf(folder) == folder
+    for name in ("nowhere/at/all", "/nowhere", "./nowhere"):
+        with pytest.raises(CheckpointError, match=f"{name}: no such folder, and not ORG/NAME"):
+            find_hf(name)
+    with pytest.raises(CheckpointError, match=r"org/name at revision v1: cannot be had .*hf download org/name"):
+        find_hf("hf://org/name@v1")
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, "*.safetensors" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_hf("org/name", "v2") == folder and asked == [("org/name", "v2", True)]
+
+
+def test_the_imported_files_hold_nothing_but_plain_tensors(tmp_path: Path) -> None:
+    path, _ = import_hf(HFFolder(model_folder(tmp_path / "hf")), tmp_path / "neox", tensor=2, save_tokenizer=False)
+    args = export_args(path)[0]
+    for layer, specs in layer_params(args).items():
+        for rank in range(2):
+            state = load_tensors(path / layer_file(layer, rank))
+            assert {name: tuple(value.shape) for name, value in state.items()} == {
+                spec.name: spec.local_shape(2) for spec in specs
+            }
+    embedding = load_weights(path, args, layers=[0], tensor_rank=0, tensor_size=1)[0]
+    assert embedding["word_embeddings.weight"].shape[0] == 128
+    with pytest.raises(CheckpointError, match="has no tokenizer.json to save"):
+        import_hf(HFFolder(tmp_path / "hf"), tmp_path / "other", save_tokenizer=True)

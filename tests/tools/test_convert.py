@@ -1,0 +1,123 @@
+"""The conversion commands as they are typed, their memory, and the names of GPT-NeoX and of its fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from huggingface import convert_hf_gptneox_to_neox
+from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
+from megatron.checkpointing.huggingface import export_args
+from megatron.checkpointing.layout import layer_file
+from megatron.model.weight_map import layer_params
+from tests.checkpointing.golden import RUNS, checkpoint
+from tests.checkpointing.test_huggingface import TOKENIZER, model_folder
+from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = "neox_pp2_mp2"
+
+
+def refused(command: Any, *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(word) for word in argv])
+    assert isinstance(ended.value.code, str)
+    return ended.value.code
+
+
+def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Row 21 of the commands: --input_dir --config_file --output_dir --precision."""
+    config = tmp_path / "run.yml"
+    text = (RUNS[RUN] / f"{RUN}.yml").read_text()
+    config.write_text(text.replace("GOLDEN/dataset/tokenizer.json", str(TOKENIZER)))
+    words = ["--input_dir", checkpoint(RUN), "--config_file", config, "--output_dir", tmp_path / "hf"]
+    convert_neox_to_hf.main([str(word) for word in (*words, "--precision", "bf16")])
+    told = capsys.readouterr().out
+    assert "layer files (pipeline), 2 tensor ranks, names GPT-NeoX's (linear1, linear2)" in told
+    assert "largest logit difference to transformers" in told
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "hf" / "chat_template.jinja").exists()
+    convert_neox_to_hf.main([str(word) for word in (*words, "--no_save_tokenizer", "--architecture", "neox")])
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    text = refused(convert_neox_to_hf, *words, "--architecture", "llama")
+    assert text.startswith("convert_neox_to_hf.py: error: HuggingFace has no such model:") and "llama: " in text
+    assert "no family opt; one of gpt_neox" in refused(convert_neox_to_hf, *words, "--architecture", "opt")
+    assert "no such directory" in refused(convert_neox_to_hf, "--input_dir", tmp_path / "no", *words[2:])
+
+
+def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Row 22 of the commands, under both names; without flags that of the fork writes Transformer-Engine's names."""
+    folder = model_folder(tmp_path / "model", "gpt_neox")
+    words = ["--hf-model", str(folder), "--output-dir", str(tmp_path / "out"), "--tp", "2", "--iteration"]
+    convert_hf_to_neox.main([*words, "3"])
+    assert "names GPT-NeoX's" in capsys.readouterr().out
+    convert_hf_gptneox_to_neox.main([*words, "4"])
+    assert "names Transformer-Engine's" in capsys.readouterr().out
+    convert_hf_gptneox_to_neox.main([*words, "5", "--no-transformer-engine"])
+    assert (tmp_path / "out" / "latest").read_text() == "global_step5"
+    states = [torch.load(find_checkpoint(tmp_path / "out", step) / layer_file(2, 0)) for step in (3, 4, 5)]
+    assert "mlp.linear1.weight" in states[0] and "mlp.fc1_weight" in states[1] and "attention.qkv.weight" in states[1]
+    assert states[2].keys() == states[0].keys()
+    whole = []
+    for step in (3, 4):
+        path = find_checkpoint(tmp_path / "out", step)
+        args = export_args(path)[0].replace(model_parallel_size=1)
+        whole.append(load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1))
+    for layer, tensors in whole[1].items():
+        assert all(torch.equal(whole[0][layer][name], value) for name, value in tensors.items())
+    manifest = read_manifest(find_checkpoint(tmp_path / "out", 4))
+    assert manifest is not None and "te_layernorm_mlp" not in manifest.model  # such a run may load it
+    assert "--tp must be at least 1" in refused(convert_hf_to_neox, "--hf-model", folder, "--tp", "0")
+    text = refused(convert_hf_to_neox, *words, "6", "--hf-model", "org/name")
+    assert text.startswith("convert_hf_to_neox.py: error: org/name: cannot be had from the Hub")
+    assert "model_parallel_size: 3 does not divide" in refused(convert_hf_to_neox, *words, "7", "--tp", "3")
+
+
+def test_the_tokenizer_is_saved_for_training(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", "gpt_neox")
+    for file in TOKENIZER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    convert_hf_to_neox.main(["--hf-model", str(folder), "--output-dir", str(tmp_path / "out"), "--save-tokenizer"])
+    args, _ = export_args(find_checkpoint(tmp_path / "out"))
+    assert args.tokenizer_type == "HFTokenizer" and args.vocab_file == str(tmp_path / "out/tokenizer/tokenizer.json")
+    assert (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()
+
+
+def test_the_batch_script(tmp_path: Path) -> None:
+    """Row 23, with bash in the place of sbatch."""
+    folder = model_folder(tmp_path / "model", "gpt_neox")
+    env = {**os.environ, "PYTHON": sys.executable, "SLURM_SUBMIT_DIR": str(ROOT), "OUTPUT_DIR": str(tmp_path / "out")}
+    script = ["bash", str(ROOT / "huggingface" / "convert_hf_to_neox.sbatch")]
+    subprocess.run([*script, str(folder), "12"], env={**env, "TP": "2"}, check=True, capture_output=True, timeout=120)
+    manifest = read_manifest(find_checkpoint(tmp_path / "out"))
+    assert manifest is not None and manifest.iteration == 12 and manifest.layout.tensor == 2
+    done = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "<hf_model> [iteration]" in done.stderr
+    env["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    done = subprocess.run([*script, "m"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "submit it from the root of the repository" in done.stderr
+
+
+def test_memory_is_that_of_layers_not_of_the_model(tmp_path: Path) -> None:
+    """1 GB there and back, checks included, to the byte."""
+    words = ["--gb", "1", "--hidden", "1024", "--precision", "fp32", "--folder", str(tmp_path), "--json"]
+    # The allocator gives large pieces back at once, so that what is measured is what is held.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "conversion.py"), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["same"] and found["bytes"] > 0.98e9 and found["largest_layer"] < 70e6
+    for way in ("there", "back"):
+        assert found[way]["peak"] < 4.5 * found["largest_layer"], way

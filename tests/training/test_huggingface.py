@@ -1,0 +1,138 @@
+"""Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
+from megatron.checkpointing.huggingface import HFFolder, export_args, export_hf, import_hf
+from megatron.checkpointing.huggingface.importing import load_hf_weights
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, NEOX, config, run_to_end
+
+TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
+TOKENS = 380  # of that tokenizer and of BASE's
+MODEL = NEOX | {"no_weight_tying": True, "layernorm_epsilon": 1e-5}
+LAYOUTS = {
+    "plain": (1, {}),
+    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+
+
+def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any) -> Path:
+    """A GPT-NeoX model as transformers saves it, of the shape of the tests' runs."""
+    torch.manual_seed(5)
+    sizes = {
+        "vocab_size": vocab, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 128, "max_position_embeddings": 32, "rotary_pct": 0.25, "initializer_range": 0.2,
+    }  # fmt: skip
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**sizes, **changes}))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape))
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(path)
+    if tokenizer:
+        for file in TOKENIZER.iterdir():
+            shutil.copy(file, path)
+    return path
+
+
+def given(save: Path, load: Path | str, **more: Any) -> dict[str, Any]:
+    common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
+    return config(MODEL, common, {"save": str(save), "load": str(load), **more})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
+    ranks, keys = LAYOUTS[layout]
+    model = folder(tmp_path / "model", eos_token_id=7)
+    run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys), timeout=120)
+    # Before the first step every weight is the folder's, bit for bit, and comes out again.
+    started = find_checkpoint(tmp_path / "run", 0)
+    export_hf(started, export_args(started)[0], tmp_path / "started")
+    before, theirs = load_file(tmp_path / "started" / "model.safetensors"), load_file(model / "model.safetensors")
+    assert before.keys() == theirs.keys() and all(torch.equal(before[name], theirs[name]) for name in theirs)
+    # After the last step the run itself has written one.
+    made = tmp_path / "run" / "huggingface" / "global_step2"
+    assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
+    ended = find_checkpoint(tmp_path / "run")
+    export_hf(ended, export_args(ended)[0], tmp_path / "ended")
+    after, again = load_file(made / "model.safetensors"), load_file(tmp_path / "ended" / "model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in again.items())
+    assert all(not torch.equal(after[name], theirs[name]) for name in theirs)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (made / name).read_bytes() == (model / name).read_bytes(), name
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
+    assert not told["missing_keys"] and not told["unexpected_keys"] and loaded.config.eos_token_id == 7
+    assert loaded.generation_config.temperature == 0.7
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    chat = [{"role": "user", "content": "hello"}]
+    expected = transformers.AutoTokenizer.from_pretrained(TOKENIZER).apply_chat_template(chat, tokenize=False)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+
+
+def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", vocab=350, tokenizer=False)
+    values = given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5)
+    run_ranks(run_to_end, 1, values)
+    made = tmp_path / "run" / "huggingface"
+    assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
+    started = find_checkpoint(tmp_path / "run", 0)
+    export_hf(started, export_args(started)[0], tmp_path / "started")
+    rows = load_file(tmp_path / "started" / "model.safetensors")["gpt_neox.embed_in.weight"]
+    theirs = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
+    assert rows.shape[0] == TOKENS and torch.equal(rows[:350], theirs)
+    torch.testing.assert_close(rows[350:], theirs.mean(0).expand(30, -1))
+    assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == TOKENS
+
+
+def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:
+    """`load` and `save` the same, as people have it: no run is gone on with, whatever its seed and data."""
+    model = folder(tmp_path / "model")
+    import_hf(HFFolder(model), tmp_path / "run", tensor=2)
+    run_ranks(run_to_end, 1, given(tmp_path / "run", tmp_path / "run", extra_save_iters=None))
+    manifest = read_manifest(find_checkpoint(tmp_path / "run"))
+    assert manifest is not None and manifest.iteration == 2 and manifest.data
+
+
+def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model")
+    args = NeoXArgs.from_dict(given(tmp_path, model, num_layers=3, rotary_pct=0.5, padded_vocab_size=384))
+    with pytest.raises(CheckpointError) as caught:
+        load_hf_weights(model, args, layers=[0], tensor_rank=0, tensor_size=1)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert "num_layers: 4 there, 3 here" in lines and "rotary_pct: 2 there, 4 here" in lines
+    small = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=256))
+    with pytest.raises(CheckpointError, match="384 rows of vocabulary, padded_vocab_size is 256; .* at least 384"):
+        load_hf_weights(model, small, layers=[0], tensor_rank=0, tensor_size=1)
+
+
+def test_only_the_stage_s_own_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read, get = folder(tmp_path / "model"), [], HFFolder.get
+    monkeypatch.setattr(HFFolder, "get", lambda self, name: read.append(name) or get(self, name))
+    args = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=384))
+    loaded = load_hf_weights(model, args, layers=[4, 5], tensor_rank=1, tensor_size=2)
+    assert loaded.keys() == {4, 5} and loaded[4]["mlp.linear1.weight"].shape == (64, 32)
+    assert not any(f".layers.{block}." in name for name in read for block in (0, 1))
+
+
+def test_what_cannot_be_written_stops_the_run_before_its_first_step(tmp_path: Path) -> None:
+    values = {**given(tmp_path / "run", "", save_hf=0, pos_emb="alibi"), "load": None}
+    with pytest.raises(Exception, match="HuggingFace has no such model"):
+        run_ranks(run_to_end, 1, values)
+    with pytest.raises(ConfigError, match="save_hf: needs save"):
+        NeoXArgs.from_dict({**given(tmp_path, ""), "save": None, "load": None, "save_hf": 1})
+    with pytest.raises(Exception, match="ORG/NAME: cannot be had from the Hub .*`hf download ORG/NAME`"):
+        run_ranks(run_to_end, 1, given(tmp_path / "run", "hf://ORG/NAME"))
