@@ -11,7 +11,6 @@ from megatron.neox_arguments.frozen import thaw
 
 # Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and ours.
 _PASSED = ("comms_logger", "dump_state")
-_COMMS_LOGGER = ("enabled", "verbose", "prof_all", "prof_ops", "debug")
 
 
 def zero_stage_used(args: NeoXArgs) -> int:
@@ -74,9 +73,6 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     if args.dump_state:
         config["dump_state"] = True
     problems += _add_extra(config, args)
-    unknown = sorted(set(config.get("comms_logger", {})) - set(_COMMS_LOGGER))
-    if unknown:  # only deepspeed_extra_args can bring such keys
-        problems.append(f"comms_logger: unknown {', '.join(unknown)}; DeepSpeed knows {', '.join(_COMMS_LOGGER)}")
     if problems:
         raise ConfigError(problems)
     return config

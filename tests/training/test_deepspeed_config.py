@@ -78,7 +78,7 @@ def test_extra_args_add() -> None:
         (extra(scheduler={"type": "WarmupLR"}), "scheduler: write lr_decay_style"),
         (extra(seed=3), "write `seed` outside deepspeed_extra_args"),
         (extra(bfloat={}), "bfloat: DeepSpeed 0.19.8 has no such key"),
-        ({"deepspeed_extra_args": {"comms_logger": {"enabled": True, "prof": True}}}, "comms_logger: unknown prof"),
+        (extra(comms_logger={"enabled": True, "prof": True}), r"deepspeed_extra_args.comms_logger.prof: unknown key"),
         (zero(0, offload_optimizer=CPU), "offload_optimizer: needs .*stage 1 or more, not 0"),
         (zero(2, offload_param=CPU), "offload_param: needs .*stage 3, not 2"),
         (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio: 0.5"),
