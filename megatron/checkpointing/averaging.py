@@ -1,0 +1,110 @@
+"""The mean of several checkpoints of one model: weights alone, one layer in memory at a time, whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import layout as names
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.resharding import checkpoint_args
+from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.model.weight_map import layer_params, shard
+from megatron.neox_arguments import NeoXArgs
+
+_LOGITS = "checkpoint_validation_logits"  # of one checkpoint, not of the mean
+_STATE = re.compile(r"optim_|(bf16_)?zero_")
+
+
+def average(
+    sources: Sequence[str | Path],
+    save: str | Path,
+    *,
+    each: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
+) -> Path:
+    """Write the mean of `sources` to `<save>/global_stepN` and let `latest` name it; returns that directory.
+
+    Sums are in fp32, the result has the dtype, the layout, the counters and the tokenizer of the last source, whose N
+    it gets; there is no optimizer state. Raises CheckpointError for sources that are damaged or of different models.
+    """
+    paths, save = [Path(source) for source in sources], Path(save)
+    if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
+        raise CheckpointError("a mean is of two checkpoints at least, each given once")
+    last = paths[-1]
+    manifest, args = _manifest(last), checkpoint_args(last)
+    final = save / names.step_tag(manifest.iteration)
+    if final.exists():
+        raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
+    for path in paths:
+        found = _manifest(path)
+        check_model(found.model, args, str(path))
+        verify(path, [name for name in found.files if not _STATE.match(name)])
+    specs, ranks = layer_params(args), manifest.layout.tensor
+    cut = args.replace(model_parallel_size=ranks)
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        _check_space(manifest, save)
+        temporary = begin(save, manifest.iteration)
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
+    try:
+        records: list[FileRecord] = []
+        for layer in each(sorted(specs), len(specs)):
+            mean = _mean(paths, args, layer)
+            for rank in range(ranks):
+                local = {spec.name: shard(mean[spec.name], spec, rank, ranks) for spec in specs[layer]}
+                state = local_layer_state(layer, local, cut, tensor_rank=rank, tensor_size=ranks)
+                records.append(save_tensors(state, temporary / names.layer_file(layer, rank)))
+            del mean
+        for _, file in sorted(names.model_files(last).items()):
+            own = {**load_tensors(file), "module": None, "optimizer": None}
+            own.pop(_LOGITS, None)
+            records.append(save_tensors(own, temporary / file.name))
+        for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            records.append(write_bytes((last / name).read_bytes(), temporary / name, name))
+        made = replace(
+            manifest,
+            model={key: value for key, value in model_keys(args).items() if key in manifest.model},
+            run_id="mean of " + ", ".join(str(path) for path in paths),
+            files={record.name: record for record in records},
+            optimizer=False,
+            validation_loss=None,
+        )
+        return publish(temporary, save, made.iteration, made, {})
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _manifest(path: Path) -> Manifest:
+    found = read_manifest(path)
+    if found is None:
+        raise CheckpointError(f"{path}: has no manifest.json, which says what model it is")
+    return found
+
+
+def _mean(paths: Sequence[Path], args: NeoXArgs, layer: int) -> dict[str, Tensor]:
+    """Whole tensors of one layer, in the dtype of the last source."""
+    sums: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for path in paths:
+        for name, value in load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer].items():
+            dtypes[name] = value.dtype
+            sums[name] = sums[name].add_(value) if name in sums else value.to(torch.float32, copy=True)
+    return {name: value.div_(len(paths)).to(dtypes[name]) for name, value in sums.items()}
+
+
+def _check_space(manifest: Manifest, save: Path) -> None:
+    needed = sum(record.size for name, record in manifest.files.items() if not _STATE.match(name))
+    free = shutil.disk_usage(save).free
+    if free < needed:
+        raise CheckpointError(f"{save}: takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")

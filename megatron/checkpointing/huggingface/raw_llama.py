@@ -1,0 +1,274 @@
+"""Meta's own format of LLaMA and Mistral, `params.json` and `consolidated.NN.pth`, read and written as HuggingFace's.
+
+Names and cuts are those of Meta's model.py; rows of q and k stand there in pairs (2i, 2i + 1), in HuggingFace's files
+in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config import rope_of
+from megatron.checkpointing.files import load_tensors, save_tensors, sync_dir, write_bytes
+from megatron.checkpointing.huggingface.exporting import check_space
+from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, read_json, weight_bytes
+
+PARAMS, TOKENIZER = "params.json", "tokenizer.model"
+# Meta's name -> HuggingFace's name, and the dimension that is cut over the files (None: every file has it whole).
+_TOP: dict[str, tuple[str, int | None]] = {
+    "tok_embeddings.weight": ("model.embed_tokens.weight", 1),  # 0 from LLaMA 3 on
+    "norm.weight": ("model.norm.weight", None),
+    "output.weight": ("lm_head.weight", 0),
+}
+_BLOCK: dict[str, tuple[str, int | None]] = {
+    "attention.wq": ("self_attn.q_proj", 0),
+    "attention.wk": ("self_attn.k_proj", 0),
+    "attention.wv": ("self_attn.v_proj", 0),
+    "attention.wo": ("self_attn.o_proj", 1),
+    "feed_forward.w1": ("mlp.gate_proj", 0),
+    "feed_forward.w2": ("mlp.down_proj", 1),
+    "feed_forward.w3": ("mlp.up_proj", 0),
+    "attention_norm": ("input_layernorm", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+}
+_UNUSED = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")  # computed from rope_theta
+_SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # LLaMA 3.1, 3.2
+_LLAMA3_ROWS, _LLAMA3_IDS = 128256, {"bos_token_id": 128000, "eos_token_id": 128001}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """meta: its name there; cut: dimension over the files; heads: of q and k, whose rows are reordered; 0: not."""
+
+    meta: str
+    cut: int | None
+    heads: int = 0
+
+
+def _table(layers: int, heads: int, kv_heads: int) -> dict[str, _Tensor]:
+    """By HuggingFace's names."""
+    found = {theirs: _Tensor(meta, cut) for meta, (theirs, cut) in _TOP.items()}
+    turned = {"attention.wq": heads, "attention.wk": kv_heads}
+    for layer in range(layers):
+        for meta, (theirs, cut) in _BLOCK.items():
+            name = f"layers.{layer}.{meta}.weight"
+            found[f"model.layers.{layer}.{theirs}.weight"] = _Tensor(name, cut, turned.get(meta, 0))
+    return found
+
+
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of every head from Meta's order to HuggingFace's. weight: `[heads * head_dim, hidden]`."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_halves`."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+class RawLlama(HFFolder):
+    """A folder of Meta's with the face of HuggingFace's: tensors are put together and reordered as they are asked for.
+
+    beside: an empty folder that gets config.json and the tokenizer, for whoever looks for them. positions:
+    `max_position_embeddings`, which Meta's files do not say. Raises CheckpointError for what is missing or damaged.
+    """
+
+    def __init__(self, raw: Path, beside: Path, model_type: str, positions: int) -> None:
+        self.path, self.raw = beside, raw
+        params = read_json(raw / PARAMS)
+        files = sorted(raw.glob("consolidated.*.pth"))
+        wanted = [f"consolidated.{i:02d}.pth" for i in range(max(len(files), 1))]
+        if [file.name for file in files] != wanted:
+            raise CheckpointError(f"{raw}: holds {', '.join(f.name for f in files) or 'no consolidated.NN.pth'}; "
+                                  f"wanted {', '.join(wanted)}")  # fmt: skip
+        self._parts: list[Mapping[str, Tensor]] = [_tensors(file) for file in files]
+        try:
+            layers, heads, dim = (int(params[key]) for key in ("n_layers", "n_heads", "dim"))
+            kv_heads = int(params.get("n_kv_heads") or heads)
+            self._table = _table(layers, heads, kv_heads)
+            self._check_names(params)
+            self.config = _config(params, model_type, positions, self._shape("model.layers.0.mlp.gate_proj.weight")[0],
+                                  self._shape("lm_head.weight")[0])  # fmt: skip
+        except (KeyError, TypeError, ValueError) as problem:
+            if isinstance(problem, CheckpointError):
+                raise
+            raise CheckpointError(f"{raw / PARAMS}: {type(problem).__name__}: {problem}; not Meta's") from problem
+        if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # of one file: either way the same
+            name = "model.embed_tokens.weight"
+            self._table[name] = _Tensor("tok_embeddings.weight", 0)
+        self.shapes = {name: self._shape(name) for name in self._table}
+        self._check_sizes(dim, heads, kv_heads)
+        (beside / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+        for place in (raw, raw.parent):
+            if (place / TOKENIZER).is_file():
+                shutil.copyfile(place / TOKENIZER, beside / TOKENIZER)
+                break
+
+    def _check_names(self, params: Mapping[str, Any]) -> None:
+        names = {tensor.meta for tensor in self._table.values()}
+        for i, part in enumerate(self._parts):
+            there = {name for name in part if not _UNUSED.fullmatch(name)}
+            if there != names:
+                lacks, more = sorted(names - there), sorted(there - names)
+                told = [f"lacks {lacks[0]}"] if lacks else []
+                told += [f"holds {more[0]}, which this build does not know"] if more else []
+                raise CheckpointError(f"{self.raw / f'consolidated.{i:02d}.pth'}: {' and '.join(told)}")
+
+    def _check_sizes(self, dim: int, heads: int, kv_heads: int) -> None:
+        """What params.json says, against what the files together hold: a missing file shows here."""
+        head = self.config.get("head_dim") or dim // heads
+        rows, inner = self.config["vocab_size"], self.config["intermediate_size"]
+        wanted = {
+            "embed_tokens": (rows, dim), "lm_head": (rows, dim), "q_proj": (heads * head, dim),
+            "k_proj": (kv_heads * head, dim), "v_proj": (kv_heads * head, dim), "o_proj": (dim, heads * head),
+            "gate_proj": (inner, dim), "up_proj": (inner, dim), "down_proj": (dim, inner),
+        }  # fmt: skip
+        for name, shape in self.shapes.items():
+            right = wanted.get(name.split(".")[-2], (dim,))
+            if shape != right:
+                raise CheckpointError(
+                    f"{self.raw}: {self._table[name].meta} of {len(self._parts)} files is {shape} together, {right} by "
+                    f"{PARAMS}; is a consolidated.NN.pth missing?"
+                )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        tensor = self._table[name]
+        shape = list(self._parts[0][tensor.meta].shape)
+        if tensor.cut is not None:
+            shape[tensor.cut] = sum(part[tensor.meta].shape[tensor.cut] for part in self._parts)
+        return tuple(shape)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        return {name: self._parts[0][tensor.meta].dtype for name, tensor in self._table.items()}
+
+    def get(self, name: str) -> Tensor:
+        tensor = self._table[name]
+        parts = [part[tensor.meta] for part in self._parts]
+        whole = parts[0] if tensor.cut is None or len(parts) == 1 else torch.cat(parts, dim=tensor.cut)
+        return to_halves(whole, tensor.heads) if tensor.heads else whole
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    state = load_tensors(file)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{file}: not a file of tensors by name")
+    return state
+
+
+def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int) -> dict[str, Any]:
+    """config.json. inner, rows: of the MLP and the vocabulary, for which params.json has formulas or -1."""
+    if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
+        raise CheckpointError(f"{PARAMS}: a mixture of experts or a model of images, which is not supported")
+    scaled = {"rope_type": "llama3", "factor": float(params.get("rope_scaling_factor") or 8.0), **_SCALED}
+    config = {
+        "architectures": [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}[model_type]],
+        "model_type": model_type, "hidden_size": params["dim"], "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": params["n_heads"], "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+        "intermediate_size": inner, "vocab_size": rows, "rms_norm_eps": params.get("norm_eps", 1e-5),
+        "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": positions,
+        "rope_theta": float(params.get("rope_theta") or 10000.0),
+        "rope_scaling": scaled if params.get("use_scaled_rope") else None,
+        **(_LLAMA3_IDS if rows == _LLAMA3_ROWS else {}),
+    }  # fmt: skip
+    if params.get("head_dim"):
+        config["head_dim"] = params["head_dim"]
+    if model_type == "mistral":
+        config["sliding_window"] = params.get("sliding_window")
+    return config
+
+
+def _params(folder: HFFolder) -> dict[str, Any]:
+    """params.json of a HuggingFace model. Raises CheckpointError for what Meta's models cannot say."""
+    config = folder.config
+    rope = rope_of(config, theta=10000.0)
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "factor") and value is not None}
+    scaled = scaling == {"rope_type": "llama3", **_SCALED}
+    heads, dim = config["num_attention_heads"], config["hidden_size"]
+    head = config.get("head_dim") or dim // heads
+    mistral = config.get("model_type") == "mistral"
+    wrong = [
+        text
+        for text, there in (
+            (f"model_type {config.get('model_type')}", config.get("model_type") not in ("llama", "mistral")),
+            (f"rotary scaling {rope['rope_type']}", not scaled and scaling != {"rope_type": "default"}),
+            ("tied embeddings", config.get("tie_word_embeddings", False)),
+            (f"activation {config.get('hidden_act')}", config.get("hidden_act", "silu") != "silu"),
+            (f"head_dim {head}", head * heads != dim and not mistral),
+        )
+        if there
+    ]
+    if wrong:
+        raise CheckpointError(f"{folder.path}: has what Meta's format does not: {', '.join(wrong)}")
+    params = {
+        "dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
+        "n_kv_heads": config.get("num_key_value_heads") or heads, "vocab_size": folder.vocab_size,
+        "hidden_dim": config["intermediate_size"], "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope["rope_theta"],
+    }  # fmt: skip
+    if mistral:
+        params |= {"head_dim": head, "sliding_window": config.get("sliding_window")}
+    if scaled:
+        params |= {"use_scaled_rope": True, "rope_scaling_factor": rope["factor"]}
+    return params
+
+
+def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
+    """A HuggingFace LLaMA or Mistral as Meta's `output`/params.json and consolidated.NN.pth, NN below `shards`.
+
+    One file's tensors are in memory at a time; the folder appears when it is whole. Raises CheckpointError.
+    """
+    output, params = Path(output).resolve(), _params(folder)
+    table = _table(params["n_layers"], params["n_heads"], params["n_kv_heads"])
+    strange = sorted(table.keys() ^ folder.shapes.keys())
+    if strange:
+        there = "holds" if strange[0] in folder.shapes else "lacks"
+        raise CheckpointError(f"{folder.path}: {there} {strange[0]}, unlike Meta's models")
+    dtypes = set(folder.dtypes.values())
+    dtype = dtypes.pop()
+    if dtypes or dtype is None:
+        raise CheckpointError(f"{folder.path}: its weights are of several or unknown kinds; save it in one")
+    sizes = {name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None}
+    sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
+    uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
+    if uneven:
+        raise CheckpointError(f"{folder.path}: {shards} files do not divide {uneven[0]}; choose another number")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: is there already; remove it, or give another folder")
+    temporary = output.with_name(f".tmp_{output.name}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        check_space(output.parent, weight_bytes(folder.shapes, dtype))
+        shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted call
+        temporary.mkdir()
+        for rank in range(shards):
+            state = {tensor.meta: _cut(folder.get(name), tensor, rank, shards) for name, tensor in table.items()}
+            save_tensors(state, temporary / f"consolidated.{rank:02d}.pth")
+        write_bytes((json.dumps(params, indent=2) + "\n").encode(), temporary / PARAMS)
+        if (folder.path / TOKENIZER).is_file():
+            write_bytes((folder.path / TOKENIZER).read_bytes(), temporary / TOKENIZER)
+        sync_dir(temporary)
+        os.rename(temporary, output)  # of an empty folder too
+        sync_dir(output.parent)
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output
+
+
+def _cut(whole: Tensor, tensor: _Tensor, rank: int, shards: int) -> Tensor:
+    turned = to_pairs(whole, tensor.heads) if tensor.heads else whole
+    part = turned if tensor.cut is None else turned.chunk(shards, dim=tensor.cut)[rank]
+    return part.clone(memory_format=torch.contiguous_format)  # torch.save writes all that a view is of

@@ -1,0 +1,43 @@
+"""Average checkpoints of one model: the weights alone, in fp32, one layer in memory at a time.
+
+    python tools/ckpts/average.py --output_dir averaged checkpoints/run/global_step{800,900,1000}
+
+The result has the number, the layout and the tokenizer of the last one, and no optimizer state. Nothing is visible in
+the output folder until it is whole; after an interruption the same command is given again.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tqdm import tqdm  # noqa: E402
+
+from megatron.checkpointing import CheckpointError  # noqa: E402
+from megatron.checkpointing.averaging import average  # noqa: E402
+from megatron.neox_arguments import ConfigError  # noqa: E402
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoints", type=Path, nargs="+", help="each a global_stepN of the same model")
+    parser.add_argument("--output_dir", "--output-dir", type=Path, required=True, help="folder for the mean")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    try:
+        path = average(
+            options.checkpoints, options.output_dir,
+            each=lambda layers, count: tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None),
+        )  # fmt: skip
+    except (CheckpointError, ConfigError, OSError) as problem:
+        sys.exit(f"average.py: error: {problem}")
+    print(f"{path}: the mean of {len(options.checkpoints)} checkpoints")
+
+
+if __name__ == "__main__":
+    main()

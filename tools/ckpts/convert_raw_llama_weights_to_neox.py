@@ -1,0 +1,86 @@
+"""Write LLaMA or Mistral in Meta's format, params.json and consolidated.NN.pth, as a checkpoint that training loads.
+
+    python tools/ckpts/convert_raw_llama_weights_to_neox.py --input_dir llama --model_size 7B \\
+        --output_dir checkpoints/7B --num_output_shards 2 --pipeline_parallel
+
+The files are in `--input_dir` or in its folder named as the size. The logits are compared with those of transformers
+before the checkpoint appears; after an interruption the same command is given again.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tqdm import tqdm  # noqa: E402
+
+from megatron.checkpointing import CheckpointError  # noqa: E402
+from megatron.checkpointing.files import replace_file  # noqa: E402
+from megatron.checkpointing.huggingface import import_hf  # noqa: E402
+from megatron.checkpointing.huggingface.folder import read_json  # noqa: E402
+from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama  # noqa: E402
+from megatron.neox_arguments import ConfigError  # noqa: E402
+
+NAME = "convert_raw_llama_weights_to_neox.py"
+_LLAMA, _MISTRAL = ("7B", "13B", "30B", "34B", "65B", "70B"), ("mistral-7B-v0.1", "Mistral-7b-v0.1")
+_POSITIONS = {"34B": 16384, **dict.fromkeys(_MISTRAL, 32768)}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input_dir", "--input-dir", type=Path, required=True, help="with params.json, or its parent")
+    parser.add_argument(
+        "--model_size", "--model-size", choices=(*_LLAMA, *_MISTRAL, "tokenizer_only"), required=True,
+        help="folder in --input_dir, and whether LLaMA or Mistral; sizes are those of params.json",
+    )  # fmt: skip
+    parser.add_argument("--output_dir", "--output-dir", type=Path, required=True, help="folder for global_step0")
+    parser.add_argument("--num_output_shards", "--num-output-shards", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--pipeline_parallel", "--pipeline-parallel", action="store_true", help="a file for each layer")
+    parser.add_argument(
+        "--max_position_embeddings", type=int,
+        help="which params.json does not say; unset: 4096; of 34B 16384, Mistral 32768, LLaMA 3.1 131072",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Raises CheckpointError, ConfigError."""
+    size, given = options.model_size, options.input_dir
+    if size == "tokenizer_only":
+        if not (given / TOKENIZER).is_file():
+            raise CheckpointError(f"{given / TOKENIZER}: no such file")
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(options.output_dir / TOKENIZER, (given / TOKENIZER).read_bytes())
+        print(f"{options.output_dir / TOKENIZER}: copied")
+        return
+    if options.num_output_shards < 1:
+        raise CheckpointError("--num_output_shards must be at least 1")
+    raw = given if (given / PARAMS).is_file() else given / size
+    if not (raw / PARAMS).is_file():
+        raise CheckpointError(f"{raw / PARAMS}: no such file; --input_dir is the folder of params.json, or its parent")
+    usual = 131072 if read_json(raw / PARAMS).get("use_scaled_rope") else _POSITIONS.get(size, 4096)
+    model_type = "mistral" if size in _MISTRAL else "llama"
+    with tempfile.TemporaryDirectory() as spare:
+        beside = Path(spare) / raw.resolve().name
+        beside.mkdir()
+        folder = RawLlama(raw, beside, model_type, options.max_position_embeddings or usual)
+        path, parity = import_hf(
+            folder, options.output_dir, tensor=options.num_output_shards, pipe=1 if options.pipeline_parallel else 0,
+            each=lambda layers, count: tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None),
+        )  # fmt: skip
+    print(f"{path}: {options.num_output_shards} tensor ranks; its configuration is {path / 'configs' / 'hf_model.yml'}")
+    print(f"{path}: {parity}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        convert(parse(argv))
+    except (CheckpointError, ConfigError, OSError) as problem:
+        sys.exit(f"{NAME}: error: {problem}")
+
+
+if __name__ == "__main__":
+    main()
