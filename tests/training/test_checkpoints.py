@@ -256,7 +256,12 @@ def test_log_scale(factor: float) -> None:
     from megatron.training.callbacks import SaveCallback
 
     args = SimpleNamespace(
-        save="x", train_iters=1000, checkpoint_scale="log", checkpoint_factor=factor, extra_save_iters=None
+        save="x",
+        save_hf=None,
+        train_iters=1000,
+        checkpoint_scale="log",
+        checkpoint_factor=factor,
+        extra_save_iters=None,
     )
     save = SaveCallback(SimpleNamespace(args=args))  # type: ignore[arg-type]
     powers = {int(factor**k) for k in range(40)}

@@ -106,7 +106,12 @@ def is_save_iter(args: Any, iteration: int) -> bool:
 )  # fmt: skip
 def test_saves_when_neox_does(scale: str, factor: float | None, extra: tuple[int, ...] | None) -> None:
     args = SimpleNamespace(
-        save="x", train_iters=10**9, checkpoint_scale=scale, checkpoint_factor=factor, extra_save_iters=extra
+        save_hf=None,
+        save="x",
+        train_iters=10**9,
+        checkpoint_scale=scale,
+        checkpoint_factor=factor,
+        extra_save_iters=extra,
     )
     save = SaveCallback(SimpleNamespace(args=args))  # type: ignore[arg-type]
     assert [i for i in range(1, 500) if save.is_due(i)] == [i for i in range(1, 500) if is_save_iter(args, i)]
