@@ -127,7 +127,12 @@ def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks:
         there.expect(PROMPT)
         if ranks == 1:
             there.process.send_signal(signal.SIGINT)
-            assert "Traceback" not in there.expect("generate.py: interrupted\n")
+            try:
+                said = there.expect("generate.py: interrupted\n", seconds=40.0)
+            except AssertionError:  # on a loaded machine a key press can come to nothing; people press again
+                there.process.send_signal(signal.SIGINT)
+                said = there.expect("generate.py: interrupted\n", seconds=40.0)
+            assert "Traceback" not in said
         else:
             there.type("\x04")
         assert there.process.wait(30) == (130 if ranks == 1 else 0)
