@@ -15,13 +15,16 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "Adam": _ADAM, "AdamW": _ADAM, "CPU_Adam": _ADAM, "CPU_Torch_Adam": _ADAM, "SGD": {"momentum": 0.0},
     "Lion": {"betas": (0.9, 0.99)},
 }  # fmt: skip
+_OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
     "mamba",
 )  # fmt: skip
 
 
-def derive(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) -> dict[str, Any]:
+def derive(
+    values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems
+) -> dict[str, Any]:
     """`values` with everything filled in that does not need the world size."""
     values = dict(values)
     _precision(values, problems)
@@ -35,7 +38,7 @@ def derive(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) 
     for name in ("comms_logger", "dump_state"):
         if name in (values["deepspeed_extra_args"] or {}):
             check_value(keys[name], f"deepspeed_extra_args.{name}", values["deepspeed_extra_args"][name], problems)
-    _repeated(values, keys, problems)
+    _repeated(values, keys, given, problems)
     values["world_size"] = None  # for_world says it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
@@ -48,16 +51,15 @@ def derive(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) 
     return values
 
 
-def _repeated(values: dict[str, Any], keys: Mapping[str, Key], problems: Problems) -> None:
+def _repeated(values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems) -> None:
     """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a contradiction."""
     for name, key in keys.items():
         if key.same_as is None:
             continue
-        value, given = _at(values, key.same_as), problems.origin(name) is not None
-        if (problems.origin(key.same_as) or "").startswith("--") and not (problems.origin(name) or "").startswith("--"):
-            given = False  # an override of the one is meant for both
-        if given and not _same(values[name], value):
-            place = problems.origin(key.same_as)
+        value, place = _at(values, key.same_as), problems.origin(key.same_as)
+        # An override of the one is meant for both.
+        overridden = (place or "").startswith(_OVERRIDES) and not (problems.origin(name) or "").startswith(_OVERRIDES)
+        if name in given and not overridden and not _same(values[name], value):
             problems.add(
                 name,
                 f"{show(values[name])}, but {key.same_as}, which it is made from, is {show(value)}"

@@ -200,7 +200,7 @@ def _resolve(given: Given) -> NeoXArgs:
     problems.complete = not given.unread
     values = check_keys(NeoXArgs, given.values, problems)
     problems.raise_if_any()
-    values = derive(values, keys_of(NeoXArgs), problems)
+    values = derive(values, keys_of(NeoXArgs), given.values, problems)
     problems.raise_if_any()
     extra = {"config_files": given.config_files, "given": given.values, "origins": given.origins}
     args = NeoXArgs(**{**values, **freeze(extra)})

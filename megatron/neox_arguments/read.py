@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,12 +129,11 @@ def read_deepspeed_config(given: Given, own: Callable[[str], bool]) -> None:
     given.problems += [f"{place}: deepspeed_config_file: {problem}" for problem in theirs.problems]
     given.config_files |= theirs.config_files
     for name, value in theirs.values.items():
-        path = name if own(name) else f"deepspeed_extra_args.{name}"
-        _take(given, path, value, theirs.origins[name], {k.removeprefix(name): v for k, v in theirs.origins.items()})
+        _take(given, name if own(name) else f"{_EXTRA}{name}", value, theirs.origins)
 
 
-def _take(given: Given, path: str, value: Any, place: str, places: Mapping[str, str]) -> None:
-    """Take one value, or those of a section one by one."""
+def _take(given: Given, path: str, value: Any, places: Mapping[str, str]) -> None:
+    """Take one value of a DeepSpeed file, or those of a section one by one."""
     if value == "auto":
         return
     before: Any = given.values
@@ -142,25 +141,28 @@ def _take(given: Given, path: str, value: Any, place: str, places: Mapping[str, 
         before = before.get(part) if isinstance(before, Mapping) else None
     if isinstance(value, Mapping) and value and (before is None or isinstance(before, Mapping)):
         for name, inner in value.items():
-            end = "".join(key for key in places if key.endswith(f".{name}"))
-            _take(given, f"{path}.{name}", inner, places.get(end, place), places)
-    elif before is None:
+            _take(given, f"{path}.{name}", inner, places)
+        return
+    place = _nearest(path.removeprefix(_EXTRA), places)
+    if before is None:
         given.assign(path, value, place)
     elif before != value and not given.origins.get(path, "").startswith("--"):
-        at = next(given.origins[p] for p in _upwards(path) if p in given.origins)
+        at = _nearest(path, given.origins)
         given.problems.append(f"{place}: {path}: {show(value)}, but {at} says {show(before)}; keep one of them")
 
 
-def _upwards(path: str) -> Iterator[str]:
-    while path:
-        yield path
+def _nearest(path: str, places: Mapping[str, str]) -> str:
+    """The place of a dotted path, or of the section around it."""
+    while path not in places:
         path = path.rpartition(".")[0]
+    return places[path]
 
 
 class EnvText(str):
     """Text that came from the environment: a number, a boolean or a list where the key is one."""
 
 
+_EXTRA = "deepspeed_extra_args."
 _REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}\n]*))?\}")
 _MARKED = re.compile("\ue000(\\d+)\ue001")
 

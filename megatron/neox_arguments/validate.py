@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.read import show
-from megatron.neox_arguments.validate_data import validate_pairs, validate_weights
 from megatron.neox_arguments.validate_model import at, validate_model, validate_parallel
 from megatron.neox_arguments.validate_packing import validate_packing
 from megatron.neox_arguments.validate_schedule import validate_schedule
+from megatron.neox_arguments.validate_weights import validate_pairs, validate_weights
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs

@@ -152,3 +152,13 @@ def test_no_heavy_import():
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_key_that_repeats_another_follows_it(write):
+    """`lr: null` says nothing; an override of the source is meant for both."""
+    text = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 8\nmax_position_embeddings: 8\n"
+    text += "optimizer: {params: {lr: 1e-4}}\n"
+    assert load(write(a=text + "lr:\nzero_stage:\nclip_grad:\n")).lr == 1e-4
+    args = load(write(a=text + "lr: 1e-4\n"), ["optimizer.params.lr=2e-4"])
+    assert args.lr == 2e-4 and args.replace(**{"optimizer.params.lr": 3e-4}).lr == 3e-4
+    assert load(write(a=text + "lr: 1e-4\n")).replace(**{"optimizer.params.lr": 3e-4}).lr == 3e-4
