@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -23,14 +24,19 @@ def record_memory_history(args: NeoXArgs, groups: ParallelGroups) -> None:
 
 class StepProfiler:
     """`profile`: the steps after iteration `profile_step_start`, up to and with `profile_step_stop`, as traces that
-    TensorBoard and chrome://tracing read, and as a range for `nsys --capture-range=cudaProfilerApi`.
+    TensorBoard and chrome://tracing read, and as a range for `nsys --capture-range=cudaProfilerApi`. With Python
+    stacks and module names where collectives are NCCL's (`_can_trace_python`).
 
     `memory_profiling`: torch.cuda's snapshot at the end of the window (pytorch.org/memory_viz), or when the run ends
     before it, also by running out of memory. On CPU there is no such snapshot: a trace with the allocations instead.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> None:
-        self._logger, self._rank = logger, groups.world_rank
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger, settle: Callable[[], None]
+    ) -> None:
+        """settle: waits for the collectives that are under way between steps. gloo's threads write into the trace what
+        they do for this one, and torch frees those records at the end of the trace, whether they are done or not."""
+        self._logger, self._rank, self._settle = logger, groups.world_rank, settle
         self._first, self._last = args.profile_step_start, args.profile_step_stop
         cuda = groups.device.type == "cuda"
         self._nsys = cuda and args.profile
@@ -43,12 +49,17 @@ class StepProfiler:
             self._snapshot = _folder(args, "memory_profiling", args.memory_profiling_path)
         elif args.memory_profiling and self._traces is None:
             self._traces = _folder(args, "memory_profiling", args.memory_profiling_path)
+        self._python = _can_trace_python()
+        if self._traces is not None and not self._python:
+            logger.info("profile: the traces are without Python stacks, which can crash a run on CPU")
         if args.memory_profiling and not cuda:
             logger.info("memory_profiling: no GPU to take a snapshot of; the profiler's trace shows allocations on CPU")
 
     def before_step(self, iteration: int) -> None:
         """Asked before every step; iteration: steps done."""
         if self._profile is not None:
+            if iteration == self._last:
+                self._settle()
             self._profile.step()
         elif self._traces is not None and self._first - 1 <= iteration < self._last:
             self._begin_trace(iteration, self._traces)
@@ -65,8 +76,8 @@ class StepProfiler:
             record_shapes=True,
             profile_memory=True,
             with_flops=True,
-            with_modules=True,
-            with_stack=True,
+            with_modules=self._python,
+            with_stack=self._python,
         )
         self._profile.start()
 
@@ -85,6 +96,13 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
             self._logger.info(f"memory_profiling: snapshots are in {self._snapshot}")
             self._snapshot = None
+
+
+def _can_trace_python() -> bool:
+    """Whether torch may hook into every thread's Python code: it walks the list of threads without its lock, while
+    gloo's threads enter Python to let go of a tensor at the end of a collective. Before CPython 3.12 a new thread is in
+    the list before it is filled in; before 3.14.1 one that leaves can still be met (python/cpython#137400)."""
+    return not dist.is_initialized() or dist.get_backend() == "nccl"
 
 
 def _folder(args: NeoXArgs, key: str, named: str | None) -> Path:

@@ -5,6 +5,7 @@ It stays single-threaded and never touches CUDA, so forks of it are sound. Start
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -118,6 +119,7 @@ def _warm(job: Job) -> None:
         # Nothing may be compiled; only inference uses this op.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     importlib.import_module(job.module)
+    gc.freeze()  # forks neither look through nor copy what was here before them, and DeepSpeed collects a lot
 
 
 def _run_rank(job: Job, rank: int, folder: Path, port: int) -> None:
@@ -133,6 +135,7 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int) -> None:
         os.dup2(log, 2)
         sys.stdout = open(1, "w", buffering=1, closefd=False)
         sys.stderr = open(2, "w", buffering=1, closefd=False)
+        faulthandler.enable()  # a crash shows where, in the log
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         os.environ.update(
             RANK=str(rank),

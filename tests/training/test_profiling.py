@@ -18,6 +18,10 @@ from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, NEOX, begin, config, run_to_end
 
 
+def no_collectives() -> None:
+    """What a StepProfiler without ranks settles."""
+
+
 def annotated_steps(trace: Path) -> list[str]:
     """torch's marks of the steps that a trace holds."""
     events = json.loads(trace.read_text())["traceEvents"]
@@ -36,7 +40,48 @@ def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
     assert [path.name.split(".")[0] for path in traces] == [f"rank{rank}" for rank in range(ranks)]
     for trace in traces:
         assert len(annotated_steps(trace)) == 2, "iterations 4 and 5"
-        assert "aten::mm" in trace.read_text() and "[memory]" in trace.read_text()
+        text = trace.read_text()
+        assert "aten::mm" in text and "[memory]" in text and "gloo:all_reduce" in text
+        assert "python_function" not in text, "hooks into Python crash where gloo's threads enter it"
+
+
+def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any]) -> list[bool]:
+    """For the pool: whether each collective begun in the background was done when the trace ended; rank 1 comes late
+    to them."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    begun: list[dist.Work] = []
+    done: list[bool] = []
+    reduce, stop = dist.all_reduce, torch.profiler.profile.stop_trace
+
+    def all_reduce(*given: Any, async_op: bool = False, **more: Any) -> dist.Work | None:
+        if async_op and rank == 1:
+            time.sleep(0.05)
+        work = reduce(*given, async_op=async_op, **more)
+        if async_op:
+            begun.append(work)
+        return work
+
+    def stop_trace(profile: torch.profiler.profile) -> None:
+        done.extend(work.is_completed() for work in begun)
+        stop(profile)
+
+    dist.all_reduce, torch.profiler.profile.stop_trace = all_reduce, stop_trace  # type: ignore[method-assign]
+    run_to_end(rank, world_size, values)
+    return done
+
+
+def test_nothing_is_under_way_when_the_trace_ends(tmp_path: Path) -> None:
+    """torch frees the records that gloo's threads still write to then: it corrupted the heap."""
+    given = config(
+        NEOX, num_layers=2, train_micro_batch_size_per_gpu=4, train_iters=5, profile=True, profile_step_start=1,
+        profile_step_stop=3, tensorboard_dir=str(tmp_path), log_interval=100,
+    )  # fmt: skip
+    for done in run_ranks(profile_with_a_late_rank, 2, given):
+        assert len(done) >= 3 and all(done)
 
 
 @pytest.mark.parametrize(("start", "steps"), [(1, 2), (3, 2), (4, 1), (5, 0)])
@@ -44,7 +89,7 @@ def test_window_of_a_resumed_run(start: int, steps: int, tmp_path: Path) -> None
     """Also one that starts within it, or after it, or ends within it."""
     keys: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path)}
     args = NeoXArgs.from_dict(config(NEOX, keys, profile_step_start=3, profile_step_stop=5))
-    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"))
+    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), no_collectives)
     for iteration in range(start, 8):
         profiler.before_step(iteration)
     profiler.close()
@@ -56,18 +101,19 @@ def test_run_that_ends_within_the_window(tmp_path: Path) -> None:
     args = NeoXArgs.from_dict(
         config(NEOX, profile=True, profile_step_start=1, profile_step_stop=9, log_dir=str(tmp_path))
     )
-    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"))
+    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), no_collectives)
     for iteration in range(4):
         profiler.before_step(iteration)
     profiler.close()
     (trace,) = (tmp_path / "profile").iterdir()
-    assert len(annotated_steps(trace)) == 3
+    assert len(annotated_steps(trace)) == 3 and "python_function" in trace.read_text()
 
 
 @pytest.mark.parametrize("key", ["profile", "memory_profiling"])
 def test_nowhere_to_write(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: there is no folder for its files"):
-        StepProfiler(NeoXArgs.from_dict(config(NEOX, {key: True})), ParallelGroups.single(), logging.getLogger("test"))
+        args = NeoXArgs.from_dict(config(NEOX, {key: True}))
+        StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), no_collectives)
 
 
 @pytest.mark.gpu
@@ -80,7 +126,7 @@ def test_memory_snapshot(tmp_path: Path) -> None:
     groups = ParallelGroups.single("cuda:0")
     record_memory_history(args, groups)
     held = torch.zeros(2**20, device="cuda:0")
-    profiler = StepProfiler(args, groups, logging.getLogger("test"))
+    profiler = StepProfiler(args, groups, logging.getLogger("test"), no_collectives)
     profiler.before_step(12)
     assert (tmp_path / "mem_snapshot_rank0.pickle").stat().st_size > 0 and held.is_cuda
 
