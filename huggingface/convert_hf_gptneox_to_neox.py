@@ -15,7 +15,7 @@ from tools.ckpts.convert_hf_to_neox import run  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run("convert_hf_gptneox_to_neox.py", argv, te_names=True)
+    run("convert_hf_gptneox_to_neox.py", argv, "te")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 Nothing here talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
 """
 
+from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, load_tensors, replace_file, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, file_sha256, load_tensors, replace_file, save_tensors, write_bytes
 from megatron.checkpointing.layout import (
     find_checkpoint,
     layer_file,
@@ -28,10 +29,10 @@ from megatron.checkpointing.manifest import (
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.optimizer_state import sum_bias_masters, torch_adam_state, zero_adam_state
 from megatron.checkpointing.publish import begin, publish
-from megatron.checkpointing.resharding import checkpoint_args, reshard
+from megatron.checkpointing.resharding import reshard
 from megatron.checkpointing.retention import EPHEMERAL, Retention
 from megatron.checkpointing.rng import restore_rng, rng_state
-from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.checkpointing.weights import SourceFacts, describe_files, load_weights, local_layer_state
 
 __all__ = [
     "CheckpointError",
@@ -43,9 +44,12 @@ __all__ = [
     "Manifest",
     "OptimizerFiles",
     "Retention",
+    "SourceFacts",
     "begin",
     "check_model",
-    "checkpoint_args",
+    "describe_files",
+    "export_args",
+    "file_sha256",
     "find_checkpoint",
     "layer_file",
     "list_checkpoints",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,17 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import layout as names
+from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
 from megatron.checkpointing.publish import begin, publish
-from megatron.checkpointing.resharding import checkpoint_args
 from megatron.checkpointing.weights import load_weights, local_layer_state
 from megatron.model.weight_map import layer_params, shard
 from megatron.neox_arguments import NeoXArgs
 
 _LOGITS = "checkpoint_validation_logits"  # of one checkpoint, not of the mean
-_STATE = re.compile(r"optim_|(bf16_)?zero_")
 
 
 def average(
@@ -40,14 +38,14 @@ def average(
     if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
         raise CheckpointError("a mean is of two checkpoints at least, each given once")
     last = paths[-1]
-    manifest, args = _manifest(last), checkpoint_args(last)
+    manifest, args = _manifest(last), export_args(last)[0]
     final = save / names.step_tag(manifest.iteration)
     if final.exists():
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     for path in paths:
         found = _manifest(path)
         check_model(found.model, args, str(path))
-        verify(path, [name for name in found.files if not _STATE.match(name)])
+        verify(path, [name for name in found.files if not names.is_state(name)])
     specs, ranks = layer_params(args), manifest.layout.tensor
     cut = args.replace(model_parallel_size=ranks)
     try:
@@ -104,7 +102,7 @@ def _mean(paths: Sequence[Path], args: NeoXArgs, layer: int) -> dict[str, Tensor
 
 
 def _check_space(manifest: Manifest, save: Path) -> None:
-    needed = sum(record.size for name, record in manifest.files.items() if not _STATE.match(name))
+    needed = sum(record.size for name, record in manifest.files.items() if not names.is_state(name))
     free = shutil.disk_usage(save).free
     if free < needed:
         raise CheckpointError(f"{save}: takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")

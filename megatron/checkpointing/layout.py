@@ -21,6 +21,11 @@ def step_tag(iteration: int) -> str:
     return f"global_step{iteration}"
 
 
+def is_tag(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint; some converters write the number alone."""
+    return re.fullmatch(r"(global_step)?\d+", name) is not None
+
+
 def aside_tag(tag: str) -> str:
     """Where a checkpoint stands while another of the same step takes its place."""
     return f".old_{tag}"
@@ -61,6 +66,11 @@ def model_files(path: str | Path) -> dict[int, Path]:
     """model rank -> mp_rank file."""
     found = ((_MODEL.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {int(m[1]): p for m, p in found if m}
+
+
+def is_state(name: str) -> bool:
+    """Whether a file holds the optimizer's state alone."""
+    return re.match(r"optim_|(bf16_)?zero_", name) is not None
 
 
 def list_checkpoints(save: str | Path) -> list[Path]:

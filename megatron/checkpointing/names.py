@@ -1,8 +1,8 @@
 """Foreign parameter names, in one table, and the few tensors whose rows other writers order differently.
 
-Ours are GPT-NeoX's current names. Read besides: NeoX before mid-2024 (Pythia, 20B), its llama conversions
-(w1, w2, w3), wrapped norms (apex), and Transformer-Engine naming (te_mha, te_layernorm_mlp; the geodesic fork).
-Written: NeoX's current names, or Transformer-Engine's where te_mha, te_layernorm_mlp or a te_ norm asks for them.
+Ours are GPT-NeoX's current names, to which the geodesic fork's OLMo adds norms. Read besides, and written on request:
+NeoX before mid-2024 (Pythia, 20B), its llama conversions (w1, w2, w3), and Transformer-Engine naming (te_mha,
+te_layernorm_mlp; the geodesic fork). Wrapped norms (apex) are read.
 """
 
 from __future__ import annotations
@@ -14,18 +14,31 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.weight_map import unused_params
+from megatron.model.weight_map import is_tied, unused_params
 from megatron.neox_arguments import NeoXArgs
 
 Pairs = tuple[tuple[str, str], ...]
-# ours -> Transformer-Engine's, by beginning; the first that fits is used
+# What files can be written under, and how that is called.
+GENERATIONS = {
+    "neox": "GPT-NeoX's (linear1, linear2)",
+    "te": "Transformer-Engine's",
+    "legacy": "GPT-NeoX's before mid-2024 (dense_h_to_4h)",
+    "llama": "of llama conversions (w1, w2, w3)",
+}
+_OLMO = "of the geodesic fork's OLMo"
+# ours -> foreign, by beginning; the first that fits is used
 _TE_MHA: Pairs = (("attention.query_key_value.", "attention.qkv."), ("attention.dense.", "attention.proj."))
-_TE_MLP: Pairs = (
-    ("post_attention_layernorm.scale", "mlp.layer_norm_weight"),  # the norm before the MLP is part of it
-    ("post_attention_layernorm.", "mlp.layer_norm_"),
-    ("mlp.linear1.", "mlp.fc1_"),
-    ("mlp.linear2.", "mlp.fc2_"),
-)
+_MLP: Mapping[str, Pairs] = {
+    "neox": (),
+    "te": (
+        ("post_attention_layernorm.scale", "mlp.layer_norm_weight"),  # the norm before the MLP is part of it
+        ("post_attention_layernorm.", "mlp.layer_norm_"),
+        ("mlp.linear1.", "mlp.fc1_"),
+        ("mlp.linear2.", "mlp.fc2_"),
+    ),
+    "legacy": (("mlp.linear1.", "mlp.dense_h_to_4h."), ("mlp.linear2.", "mlp.dense_4h_to_h.")),
+    "llama": (("mlp.linear2.", "mlp.w2."),),  # linear1 is w3 (up) and w1 (gate)
+}
 _NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "norm",
 )  # fmt: skip
@@ -34,10 +47,7 @@ _TE_NORMS: Pairs = tuple(
 )
 # foreign beginning -> ours; the first that fits is used
 _RENAMES: Pairs = (
-    *((foreign, ours) for ours, foreign in (*_TE_MHA, *_TE_MLP[1:])),
-    ("mlp.dense_h_to_4h.", "mlp.linear1."),  # NeoX before mid-2024
-    ("mlp.dense_4h_to_h.", "mlp.linear2."),
-    ("mlp.w2.", "mlp.linear2."),  # llama conversions of that time
+    *((foreign, ours) for ours, foreign in (*_TE_MHA, *_MLP["te"][1:], *_MLP["legacy"], *_MLP["llama"])),
     *((f"{norm}.norm.", f"{norm}.") for norm in _NORMS),  # norms wrapped in a module
 )
 # Buffers and blobs that hold nothing trained.
@@ -48,19 +58,31 @@ _IGNORED = re.compile(
 
 
 # The first whose mark is in a block's names.
-_GENERATIONS: Pairs = (
-    ("attention.qkv.", "Transformer-Engine's"),
-    ("mlp.fc1_", "Transformer-Engine's"),
-    ("mlp.dense_h_to_4h.", "GPT-NeoX's before mid-2024 (dense_h_to_4h)"),
-    ("mlp.w1.", "of llama conversions (w1, w2, w3)"),
-    ("post_feedforward_layernorm.", "of the geodesic fork's OLMo"),
+_MARKS: Pairs = (
+    ("attention.qkv.", GENERATIONS["te"]),
+    ("mlp.fc1_", GENERATIONS["te"]),
+    ("mlp.dense_h_to_4h.", GENERATIONS["legacy"]),
+    ("mlp.w1.", GENERATIONS["llama"]),
+    ("pre_feedforward_layernorm.", GENERATIONS["neox"]),  # Gemma's, which no other program has
+    ("post_feedforward_layernorm.", _OLMO),
 )
+_OLD_ROWS = (GENERATIONS["legacy"], GENERATIONS["llama"])  # gone when #1315 came, in November 2024
 
 
 def generation(names: Collection[str]) -> str:
     """Whose names a block's tensors have, in words."""
-    found = (whose for mark, whose in _GENERATIONS if any(name.startswith(mark) for name in names))
-    return next(found, "GPT-NeoX's (linear1, linear2)")
+    found = (whose for mark, whose in _MARKS if any(name.startswith(mark) for name in names))
+    return next(found, GENERATIONS["neox"])
+
+
+def has_old_rows(names: Collection[str], args: NeoXArgs, rows: str | None) -> bool:
+    """Whether a block's grouped queries, keys and values stand as before #1315.
+
+    names: of the block; the older ones tell. rows: `compat_gqa_rows`, which overrules them.
+    """
+    if args.kv_heads == args.num_attention_heads or any(name.startswith("attention.qkv.") for name in names):
+        return False
+    return generation(names) in _OLD_ROWS if rows is None else rows == "pre1315"
 
 
 def our_name(name: str, expected: Collection[str]) -> str | None:
@@ -80,14 +102,14 @@ def _renamed(name: str, table: Pairs) -> str:
 
 
 def to_our_names(
-    tensors: Mapping[str, Tensor], expected: Collection[str], args: NeoXArgs, where: str
+    tensors: Mapping[str, Tensor], expected: Collection[str], args: NeoXArgs, where: str, rows: str | None = None
 ) -> dict[str, Tensor]:
     """One layer of one tensor rank under our names, its rows in our order.
 
-    expected: our names of that layer.
+    expected: our names of that layer. rows: as in `has_old_rows`.
     Raises CheckpointError for two names of one tensor, and for trained values of a norm that gpt_j_tied leaves out.
     """
-    tensors = dict(tensors)
+    tensors, old = dict(tensors), has_old_rows(tensors, args, rows)
     out: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
         up, gate = f"mlp.w3.{kind}", f"mlp.w1.{kind}"
@@ -108,17 +130,27 @@ def to_our_names(
             tensor = _groups_apart(tensor, args)
         elif name.startswith("mlp.fc1_"):
             tensor = _halves_swapped(tensor, args)
+        elif old and name.startswith("attention.query_key_value."):
+            tensor = _slices_apart(tensor, args)
         out[ours] = tensor
     return out
 
 
-def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs) -> dict[str, Tensor]:
-    """One layer of one tensor rank as GPT-NeoX writes it: its names for this configuration, unused norms, buffers."""
+def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None) -> dict[str, Tensor]:
+    """One layer of one tensor rank as GPT-NeoX writes it, unused norms and buffers too.
+
+    naming: of GENERATIONS; None: those that this configuration has in GPT-NeoX. Raises CheckpointError where it has
+    none of these names.
+    """
+    mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
+    te_attention = naming == "te" if naming else args.te_mha
+    _check_names(mlp, args)
     table = (
-        *(_TE_MHA if args.te_mha else ()),
-        *(_TE_MLP if args.te_layernorm_mlp else ()),
+        *(_TE_MHA if te_attention else ()),
+        *_MLP[mlp],
         *(_TE_NORMS if args.norm.startswith("te_") else ()),
     )
+    old = has_old_rows((), args, "pre1315" if GENERATIONS[mlp] in _OLD_ROWS else "post1315")
     tensors = dict(tensors)
     like = tensors.get("attention.query_key_value.weight")  # None outside blocks
     if like is not None:
@@ -126,18 +158,30 @@ def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs) -> dict[str, Te
             tensors[spec.name] = torch.full(spec.shape, float(spec.init == "ones"), dtype=like.dtype)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if args.te_mha and name.startswith("attention.query_key_value."):
-            tensor = _groups_together(tensor, args)
-        elif args.te_layernorm_mlp and name.startswith("mlp.linear1."):
+        kind = name.removeprefix("mlp.linear1.")
+        if name.startswith("attention.query_key_value."):
+            tensor = _groups_together(tensor, args) if te_attention else _slices_together(tensor, args, old)
+        elif mlp == "te" and kind != name:
             tensor = _halves_swapped(tensor, args)
+        elif mlp == "llama" and kind != name:
+            up, gate = tensor.chunk(2)
+            out[f"mlp.w3.{kind}"], out[f"mlp.w1.{kind}"] = up.clone(), gate.clone()
+            continue
         out[_renamed(name, table)] = tensor
     if like is not None and args.rotary_save_freqs_buffer and args.pos_emb == "rotary":
         width = int(args.head_dim * args.rotary_pct) // 2 * 2
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
-        module = "rotary_embeddings" if args.te_mha else "rotary_emb"
+        module = "rotary_embeddings" if te_attention else "rotary_emb"
         # DeepSpeed casts NeoX's buffers with the weights.
         out[f"attention.{module}.inv_freq"] = (1.0 / args.rotary_emb_base**exponent).to(like.dtype)
     return out
+
+
+def _check_names(mlp: str, args: NeoXArgs) -> None:
+    if mlp == "llama" and not args.is_gated:
+        raise CheckpointError(f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}")
+    if mlp == "te" and is_tied(args):
+        raise CheckpointError("Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none")
 
 
 # Transformer-Engine's MultiheadAttention views its rows as `[kv_heads, queries of one + 2, head_dim]`
@@ -147,7 +191,7 @@ def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs) -> dict[str, Te
 
 def _groups_apart(qkv: Tensor, args: NeoXArgs) -> Tensor:
     queries = args.num_attention_heads // args.kv_heads
-    if queries == 1:
+    if queries == 1 or len(qkv) % ((queries + 2) * args.head_dim):  # of another model: its shape is told later
         return qkv
     groups = qkv.unflatten(0, (-1, queries + 2, args.head_dim))
     return torch.cat([part.flatten(0, 2) for part in groups.split([queries, 1, 1], 1)])
@@ -160,6 +204,37 @@ def _groups_together(qkv: Tensor, args: NeoXArgs) -> Tensor:
     kv = len(qkv) // (queries + 2)
     parts = qkv.split([queries * kv, kv, kv])
     return torch.cat([part.unflatten(0, (kv // args.head_dim, -1, args.head_dim)) for part in parts], 1).flatten(0, 2)
+
+
+# Before #1315 GPT-NeoX's gqa_project viewed its rows as `[heads, head_dim + 2 * slice]`: a query, then equal slices of
+# all keys and of all values, so that the slices of all heads together are the keys, `[kv_heads, head_dim]`. Its
+# convert_raw_llama_weights_to_neox.py writes w1, w2, w3 beside rows of this order.
+
+
+def _slice(args: NeoXArgs) -> int:
+    if args.head_dim * args.kv_heads % args.num_attention_heads:
+        raise CheckpointError(
+            f"there were no rows of before #1315 for {args.kv_heads} key-value heads of {args.head_dim} and "
+            f"{args.num_attention_heads} queries; compat_gqa_rows: post1315 takes them as since then"
+        )
+    return args.head_dim * args.kv_heads // args.num_attention_heads
+
+
+def _slices_apart(qkv: Tensor, args: NeoXArgs) -> Tensor:
+    width, slices = args.head_dim, _slice(args)
+    if len(qkv) % (width + 2 * slices):  # of another model: its shape is told later
+        return qkv
+    heads = qkv.unflatten(0, (-1, width + 2 * slices))
+    return torch.cat([part.flatten(0, 1) for part in heads.split([width, slices, slices], 1)])
+
+
+def _slices_together(qkv: Tensor, args: NeoXArgs, old: bool) -> Tensor:
+    if not old:
+        return qkv
+    width, slices = args.head_dim, _slice(args)
+    heads = len(qkv) // (width + 2 * slices)
+    parts = qkv.split([heads * width, heads * slices, heads * slices])
+    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _halves_swapped(linear1: Tensor, args: NeoXArgs) -> Tensor:

@@ -7,7 +7,7 @@ ZeRO leave no trace in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ class OptimizerFiles:
             paths = [self.path / optimizer_file(layer, rank) for rank in range(self.tensor_size)]
             self._open = (layer, [_checked(load_tensors(path), path) for path in paths])
         return self._open[1]
+
+    def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
+        """Parameters of `layers` that have state here, by layer and name: those that were trained."""
+        with_files = {layer for layer, _ in self.files}
+        return {(layer, name) for layer in layers if layer in with_files for name in self._layer(layer)[0]}
 
     def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
         """State of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the first update.

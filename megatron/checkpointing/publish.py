@@ -16,6 +16,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import replace_file, sync_dir, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
+from megatron.checkpointing.remote import Store
 from megatron.checkpointing.retention import Retention, superseded
 
 
@@ -55,11 +56,13 @@ def publish(
     manifest: Manifest,
     configs: Mapping[str, str],
     keep: Retention = Retention(),  # noqa: B008 (frozen)
+    store: Store | None = None,
 ) -> Path:
     """Turn what `begin` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
 
     manifest.files: records of everything the ranks wrote; configs: file name -> raw text of each config.
-    keep: which older checkpoints are deleted, never the new one.
+    keep: which older checkpoints are deleted, never the new one. store: where the ranks have sent their files; `save`
+    is then a copy of the folder there, of manifests alone.
     Returns the checkpoint's directory. Raises CheckpointError when a recorded file is not there in full.
     """
     save, temporary = Path(save), Path(temporary)
@@ -71,14 +74,21 @@ def publish(
             if name in files:
                 name = f"configs/{file.stem}_{again}{file.suffix}"
         files[name] = write_bytes(text.encode(), temporary / name, name)
-    bad = size_problems(temporary, files.values())
+    tag, added = step_tag(iteration), [name for name in files if name not in manifest.files]
+    if store is not None:
+        store.send(temporary, tag, added)
+    bad = size_problems(temporary, files.values()) if store is None else store.size_problems(tag, files.values())
     if bad:
         raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
-    for directory in {(temporary / name).parent for name in files}:
+    for directory in {(temporary / name).parent for name in (files if store is None else added)}:
         sync_dir(directory)
     replace_file(temporary / MANIFEST, replace(manifest, iteration=iteration, files=files).to_json().encode())
+    if store is not None:
+        store.send(temporary, tag, [MANIFEST])
+        store.finish(tag)
+        store.write(LATEST, tag.encode())
 
-    final, aside = save / step_tag(iteration), save / aside_tag(step_tag(iteration))
+    final, aside = save / tag, save / aside_tag(tag)
     if final.exists():
         os.rename(final, aside)
     os.rename(temporary, final)
@@ -87,5 +97,7 @@ def publish(
     if aside.exists():
         _remove(aside)
     for earlier in superseded(save, final, keep):
+        if store is not None:
+            store.remove(earlier.name)
         _remove(earlier)
     return final

@@ -5,9 +5,12 @@ Data-parallel size and ZeRO stage leave no trace in our files; the manifest reco
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +20,16 @@ from torch import Tensor
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
-from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, saved_model, verify
+from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, verify
+from megatron.checkpointing.names import to_file_names
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin, publish
-from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, local_layer_state
 from megatron.model.weight_map import ParamSpec, layer_params, shard
-from megatron.neox_arguments import NeoXArgs, load
+from megatron.neox_arguments import NeoXArgs
 
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOGITS = "checkpoint_validation_logits"
-
-
-def checkpoint_args(path: str | Path, config_files: Sequence[str | Path] = ()) -> NeoXArgs:
-    """The configuration of a checkpoint: of `config_files`, else what its manifest keeps, else its `configs` folder.
-
-    The padded vocabulary is the checkpoint's. Raises CheckpointError when there is none of these; ConfigError.
-    """
-    path = Path(path)
-    manifest, vocabulary = read_manifest(path), saved_model(path).get("padded_vocab_size")
-    known = {"padded_vocab_size": vocabulary} if vocabulary else {}
-    files = list(config_files)
-    if not files and manifest is not None and manifest.config:
-        return NeoXArgs.from_dict({**manifest.config, **known})
-    files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
-    if not files:
-        raise CheckpointError(f"{path}: does not say how its model was configured; give its config file")
-    args = load(files, known)
-    if args.padded_vocab_size is None:
-        raise CheckpointError(f"{path}: does not say padded_vocab_size; set it in the config file")
-    return args
 
 
 def reshard(
@@ -54,61 +39,93 @@ def reshard(
     to: Layout,
     *,
     optimizer: bool = True,
+    sequential: bool = False,
+    naming: str | None = None,
     each: Callable[[Iterable[int], int], Iterable[int]] = lambda layers, count: layers,
 ) -> Path:
     """Write checkpoint `source` (of `args`) into `<save>/global_stepN` for layout `to` (its precision is the
     source's); returns that directory.
 
-    optimizer: false leaves its state out. each: goes through the layers, for a progress bar. One layer at a time is in
-    memory. Nothing is visible until it is whole: an interrupted call is simply made again.
+    optimizer: false leaves its state out. sequential: GPT-NeoX's files without a pipeline, weights in mp_rank.
+    naming: of names.GENERATIONS; None: as `args` has them. each: goes through the layers, for a progress bar. One layer
+    at a time is in memory. Nothing is visible until it is whole: an interrupted call is simply made again.
     Raises CheckpointError when the source is damaged, has no state to cut, or the sizes do not divide the model.
     """
     source, save = Path(source), Path(save)
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
     final = save / names.step_tag(names.step_of(source))
     manifest = verify(source)
-    if manifest is None:
+    if manifest is None and optimizer:
         raise CheckpointError(
-            f"{source}: has no manifest.json, as GPT-NeoX's; load it in a run with no_load_optim: true, which any "
-            "layout can, and save it"
+            f"{source}: has no manifest.json, as GPT-NeoX's, whose optimizer state only its own layout reads; leave "
+            "the state out with --no-optimizer"
         )
-    to = replace(to, precision=manifest.layout.precision)
-    if final.exists():
-        there = read_manifest(final)
-        if there is not None and (there.layout, there.run_id) == (to, manifest.run_id):
-            verify(final)
-            return final
-        raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
+    ours = manifest or _first_manifest(source, args)
+    to = replace(to, precision=ours.layout.precision)
     state = OptimizerFiles(source)
-    if optimizer and not state and manifest.optimizer:
+    if optimizer and not state and ours.optimizer:
         raise CheckpointError(
             f"{source}: its optimizer state can only be read by the layout that wrote it; go on with that once and "
             "save again, or leave the state out"
         )
-    specs = layer_params(args)
+    with_state, specs = optimizer and bool(state), layer_params(args)
+    asked = frozenset(_file_names(args, specs[2], naming))
+    if final.exists():
+        there = read_manifest(final)
+        same = there is not None and (there.layout, there.run_id, there.optimizer) == (to, ours.run_id, with_state)
+        if same and describe_source(final).block == asked and bool(names.layer_files(final)) != sequential:
+            verify(final)
+            return final
+        raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     _check_sizes(specs, to.tensor)
-    _check_space(source, save)
+    _check_space(source, save, 2 if sequential else 1)
     temporary = begin(save, names.step_of(source))
     records: list[FileRecord] = []
     for layer in each(sorted(specs), len(specs)):
         weights = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
         for rank in range(to.tensor):
             local = {spec.name: shard(weights[spec.name], spec, rank, to.tensor) for spec in specs[layer]}
-            ours = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=to.tensor)
-            records.append(save_tensors(ours, temporary / names.layer_file(layer, rank)))
+            cut = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=to.tensor, naming=naming)
+            record = save_tensors(cut, temporary / names.layer_file(layer, rank))
+            records += [] if sequential else [record]
         del weights
-        if optimizer and state:
+        if with_state:
             records += _reshard_state(state, temporary, layer, specs[layer], to.tensor)
-    records += _model_files(source, temporary, to, manifest)
+    if manifest is None:
+        states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
+    else:
+        states = _model_states(source, to, manifest)
+    records += write_model_files(temporary, states, sequential)
     records += _copied(source, temporary)
     made = replace(
-        manifest,
+        ours,
         layout=to,
         model=model_keys(args),
-        optimizer=optimizer and bool(state),
+        optimizer=with_state,
         files={record.name: record for record in records},
     )
-    return publish(temporary, save, made.iteration, made, {})
+    configs = {} if (source / "configs").is_dir() else args.config_files
+    return publish(temporary, save, made.iteration, made, configs)
+
+
+def _first_manifest(source: Path, args: NeoXArgs) -> Manifest:
+    """For weights of GPT-NeoX: as those of an import, from which a run starts at its iteration 0."""
+    dtypes = describe_source(source).dtypes
+    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({told})")
+    given = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
+    return Manifest(
+        run_id=f"GPT-NeoX {source.resolve()}", iteration=names.step_of(source), consumed_samples=0, seed=0,
+        layout=Layout(1, 1, 1, 0, PRECISIONS[min(dtypes, key=str)], 1), model={}, tokenizer=None, data={},
+        versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=given, optimizer=False,
+    )  # fmt: skip
+
+
+def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
+    """What the tensors of a block will be called. Raises CheckpointError where they have no such names."""
+    return to_file_names({spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
 
 
 def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:
@@ -121,10 +138,13 @@ def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> 
                 )
 
 
-def _check_space(source: Path, save: Path) -> None:
-    needed = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
-    save.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(save).free
+def _check_space(source: Path, save: Path, copies: int) -> None:
+    needed = copies * sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(save).free
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
     if free < needed:
         raise CheckpointError(f"{save}: takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
 
@@ -132,7 +152,10 @@ def _check_space(source: Path, save: Path) -> None:
 def _reshard_state(
     state: OptimizerFiles, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
 ) -> list[FileRecord]:
-    own = [spec for spec in specs if not spec.shared or layer == 2]
+    trained = {name for _, name in state.names([layer])}
+    own = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]
+    if not own:
+        return []
     whole = {spec.name: state.read(layer, spec, 0, 1) for spec in own}
     records = []
     for rank in range(tensor_size):
@@ -149,7 +172,7 @@ def _reshard_state(
     return records
 
 
-def _model_files(source: Path, temporary: Path, to: Layout, manifest: Manifest) -> list[FileRecord]:
+def _model_states(source: Path, to: Layout, manifest: Manifest) -> list[dict[str, Any]]:
     """Counters, schedule and random states of the first rank for every rank; logits of the last stage cut anew."""
     states = [load_tensors(file) for _, file in sorted(names.model_files(source).items())]
     first: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor}
@@ -158,22 +181,43 @@ def _model_files(source: Path, temporary: Path, to: Layout, manifest: Manifest) 
     parts = [found[_LOGITS] for found in states if found.get(_LOGITS) is not None]
     parts = parts[-manifest.layout.tensor :]
     cut = torch.cat(parts, dim=-1).chunk(to.tensor, dim=-1) if parts else ()
-    records = []
+    made = []
     for pipe in range(to.pipe):
         for rank in range(to.tensor):
             own = dict(first)
             if cut:
                 own[_LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
-            records.append(save_tensors(own, temporary / names.model_file(pipe * to.tensor + rank)))
+            made.append(own)
+    return made
+
+
+def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
+    """What GPT-NeoX's converters write beside the weights."""
+    told = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
+    return {
+        "module": None, "optimizer": None, "lr_scheduler": None, "iteration": iteration, "global_steps": iteration,
+        "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,
+        "args": {**{key: getattr(args, key) for key in told}, "model_parallel_size": args.tp},
+    }  # fmt: skip
+
+
+def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequential: bool) -> list[FileRecord]:
+    """The mp_rank files of all ranks; sequential: the layer files of `path` move into them."""
+    records = []
+    for rank, state in enumerate(states):
+        module = gather_layers(path, rank) if sequential else None
+        records.append(save_tensors({**state, "module": module}, path / names.model_file(rank)))
+    if sequential:
+        for file in names.layer_files(path).values():
+            file.unlink()
     return records
 
 
 def _copied(source: Path, temporary: Path) -> list[FileRecord]:
-    """Tokenizer and configs, as they are."""
+    """Tokenizer, configs and what an imported model carries, as they are."""
     records = []
-    for file in sorted(found for folder in ("tokenizer", "configs") for found in (source / folder).glob("**/*")):
-        if file.is_file():
-            name = str(file.relative_to(source))
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            records.append(write_bytes(file.read_bytes(), temporary / name, name))
+    for file in sorted(found for found in source.glob("*/**/*") if found.is_file()):
+        name = str(file.relative_to(source))
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        records.append(write_bytes(file.read_bytes(), temporary / name, name))
     return records

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import load_tensors
-from megatron.checkpointing.names import generation, to_file_names, to_our_names
+from megatron.checkpointing.manifest import MANIFEST
+from megatron.checkpointing.names import generation, has_old_rows, our_name, to_file_names, to_our_names
 from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
@@ -96,11 +97,12 @@ def _source(path: Path) -> _Source:
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """layout and names in words; tensor_size: ranks that wrote it; dtypes: of all weights; vocab_rows: of the
-    embedding, of all ranks together; ffn_size: None where no file says it."""
+    """layout and names in words; block: names of the first block; tensor_size: ranks that wrote it; dtypes: of all
+    weights; vocab_rows: of the embedding, of all ranks together; ffn_size: None where no file says it."""
 
     layout: str
     names: str
+    block: frozenset[str]
     tensor_size: int
     dtypes: frozenset[torch.dtype]
     vocab_rows: int
@@ -116,10 +118,25 @@ def describe_source(path: str | Path) -> SourceFacts:
     embedding, block = source.tensors(0, 0).get("word_embeddings.weight"), source.tensors(2, 0)
     if embedding is None:
         raise CheckpointError(f"{path}: layer 0 holds no word_embeddings.weight; not a model of GPT-NeoX")
-    down = ("mlp.linear2.weight", "mlp.dense_4h_to_h.weight", "mlp.w2.weight", "mlp.fc2_weight")
-    ffn = next((block[name].shape[1] * source.tensor_size for name in down if name in block), None)
+    down = "mlp.linear2.weight"
+    ffn = next((t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None)
     rows = embedding.shape[0] * source.tensor_size
-    return SourceFacts(layout_name, generation(block), source.tensor_size, dtypes, rows, ffn)
+    return SourceFacts(layout_name, generation(block), frozenset(block), source.tensor_size, dtypes, rows, ffn)
+
+
+def describe_files(path: str | Path, args: NeoXArgs) -> str:
+    """Layout, names and order of rows of a checkpoint directory, in words. Raises CheckpointError."""
+    facts = describe_source(path)
+    words = f"{facts.layout}, {facts.tensor_size} tensor ranks, names {facts.names}"
+    if args.kv_heads == args.num_attention_heads:
+        return words
+    old = has_old_rows(facts.block, args, _rows_key(Path(path), args))
+    return f"{words}, rows of grouped queries as {'before' if old else 'since'} #1315"
+
+
+def _rows_key(path: Path, args: NeoXArgs) -> str | None:
+    """What is ours has today's rows under today's names."""
+    return None if (path / MANIFEST).is_file() else args.compat_gqa_rows
 
 
 def load_weights(
@@ -208,7 +225,8 @@ def _load_layer(
     parts: dict[int, dict[str, Tensor]] = {}
     for rank in range(source.tensor_size) if need_all else (tensor_rank,):
         file = source.file(layer, rank)
-        state = to_our_names(source.tensors(layer, rank), names, args, str(file))
+        rows = _rows_key(source.path, args)
+        state = to_our_names(source.tensors(layer, rank), names, args, str(file), rows)
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
                 fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
@@ -273,7 +291,13 @@ def _shape_problem(spec: ParamSpec, tensor: Tensor, tensor_size: int, args: NeoX
 
 
 def local_layer_state(
-    layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, *, tensor_rank: int, tensor_size: int
+    layer: int,
+    tensors: Mapping[str, Tensor],
+    args: NeoXArgs,
+    *,
+    tensor_rank: int,
+    tensor_size: int,
+    naming: str | None = None,
 ) -> dict[str, Tensor]:
     """What this tensor rank writes to its layer file, under `to_file_names`: on CPU, each tensor with its own storage.
 
@@ -295,4 +319,14 @@ def local_layer_state(
             rest = tensor - share.double() * (tensor_size - 1)
             tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
         state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return to_file_names(state, args)
+    return to_file_names(state, args, naming)
+
+
+def gather_layers(path: Path, tensor_rank: int) -> dict[str, Tensor]:
+    """The layer files of one tensor rank as GPT-NeoX keeps them without a pipeline: `sequential.N.name`."""
+    return {
+        f"sequential.{layer}.{name}": value
+        for (layer, rank), file in sorted(layout.layer_files(path).items())
+        if rank == tensor_rank
+        for name, value in load_tensors(file).items()
+    }

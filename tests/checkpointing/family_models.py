@@ -58,15 +58,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def config_of(case: str) -> Any:
+def config_of(case: str, **more: Any) -> Any:
     kind, changes = CASES[case]
-    return getattr(transformers, kind)(**{**_SIZES, **changes})
+    return getattr(transformers, kind)(**{**_SIZES, **changes, **more})
 
 
 @torch.no_grad()
-def random_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
+def random_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Every weight random, biases and norms included, none of them near another's usual value."""
-    model = transformers.AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config_of(case, **more), attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
         value = 0.15 * torch.randn(param.shape, generator=generator)

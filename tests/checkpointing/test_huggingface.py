@@ -100,8 +100,8 @@ def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "how"),
     [
-        ("gpt_neox", {"tensor": 2, "pipe": 2}), ("gpt_neox sequential", {"pipe": 0}), ("llama 3", {"te_names": True}),
-        ("gpt_neox", {"te_names": True, "tensor": 2, "pipe": 0}), ("smollm 3", {"tensor": 4}), ("gemma 3", {}),
+        ("gpt_neox", {"tensor": 2, "pipe": 2}), ("gpt_neox sequential", {"pipe": 0}), ("llama 3", {"naming": "te"}),
+        ("gpt_neox", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", {"tensor": 4}), ("gemma 3", {}),
         ("olmo 3", {"tensor": 2}), ("qwen 3", {"tensor": 2, "pipe": 2}), ("mistral", {"iteration": 7}),
     ],
 )  # fmt: skip
@@ -115,7 +115,7 @@ def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: to
     assert path.name == f"global_step{how.get('iteration', 0)}" and parity.difference <= 1e-5
     assert verify(path) is not None and bool(layer_files(path)) == (how.get("pipe") != 0)
     args, facts = export_args(path)
-    assert ("Transformer-Engine" in facts.names) == ("te_names" in how) and args.padded_vocab_size == 128
+    assert ("Transformer-Engine" in facts.names) == ("naming" in how) and args.padded_vocab_size == 128
     found = export_hf(path, args, tmp_path / "back", shard_bytes=30_000)
     assert found is not None and found.difference <= 1e-5
     theirs, ours = tensors_of(folder), tensors_of(tmp_path / "back")

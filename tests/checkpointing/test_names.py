@@ -47,6 +47,14 @@ def wrapped(state: State) -> State:
     return {n.replace("norm.scale", "norm.norm.weight"): t for n, t in state.items()}
 
 
+def old_rows(qkv: Tensor, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> Tensor:
+    """As GPT-NeoX's convert_raw_llama_weights_to_neox.py packs queries, keys and values beside w1, w2 and w3."""
+    q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+    slices = int(head_dim * (kv_heads / heads))
+    parts = [q.view(heads, head_dim, -1), k.view(heads, slices, -1), v.view(heads, slices, -1)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
 @pytest.mark.parametrize("foreign", [te, legacy])
 def test_layer_files_under_foreign_names(foreign: Callable[[State], State], tmp_path: Path) -> None:
     run = "neox_pp2_mp2"
@@ -76,6 +84,7 @@ def test_llama_w1_w2_w3_and_wrapped_norms(tmp_path: Path) -> None:
         if "mlp.linear1.weight" in state:
             state["mlp.w3.weight"], state["mlp.w1.weight"] = state.pop("mlp.linear1.weight").clone().chunk(2)
             state["mlp.w2.weight"] = state.pop("mlp.linear2.weight")
+            state["attention.query_key_value.weight"] = old_rows(state["attention.query_key_value.weight"])
         save_tensors(state, tmp_path / layer_file(layer, 0))
     assert_same(whole(tmp_path, args), whole(checkpoint(run), args))
 

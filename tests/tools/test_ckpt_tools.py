@@ -122,7 +122,7 @@ def test_what_reshard_refuses(trained: Path, tmp_path: Path, capsys: pytest.Capt
     shutil.copytree(trained / "global_step6", broken)
     (broken / layer_file(3, 1)).unlink()
     text = refused(reshard.main, "--input_dir", str(broken), *out, "--tp", "1", capsys=capsys)
-    assert f"{layer_file(3, 1)} (missing)" in text
+    assert layer_file(3, 1) in text
     reshard.main(["--input_dir", str(trained), *out, "--tp", "1"])
     text = refused(reshard.main, "--input_dir", str(trained), *out, "--tp", "4", capsys=capsys)
     assert "is there already" in text

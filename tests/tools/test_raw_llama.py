@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from megatron.checkpointing import read_manifest
 from tests.checkpointing.test_huggingface import model_folder, tensors_of
 from tools.ckpts import convert_neox_to_hf, convert_neox_to_raw_llama, convert_raw_llama_weights_to_neox
 
@@ -56,6 +57,8 @@ def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: 
     )  # fmt: skip
     ours = tmp_path / "ours" / "global_step0"
     assert bool(list(ours.glob("layer_*"))) == (shards == 2) and len(list(ours.glob("mp_rank_*"))) == shards
+    manifest = read_manifest(ours)  # what the user gave, not where it stood meanwhile
+    assert manifest is not None and manifest.run_id == f"huggingface {tmp_path / 'raw' / size}"
     run(convert_neox_to_hf, input_dir=tmp_path / "ours", output_dir=tmp_path / "back")
     assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == b"pieces"

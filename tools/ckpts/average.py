@@ -13,27 +13,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tqdm import tqdm  # noqa: E402
-
 from megatron.checkpointing import CheckpointError  # noqa: E402
 from megatron.checkpointing.averaging import average  # noqa: E402
 from megatron.neox_arguments import ConfigError  # noqa: E402
+from tools.ckpts.flags import local, place, progress  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="each a global_stepN of the same model")
-    parser.add_argument("--output_dir", "--output-dir", type=Path, required=True, help="folder for the mean")
+    parser.add_argument("checkpoints", type=place, nargs="+", help="each a global_stepN of the same model")
+    parser.add_argument("--output_dir", "--output-dir", type=place, required=True, help="folder for the mean")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
-        path = average(
-            options.checkpoints, options.output_dir,
-            each=lambda layers, count: tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None),
-        )  # fmt: skip
+        with local(options, ["checkpoints"], ["output_dir"]):
+            path = average(options.checkpoints, options.output_dir, each=progress)
     except (CheckpointError, ConfigError, OSError) as problem:
         sys.exit(f"average.py: error: {problem}")
     print(f"{path}: the mean of {len(options.checkpoints)} checkpoints")

@@ -15,23 +15,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
-from megatron.checkpointing import CheckpointError, find_checkpoint  # noqa: E402
-from megatron.checkpointing.huggingface import export_args, export_hf  # noqa: E402
+from megatron.checkpointing import CheckpointError, describe_files  # noqa: E402
+from megatron.checkpointing.huggingface import export_hf  # noqa: E402
 from megatron.neox_arguments import ConfigError  # noqa: E402
+from tools.ckpts.flags import add_source_flags, local, progress, source_of  # noqa: E402
 
 DTYPES = {"auto": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input_dir", "--input-dir", type=Path, required=True, help="a global_stepN, or their folder")
-    parser.add_argument("--iteration", type=int, help="which one of --input_dir; unset: the one `latest` names")
-    parser.add_argument(
-        "--config_file", "--config-file", action="extend", nargs="+", default=[], help="unset: the checkpoint's own"
-    )
-    parser.add_argument("--output_dir", "--output-dir", type=Path, required=True, help="the folder to write")
+    add_source_flags(parser, "the folder to write")
     parser.add_argument("--precision", choices=DTYPES, default="auto", help="of the result; auto: the checkpoint's")
     parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
     parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="vocab_file is a folder or a Hub name")
@@ -46,16 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
     try:
-        alone = any(file for kind in ("mp_rank_*", "layer_*") for file in options.input_dir.glob(kind))
-        source = options.input_dir if alone else find_checkpoint(options.input_dir, options.iteration)
-        args, facts = export_args(source, options.config_file)
-        print(f"{source}: {facts.layout}, {facts.tensor_size} tensor ranks, names {facts.names}", flush=True)
-        found = export_hf(
-            source, args, options.output_dir, family=family, dtype=DTYPES[options.precision],
-            tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,
-            pad_token_id=options.pad_token_id if options.pad_token_id >= 0 else None,
-            each=lambda layers, count: tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None),
-        )  # fmt: skip
+        with local(options, ["input_dir"], ["output_dir"]):
+            source, args, _ = source_of(options)
+            print(f"{source}: {describe_files(source, args)}", flush=True)
+            found = export_hf(
+                source, args, options.output_dir, family=family, dtype=DTYPES[options.precision],
+                tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,
+                pad_token_id=options.pad_token_id if options.pad_token_id >= 0 else None,
+                each=progress,
+            )  # fmt: skip
     except (CheckpointError, ConfigError, OSError) as problem:
         sys.exit(f"convert_neox_to_hf.py: error: {problem}")
     print(f"{options.output_dir}: {found}")

@@ -15,14 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tqdm import tqdm  # noqa: E402
-
 from megatron.checkpointing import CheckpointError  # noqa: E402
 from megatron.checkpointing.files import replace_file  # noqa: E402
 from megatron.checkpointing.huggingface import import_hf  # noqa: E402
 from megatron.checkpointing.huggingface.folder import read_json  # noqa: E402
 from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama  # noqa: E402
 from megatron.neox_arguments import ConfigError  # noqa: E402
+from tools.ckpts.flags import add_names_flag, local, place, progress  # noqa: E402
 
 NAME = "convert_raw_llama_weights_to_neox.py"
 _LLAMA, _MISTRAL = ("7B", "13B", "30B", "34B", "65B", "70B"), ("mistral-7B-v0.1", "Mistral-7b-v0.1")
@@ -31,14 +30,15 @@ _POSITIONS = {"34B": 16384, **dict.fromkeys(_MISTRAL, 32768)}
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input_dir", "--input-dir", type=Path, required=True, help="with params.json, or its parent")
+    parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="with params.json, or its parent")
     parser.add_argument(
         "--model_size", "--model-size", choices=(*_LLAMA, *_MISTRAL, "tokenizer_only"), required=True,
         help="folder in --input_dir, and whether LLaMA or Mistral; sizes are those of params.json",
     )  # fmt: skip
-    parser.add_argument("--output_dir", "--output-dir", type=Path, required=True, help="folder for global_step0")
+    parser.add_argument("--output_dir", "--output-dir", type=place, required=True, help="folder for global_step0")
     parser.add_argument("--num_output_shards", "--num-output-shards", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pipeline_parallel", "--pipeline-parallel", action="store_true", help="a file for each layer")
+    add_names_flag(parser, "neox", "neox")
     parser.add_argument(
         "--max_position_embeddings", type=int,
         help="which params.json does not say; unset: 4096; of 34B 16384, Mistral 32768, LLaMA 3.1 131072",
@@ -69,7 +69,7 @@ def convert(options: argparse.Namespace) -> None:
         folder = RawLlama(raw, beside, model_type, options.max_position_embeddings or usual)
         path, parity = import_hf(
             folder, options.output_dir, tensor=options.num_output_shards, pipe=1 if options.pipeline_parallel else 0,
-            each=lambda layers, count: tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None),
+            naming=options.names, each=progress,
         )  # fmt: skip
     print(f"{path}: {options.num_output_shards} tensor ranks; its configuration is {path / 'configs' / 'hf_model.yml'}")
     print(f"{path}: {parity}")
@@ -77,7 +77,9 @@ def convert(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     try:
-        convert(parse(argv))
+        options = parse(argv)
+        with local(options, ["input_dir"], ["output_dir"]):
+            convert(options)
     except (CheckpointError, ConfigError, OSError) as problem:
         sys.exit(f"{NAME}: error: {problem}")
 

@@ -7,6 +7,7 @@ Reads GPT-NeoX's checkpoints too. Nothing that a file asks to run is run.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, load_tensors, read_manifest  # noqa: E402
+from tools.ckpts.flags import local, place  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", type=Path, help="a global_stepN, their folder, or one file")
-    parser.add_argument("--checkpoint-path", "--checkpoint_path", type=Path, dest="other", help="the same by name")
+    parser.add_argument("path", nargs="?", type=place, help="a global_stepN, their folder, or one file")
+    parser.add_argument("--checkpoint-path", "--checkpoint_path", type=place, dest="other", help="the same by name")
     parser.add_argument("--iteration", type=int, help="which one of a folder; unset: the one `latest` names")
     parser.add_argument("--match", default="", help="only tensors whose file or name has this in it")
     options = parser.parse_args(argv)
@@ -77,23 +79,31 @@ def about(path: Path) -> Iterator[str]:
     yield f"  {', '.join(f'{key} {value}' for key, value in manifest.versions.items())}; run {manifest.run_id}"
 
 
+def show(options: argparse.Namespace) -> None:
+    """Raises CheckpointError."""
+    path, files = files_of(options.path, options.iteration)
+    for text in about(path):
+        print(text)
+    weights = 0
+    for file in files:
+        found = list(tensors_in(load_tensors(file)))
+        shown = [(name, tensor) for name, tensor in found if options.match in f"{file.name}/{name}"]
+        if file.name.endswith("model_states.pt"):
+            weights += sum(tensor.numel() for name, tensor in found if not name.endswith("rng_state"))
+        if shown:
+            print(f"{file.name} ({file.stat().st_size:,} bytes)")
+        for name, tensor in shown:
+            print(line(name, tensor), flush=True)
+    print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
-        path, files = files_of(options.path, options.iteration)
-        for text in about(path):
-            print(text)
-        weights = 0
-        for file in files:
-            found = list(tensors_in(load_tensors(file)))
-            shown = [(name, tensor) for name, tensor in found if options.match in f"{file.name}/{name}"]
-            if file.name.endswith("model_states.pt"):
-                weights += sum(tensor.numel() for name, tensor in found if not name.endswith("rng_state"))
-            if shown:
-                print(f"{file.name} ({file.stat().st_size:,} bytes)")
-            for name, tensor in shown:
-                print(line(name, tensor), flush=True)
-        print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
+        with local(options, ["path"]):
+            show(options)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (CheckpointError, OSError) as problem:
         sys.exit(f"inspect_checkpoints.py: error: {problem}")
 

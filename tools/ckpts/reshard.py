@@ -13,55 +13,59 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tqdm import tqdm  # noqa: E402
-
-from megatron.checkpointing import (  # noqa: E402
-    CheckpointError,
-    Layout,
-    checkpoint_args,
-    find_checkpoint,
-    read_manifest,
-    reshard,
-)
+from megatron.checkpointing import CheckpointError, Layout, describe_files, read_manifest, reshard  # noqa: E402
+from megatron.checkpointing.layout import layer_files  # noqa: E402
 from megatron.neox_arguments import ConfigError  # noqa: E402
+from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress, source_of  # noqa: E402
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input_dir", "--input-dir", type=Path, required=True, help="a global_stepN, or their folder")
-    parser.add_argument("--output_dir", "--output-dir", type=Path, required=True, help="folder for the new one")
-    parser.add_argument("--iteration", type=int, help="which one of --input_dir; unset: the one `latest` names")
-    parser.add_argument("--tp", type=int, help="tensor-parallel size; unset: as it is")
-    parser.add_argument("--pp", type=int, help="pipeline stages; unset: as it is")
-    parser.add_argument("--dp", type=int, help="data-parallel size, for the manifest: files are the same for every one")
-    parser.add_argument("--zero-stage", type=int, choices=range(4), help="ZeRO stage, likewise")
-    parser.add_argument("--config_file", "--config-file", action="append", default=[], help="unset: the checkpoint's")
-    parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
-    options = parser.parse_args(argv)
-    for name in ("tp", "pp", "dp"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name}: must be at least 1")
-    return options
+def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.ArgumentParser:
+    """tp, pp: the defaults; None: as the checkpoint is."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_source_flags(made, "folder for the new one")
+    made.add_argument("--tp", type=int, default=tp, help=f"tensor-parallel size ({tp or 'as it is'})")
+    alone = f"pipeline stages ({pp or 'as it is'}); 0: GPT-NeoX's files without a pipeline"
+    made.add_argument("--pp", type=int, default=pp, help=alone)
+    made.add_argument("--dp", type=int, help="data-parallel size, for the manifest: files are the same for every one")
+    made.add_argument("--zero-stage", type=int, choices=range(4), help="ZeRO stage, likewise")
+    add_names_flag(made, None, "those that its configuration has in GPT-NeoX")
+    made.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    return made
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Raises CheckpointError, ConfigError."""
+    for name, least in (("tp", 1), ("pp", 0), ("dp", 1)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            raise CheckpointError(f"--{name} must be at least {least}")
+    source, args, facts = source_of(options)
+    manifest = read_manifest(source)
+    now = manifest.layout if manifest is not None else Layout(args.pp, 1, facts.tensor_size, 0, "fp32", 1)
+    pipe = max(now.pipe if options.pp is None else options.pp, 1)
+    tensor, data = options.tp or now.tensor, options.dp or now.data
+    stage = now.zero_stage if options.zero_stage is None else options.zero_stage
+    sequential = options.pp == 0 or options.pp is None and not layer_files(source)
+    print(f"{source}: {describe_files(source, args)}", flush=True)
+    path = reshard(
+        source, options.output_dir, args, Layout(pipe, data, tensor, stage, now.precision, pipe * tensor * data),
+        optimizer=not options.no_optimizer, sequential=sequential, naming=options.names, each=progress,
+    )  # fmt: skip
+    print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}; {describe_files(path, args)}")
+    if manifest is None:
+        print(f"{path}: weights alone, from which a run starts at iteration 0")
+
+
+def run(command: str, argv: Sequence[str] | None, made: argparse.ArgumentParser) -> None:
+    options = made.parse_args(argv)
+    try:
+        with local(options, ["input_dir"], ["output_dir"]):
+            convert(options)
+    except (CheckpointError, ConfigError, OSError) as problem:
+        sys.exit(f"{command}: error: {problem}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(argv)
-    try:
-        single = options.input_dir if list(options.input_dir.glob("mp_rank_*")) else None
-        source = single or find_checkpoint(options.input_dir, options.iteration)
-        manifest = read_manifest(source)
-        now = manifest.layout if manifest is not None else Layout(1, 1, 1, 0, "fp32", 1)
-        pipe, tensor, data = options.pp or now.pipe, options.tp or now.tensor, options.dp or now.data
-        stage = now.zero_stage if options.zero_stage is None else options.zero_stage
-        to = Layout(pipe, data, tensor, stage, now.precision, pipe * tensor * data)
-        args = checkpoint_args(source, options.config_file)
-        path = reshard(
-            source, options.output_dir, args, to, optimizer=not options.no_optimizer,
-            each=lambda layers, count: tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None),
-        )  # fmt: skip
-    except (CheckpointError, ConfigError, OSError) as problem:
-        sys.exit(f"reshard.py: error: {problem}")
-    print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}")
+    run("reshard.py", argv, parser(None, None, __doc__))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in it
     python tools/ckpts/verify.py checkpoints/run/global_step1000
+    python tools/ckpts/verify.py s3://bucket/run                      # each is fetched, and deleted again
 
 Names every damaged file and ends with 1, or says what is whole and ends with 0.
 """
@@ -16,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tqdm import tqdm  # noqa: E402
 
 from megatron.checkpointing import CheckpointError, list_checkpoints, read_manifest, verify  # noqa: E402
+from megatron.checkpointing.staging import fetched, remote_checkpoints  # noqa: E402
+from megatron.neox_arguments.places import is_remote  # noqa: E402
+from tools.ckpts.flags import place  # noqa: E402
 
 
 def check(path: Path) -> str:
@@ -41,19 +45,20 @@ def check(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="+", type=Path, help="a global_stepN, or a folder of them")
+    parser.add_argument("path", nargs="+", type=place, help="a global_stepN, or a folder of them")
     options = parser.parse_args(argv)
     damaged = False
     for path in options.path:
         try:
-            found = list_checkpoints(path) or [path]
-            if not path.is_dir():
+            found = remote_checkpoints(path) if is_remote(str(path)) else list_checkpoints(path) or [path]
+            if not is_remote(str(path)) and not path.is_dir():
                 raise CheckpointError(f"{path}: no such directory")
         except CheckpointError as problem:
             sys.exit(f"verify.py: error: {problem}")
         for one in found:
             try:
-                print(check(one), flush=True)
+                with fetched(one) as here:
+                    print(check(here).replace(str(here), str(one)), flush=True)
             except CheckpointError as problem:
                 damaged = True
                 sys.stderr.write(f"verify.py: error: {problem}\n")

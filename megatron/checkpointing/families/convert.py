@@ -7,7 +7,7 @@ what goes one way comes back the other bit for bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,13 +44,18 @@ def family_of(config: Config) -> str:
 
 
 def from_hf(
-    config: Config, get_tensor: Callable[[str], Tensor], *, padded_vocab_size: int | None = None
+    config: Config,
+    get_tensor: Callable[[str], Tensor],
+    *,
+    padded_vocab_size: int | None = None,
+    layers: Collection[int] | None = None,
 ) -> tuple[dict[str, Any], Iterator[tuple[int, str, Tensor]]]:
     """A HuggingFace model as ours: keys for NeoXArgs at once, tensors when asked for, in the order of the layers.
 
     get_tensor: one whole tensor by its HuggingFace name (`hf_shapes` says which are asked for; KeyError passes).
     padded_vocab_size: rows of our embedding, at least vocab_size; None: as many. Added rows are the mean of the
     others, so that their logits are mean logits, and nothing looks likely that was never trained.
+    layers: NeoX layer indices of the tensors; None: all.
     Keys: the model's, with seq_length (max_position_embeddings, to be lowered at will), compat_ffn_width and
     padded_vocab_size; neither tokenizer nor precision. Tensors come as (NeoX layer index, our name, whole tensor),
     ready for `shard`. Raises CheckpointError, or ConfigError that names `config.json`.
@@ -63,14 +68,14 @@ def from_hf(
     if padded_vocab_size is not None and padded_vocab_size < vocab:
         raise CheckpointError(f"padded_vocab_size {padded_vocab_size} is less than the model's {vocab} tokens")
     keys["padded_vocab_size"] = padded_vocab_size or vocab
-    return keys, _read(family, NeoXArgs.from_dict(keys, "config.json"), vocab, get_tensor)
+    return keys, _read(family, NeoXArgs.from_dict(keys, "config.json"), vocab, get_tensor, layers)
 
 
 def _read(
-    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor]
+    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
 ) -> Iterator[tuple[int, str, Tensor]]:
     for layer, specs in layer_params(args).items():
-        for spec, row in _rows(family, layer, specs):
+        for spec, row in _rows(family, layer, specs if layers is None or layer in layers else ()):
             names = _foreign(row, layer)
             parts = [get_tensor(name) for name in names]
             rows = _rows_of(spec, vocab)

@@ -3,8 +3,9 @@
 What a tensor is called there, and what config.json means, is the knowledge of `families`.
 """
 
-from megatron.checkpointing.huggingface.exporting import export_args, export_hf
-from megatron.checkpointing.huggingface.extras import CARRIED, carried_files
+from megatron.checkpointing.configuration import export_args
+from megatron.checkpointing.huggingface.exporting import export_hf
+from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
 from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
 from megatron.checkpointing.huggingface.parity import Parity
@@ -17,6 +18,7 @@ __all__ = [
     "carried_files",
     "export_args",
     "export_hf",
+    "exported_rows",
     "find_hf",
     "import_hf",
     "is_hf",

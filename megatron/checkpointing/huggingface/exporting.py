@@ -26,11 +26,10 @@ from megatron.checkpointing.huggingface.folder import (
     write_weights,
 )
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
-from megatron.checkpointing.manifest import read_manifest, saved_model, verify
-from megatron.checkpointing.weights import SourceFacts, describe_source, load_weights
+from megatron.checkpointing.manifest import read_manifest, verify
+from megatron.checkpointing.weights import describe_source, load_weights
 from megatron.model.weight_map import layer_params
-from megatron.neox_arguments import ConfigError, NeoXArgs, load
-from megatron.neox_arguments.ffn import READINGS
+from megatron.neox_arguments import NeoXArgs
 
 Each = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
@@ -40,38 +39,6 @@ _OWN = re.compile(r".*\.safetensors|.*\.json|.*\.jinja|.*\.txt|tokenizer\.model|
 
 def plain_each(layers: Iterable[int], count: int) -> Iterable[int]:
     return layers
-
-
-def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> tuple[NeoXArgs, SourceFacts]:
-    """The configuration of a checkpoint, of `config_files` or of what it keeps, and what its files say.
-
-    The padded vocabulary, and the reading of intermediate_size where the configuration leaves it open, are those of the
-    files. Raises CheckpointError, ConfigError.
-    """
-    path = Path(source)
-    facts, manifest = describe_source(path), read_manifest(path)
-    known = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
-    files = list(config_files)
-    if not files and manifest is not None and manifest.config:
-        return NeoXArgs.from_dict({**manifest.config, **known}), facts
-    files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
-    if not files:
-        raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
-    try:
-        args = load(files, known)
-        if args.compat_ffn_width is not None or args.ffn_size == facts.ffn_size:
-            return args, facts
-    except ConfigError as problem:
-        if "compat_ffn_width" not in str(problem):
-            raise
-    for reading in READINGS:
-        try:
-            args = load(files, {**known, "compat_ffn_width": reading})
-        except ConfigError:
-            continue
-        if args.ffn_size == facts.ffn_size:
-            return args, facts
-    return load(files, known), facts
 
 
 def export_hf(
@@ -125,7 +92,7 @@ def export_hf(
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
 
-        found = check_parity(HFFolder(temporary), args, weights, vocab) if check else None
+        found = check_parity(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
         sync_dir(temporary)
         _replace(temporary, output)
     except OSError as problem:

@@ -51,6 +51,13 @@ def carried_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = No
     return found
 
 
+def exported_rows(carried: Mapping[str, bytes], tokens: int) -> int | None:
+    """Rows of vocabulary that an export of a checkpoint keeps, which carries these files and has a tokenizer of
+    `tokens`; None: all."""
+    rows = json.loads(carried.get(CONFIG, b"{}")).get("vocab_size")
+    return None if rows is None else max(rows, tokens)
+
+
 def extras_of(
     source: Path, args: NeoXArgs, *, tokenizer: bool = True, vocab_is_hf: bool = False, pad_token_id: int | None = None
 ) -> Extras:

@@ -81,10 +81,14 @@ class _Entry:
 
 
 class HFFolder:
-    """config: of config.json; shapes: of all tensors. Raises CheckpointError for what is missing or damaged."""
+    """config: of config.json; shapes: of all tensors; origin: what its user calls it, where that is not the path.
 
-    def __init__(self, path: str | Path) -> None:
+    Raises CheckpointError for what is missing or damaged.
+    """
+
+    def __init__(self, path: str | Path, origin: str | None = None) -> None:
         self.path = Path(path)
+        self.origin = origin or str(path)
         self.config = read_json(self.path / CONFIG)
         if self.config.get("quantization_config"):
             raise CheckpointError(f"{self.path}: is quantised (quantization_config); take the model it was made from")

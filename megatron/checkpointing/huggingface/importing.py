@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -19,19 +18,19 @@ from torch import Tensor
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import check_hf_tensors, from_hf, meaning
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.huggingface.exporting import Each, check_space, plain_each
 from megatron.checkpointing.huggingface.extras import CARRIED, carried_files
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
 from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.weights import load_weights, local_layer_state
 from megatron.model.weight_map import ParamSpec, layer_params, shard
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
 # Of the model's keys in a manifest those that HuggingFace does not fix: a run sets them at will.
 _FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
@@ -46,13 +45,13 @@ def import_hf(
     iteration: int = 0,
     tensor: int = 1,
     pipe: int = 1,
-    te_names: bool = False,
+    naming: str | None = None,
     save_tokenizer: bool = False,
     each: Each = plain_each,
 ) -> tuple[Path, Parity]:
     """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
 
-    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. te_names: Transformer-Engine's names.
+    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of names.GENERATIONS; None: today's.
     save_tokenizer: its files also in `<save>/tokenizer`. The vocabulary is padded to a multiple of 128 that the ranks
     divide, `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go along
     in `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
@@ -60,16 +59,14 @@ def import_hf(
     save = Path(save)
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
     keys, tensors = from_hf(folder.config, folder.get, padded_vocab_size=rows)
-    check_hf_tensors(folder.config, keys, folder.shapes, str(folder.path))
+    check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
     dtype = _only_dtype(folder, keys)
     sizes = {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
-    te = {"te_backend": "native", "te_mha": True, "te_layernorm_mlp": True} if te_names else {}
     try:
-        args, written = NeoXArgs.from_dict({**keys, **sizes}), NeoXArgs.from_dict({**keys, **sizes, **te})
+        args = NeoXArgs.from_dict({**keys, **sizes})
     except ConfigError as problem:
-        raise CheckpointError(f"{folder.path}: {problem}") from problem
-    final, run_id = save / names.step_tag(iteration), f"huggingface {folder.path.resolve()}"
-    _check_target(final)
+        raise CheckpointError(f"{folder.origin}: {problem}") from problem
+    _check_target(save / names.step_tag(iteration))
     specs = layer_params(args)
     try:
         save.mkdir(parents=True, exist_ok=True)
@@ -84,7 +81,7 @@ def import_hf(
             whole = {name: value for _, name, value in found}
             for rank in range(tensor):
                 local = {spec.name: shard(whole[spec.name], spec, rank, tensor) for spec in specs[layer]}
-                state = local_layer_state(layer, local, written, tensor_rank=rank, tensor_size=tensor)
+                state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=tensor, naming=naming)
                 records.append(save_tensors(state, temporary / names.layer_file(layer, rank)))
             del whole, local, state, found
 
@@ -94,28 +91,25 @@ def import_hf(
         parity = check_parity(folder, args, weights, folder.vocab_size)
         if pipe == 0:
             records = []
-        for rank in range(max(pipe, 1) * tensor):
-            state = _model_state(args, iteration, temporary if pipe == 0 else None, rank)
-            records.append(save_tensors(state, temporary / names.model_file(rank)))
-        if pipe == 0:
-            for file in names.layer_files(temporary).values():
-                file.unlink()
+        states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
+        records += write_model_files(temporary, states, sequential=pipe == 0)
         (temporary / CARRIED).mkdir()
         carried = carried_files(folder.path)
         for name, content in carried.items():
             records.append(write_bytes(content, temporary / CARRIED / name, f"{CARRIED}/{name}"))
-        given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(_PRECISIONS[dtype], _PRECISIONS[dtype])}
+        given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             given |= _save_tokenizer(save, carried, folder)
-        free = _FREE_UNDER_TE if te_names else _FREE
+        free, where = _FREE_UNDER_TE if naming == "te" else _FREE, Path(folder.origin)
         model = {key: value for key, value in model_keys(args).items() if key not in free}
         manifest = Manifest(
-            run_id=run_id, iteration=iteration, consumed_samples=0, model=model, seed=0, tokenizer=None, data={},
-            layout=Layout(max(pipe, 1), 1, tensor, 0, _PRECISIONS[dtype], max(pipe, 1) * tensor),
+            run_id=f"huggingface {where.resolve() if where.exists() else where}", iteration=iteration,
+            consumed_samples=0, model=model, seed=0, tokenizer=None, data={},
+            layout=Layout(max(pipe, 1), 1, tensor, 0, PRECISIONS[dtype], max(pipe, 1) * tensor),
             versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=given, files={record.name: record for record in records}, optimizer=False,
         )  # fmt: skip
-        text = f"# {folder.path.name}, of HuggingFace: {parity}\n{yaml.safe_dump(given, sort_keys=False)}"
+        text = f"# {where.name}, of HuggingFace: {parity}\n{yaml.safe_dump(given, sort_keys=False)}"
         return publish(temporary, save, iteration, manifest, {"hf_model.yml": text}), parity
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
@@ -133,9 +127,9 @@ def _check_target(final: Path) -> None:
 
 def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
     found = {folder.dtypes[name] for name in folder.shapes if name in _asked(folder, keys)}
-    if len(found) != 1 or not found <= _PRECISIONS.keys():
+    if len(found) != 1 or not found <= PRECISIONS.keys():
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-        raise CheckpointError(f"{folder.path}: its weights are of several or unknown kinds ({told}); save it in one")
+        raise CheckpointError(f"{folder.origin}: its weights are of several or unknown kinds ({told}); save it in one")
     return next(dtype for dtype in found if dtype is not None)
 
 
@@ -152,27 +146,9 @@ def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
     return asked
 
 
-def _model_state(args: NeoXArgs, iteration: int, weights: Path | None, rank: int) -> dict[str, Any]:
-    """What GPT-NeoX's converters write beside the weights; weights: the layer files to put into this one."""
-    module = None
-    if weights is not None:
-        module = {
-            f"sequential.{layer}.{name}": value
-            for (layer, of), file in sorted(names.layer_files(weights).items())
-            if of == rank
-            for name, value in load_tensors(file).items()
-        }
-    told = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
-    return {
-        "module": module, "optimizer": None, "lr_scheduler": None, "iteration": iteration, "global_steps": iteration,
-        "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,
-        "args": {**{key: getattr(args, key) for key in told}, "model_parallel_size": args.tp},
-    }  # fmt: skip
-
-
 def _save_tokenizer(save: Path, carried: Mapping[str, bytes], folder: HFFolder) -> dict[str, str]:
     if "tokenizer.json" not in carried:
-        raise CheckpointError(f"{folder.path}: has no tokenizer.json to save; leave --save-tokenizer out")
+        raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
     target = save / "tokenizer"
     target.mkdir(parents=True, exist_ok=True)
     for name, content in carried.items():
@@ -198,13 +174,7 @@ def load_hf_weights(
             f"least {folder.vocab_size}"
         )
 
-    def get(name: str) -> Tensor:
-        block = re.search(r"\.(\d+)\.", name)
-        if block is not None and int(block[1]) + 2 not in wanted:
-            return torch.empty(folder.shapes[name], device="meta")  # of another pipeline stage: not read
-        return folder.get(name)
-
-    keys, tensors = from_hf(folder.config, get, padded_vocab_size=rows)
+    keys, tensors = from_hf(folder.config, folder.get, padded_vocab_size=rows, layers=wanted)
     _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path))
     check_hf_tensors(folder.config, keys, folder.shapes, str(path))
     specs: dict[int, dict[str, ParamSpec]] = {
@@ -212,9 +182,8 @@ def load_hf_weights(
     }
     loaded: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
     for layer, name, value in tensors:
-        if layer in wanted:
-            local = shard(value, specs[layer][name], tensor_rank, tensor_size)
-            loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
+        local = shard(value, specs[layer][name], tensor_rank, tensor_size)
+        loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
     return loaded
 
 
@@ -226,11 +195,17 @@ def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
         wanted["max_position_embeddings"] = now["max_position_embeddings"]
     wrong = [key for key in {**wanted, **now} if wanted.get(key) != now.get(key)]
     if wrong:
-        told = [f"{key}: {json.dumps(wanted.get(key))} there, {json.dumps(now.get(key))} here" for key in wrong]
+        told = [f"{key}: {_in_short(wanted.get(key))} there, {_in_short(now.get(key))} here" for key in wrong]
         raise CheckpointError(
             f"{where}: not the configuration's model; tools/ckpts/convert_hf_to_neox.py writes one that fits:\n  "
             + "\n  ".join(told)
         )
+
+
+def _in_short(value: Any) -> str:
+    """What is alike in all layers is told once."""
+    alike = isinstance(value, (list, tuple)) and len(value) > 1 and all(item == value[0] for item in value)
+    return f"{json.dumps(value[0])} (all layers)" if alike else json.dumps(value)
 
 
 def adopted_rows(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[int, str]:

@@ -63,7 +63,7 @@ def check_parity(
     difference = (ours - theirs).abs().max().item()
     found = Parity(difference, theirs.abs().max().item(), length)
     if not difference <= found.bound:  # NaN too
-        raise CheckpointError(f"{folder.path}: is not the same model: {found}")
+        raise CheckpointError(f"{folder.origin}: is not the same model: {found}")
     return found
 
 
@@ -111,7 +111,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             ).eval()
     except (OSError, ValueError, TypeError, KeyError) as problem:
-        raise CheckpointError(f"{folder.path}: transformers cannot build this model ({problem})") from problem
+        raise CheckpointError(f"{folder.origin}: transformers cannot build this model ({problem})") from problem
     # transformers 5 calls GPT-NeoX's head otherwise in memory than in files
     rows = FAMILIES[family_of(folder.config)].rows
     head = [row.theirs[0] for row in rows if row.ours == "final_linear.weight"]
@@ -128,7 +128,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
             known = names[id(param)] + (head if module is model.get_output_embeddings() else [])
             there = [name for name in known if name in folder.shapes]
             if not there:
-                raise CheckpointError(f"{folder.path}: transformers wants {path}.{own}, which is not there")
+                raise CheckpointError(f"{folder.origin}: transformers wants {path}.{own}, which is not there")
             stored[own] = there[0]
         _lend(module, partial(_stored, folder, stored))
     return model(tokens, use_cache=False).logits

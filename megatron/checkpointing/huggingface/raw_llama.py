@@ -85,7 +85,7 @@ class RawLlama(HFFolder):
     """
 
     def __init__(self, raw: Path, beside: Path, model_type: str, positions: int) -> None:
-        self.path, self.raw = beside, raw
+        self.path, self.raw, self.origin = beside, raw, str(raw)
         params = read_json(raw / PARAMS)
         files = sorted(raw.glob("consolidated.*.pth"))
         wanted = [f"consolidated.{i:02d}.pth" for i in range(max(len(files), 1))]
@@ -210,7 +210,7 @@ def _params(folder: HFFolder) -> dict[str, Any]:
         if there
     ]
     if wrong:
-        raise CheckpointError(f"{folder.path}: has what Meta's format does not: {', '.join(wrong)}")
+        raise CheckpointError(f"{folder.origin}: has what Meta's format does not: {', '.join(wrong)}")
     params = {
         "dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
         "n_kv_heads": config.get("num_key_value_heads") or heads, "vocab_size": folder.vocab_size,
@@ -234,16 +234,16 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     strange = sorted(table.keys() ^ folder.shapes.keys())
     if strange:
         there = "holds" if strange[0] in folder.shapes else "lacks"
-        raise CheckpointError(f"{folder.path}: {there} {strange[0]}, unlike Meta's models")
+        raise CheckpointError(f"{folder.origin}: {there} {strange[0]}, unlike Meta's models")
     dtypes = set(folder.dtypes.values())
     dtype = dtypes.pop()
     if dtypes or dtype is None:
-        raise CheckpointError(f"{folder.path}: its weights are of several or unknown kinds; save it in one")
+        raise CheckpointError(f"{folder.origin}: its weights are of several or unknown kinds; save it in one")
     sizes = {name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None}
     sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
     if uneven:
-        raise CheckpointError(f"{folder.path}: {shards} files do not divide {uneven[0]}; choose another number")
+        raise CheckpointError(f"{folder.origin}: {shards} files do not divide {uneven[0]}; choose another number")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: is there already; remove it, or give another folder")
     temporary = output.with_name(f".tmp_{output.name}")

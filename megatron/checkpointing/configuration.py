@@ -1,0 +1,44 @@
+"""How the model of a checkpoint on disk is configured, by what the checkpoint keeps or by a user's files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.manifest import read_manifest, saved_model
+from megatron.checkpointing.weights import SourceFacts, describe_source
+from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.neox_arguments.ffn import READINGS
+
+
+def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> tuple[NeoXArgs, SourceFacts]:
+    """The configuration of a checkpoint, of `config_files` or of what it keeps, and what its files say.
+
+    The padded vocabulary, and the reading of intermediate_size where the configuration leaves it open, are those of the
+    files. Raises CheckpointError, ConfigError.
+    """
+    path = Path(source)
+    facts, manifest = describe_source(path), read_manifest(path)
+    known = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
+    files = list(config_files)
+    if not files and manifest is not None and manifest.config:
+        return NeoXArgs.from_dict({**manifest.config, **known}), facts
+    files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
+    if not files:
+        raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
+    try:
+        args = load(files, known)
+        if args.compat_ffn_width is not None or args.ffn_size == facts.ffn_size:
+            return args, facts
+    except ConfigError as problem:
+        if "compat_ffn_width" not in str(problem):
+            raise
+    for reading in READINGS:
+        try:
+            args = load(files, {**known, "compat_ffn_width": reading})
+        except ConfigError:
+            continue
+        if args.ffn_size == facts.ffn_size:
+            return args, facts
+    return load(files, known), facts

@@ -1,0 +1,245 @@
+"""Checkpoints in a bucket: runs, damage, kills and tools against a local S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from megatron.checkpointing import CheckpointError, verify
+from megatron.checkpointing.remote import Store, fetch
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, NEOX, bit_equal, config, run_to_end
+from tools.ckpts import average, convert_hf_to_neox, convert_neox_to_hf, inspect_checkpoints, reshard
+from tools.ckpts import verify as verify_tool
+
+TP2 = {"model_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    """Environment of clients of an S3 server of this machine."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    server.stop()
+
+
+class Bucket:
+    """A bucket of a test, seen by a client that is not ours."""
+
+    def __init__(self) -> None:
+        self.name = f"runs-{uuid.uuid4().hex[:8]}"
+        self.url = f"s3://{self.name}/a/run"
+        self.client = boto3.client("s3")
+        self.client.create_bucket(Bucket=self.name)
+
+    def keys(self) -> list[str]:
+        found = self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
+        return [entry["Key"].removeprefix("a/run/") for entry in found]
+
+    def tags(self) -> set[str]:
+        return {key.split("/")[0] for key in self.keys() if "/" in key}
+
+    def get(self, key: str) -> bytes:
+        return self.client.get_object(Bucket=self.name, Key=f"a/run/{key}")["Body"].read()
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.name, Key=f"a/run/{key}", Body=data)
+
+
+@pytest.fixture
+def bucket(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return Bucket()
+
+
+def values(save: str | Path, staging: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    small = {"num_layers": 2, "train_iters": 4, "train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 2}
+    remote = {"remote_staging": str(staging), "remote_patience": 0, "log_dir": str(staging / "logs")}
+    return config(NEOX, ADAMW, TP2, small, remote, *parts, {"save": str(save), **more})
+
+
+def run(given: dict[str, Any], server: dict[str, str], fn: Any = run_to_end, *more: Any) -> list[Any]:
+    return run_ranks(fn, 2, given, *more, env=server)
+
+
+@pytest.fixture(scope="module")
+def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run of four steps in a folder, two checkpoints; what its ranks end with."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder / "run", run(values(folder / "run", folder), server)
+
+
+def killed_while_sending(rank: int, world_size: int, given: dict[str, Any], nth: int) -> None:
+    """For the pool: rank 0 is killed before its nth object of the second save."""
+    from megatron.checkpointing import remote
+    from megatron.training import train
+    from tests.training.runs import begin
+
+    training, sent, save = begin(given), [0], remote.Store.upload
+
+    def upload(self: remote.Store, file: Path, name: str) -> None:
+        sent[0] += rank == 0 and "global_step4" in name
+        if sent[0] == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, file, name)
+
+    remote.Store.upload = upload  # type: ignore[method-assign] # this process is the pool's throw-away fork
+    train(training)
+
+
+def test_a_run_in_a_bucket(
+    bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path
+) -> None:
+    """Killed while it sends: what is half there is not seen, and a machine that has nothing goes on from what was there
+    before, bit for bit as with a folder. Files are the same, older ones are deleted as they are there, nothing large
+    stays here."""
+    more = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
+    with pytest.raises(AssertionError):
+        run(values(bucket.url, tmp_path / "one", async_save=False), server, killed_while_sending, 3)
+    assert bucket.tags() == {"global_step2", "global_step4"} and bucket.get("latest") == b"global_step2"
+    assert ".unfinished_global_step4" in bucket.keys()
+    assert Store(bucket.url).whole() == {"global_step2", "latest"}
+    assert not [path for path in (tmp_path / "one" / "s3").rglob("*.pt") if "global_step2" in path.parts]
+    with pytest.raises(CheckpointError, match="global_step4: is not there, or was not finished"):
+        fetch(Store(bucket.url), "global_step4", tmp_path / "x")
+
+    here, through = saved
+    went_on = run(values(bucket.url, tmp_path / "two", more), server)
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(through, went_on, strict=True))
+    assert bucket.tags() == {"global_step4", "huggingface"} and bucket.get("latest") == b"global_step4"
+    names = {str(path.relative_to(here)) for path in here.glob("global_step4/**/*") if path.is_file()}
+    keys = set(bucket.keys())
+    assert {key for key in keys if not key.startswith("huggingface/")} == names | {"latest"}
+    assert {"huggingface/global_step4/config.json", "huggingface/global_step4/model.safetensors"} < keys
+    assert [path.name for path in (tmp_path / "two" / "s3").rglob("*.pt")] == []
+    fetch(Store(bucket.url), "global_step4", tmp_path / "global_step4")
+    assert verify(tmp_path / "global_step4") is not None
+
+
+def fails_while_sending(rank: int, world_size: int, given: dict[str, Any]) -> int:
+    """For the pool: the network of rank 1 goes after the first save. How far the run came."""
+    from megatron.checkpointing import remote
+    from megatron.training import train
+    from tests.training.runs import begin
+
+    training, save = begin(given), remote.Store.upload
+
+    def upload(self: remote.Store, file: Path, name: str) -> None:
+        if rank == 1 and "global_step2/" not in name:
+            os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
+            self = remote.Store(self.url)
+        save(self, file, name)
+
+    remote.Store.upload = upload  # type: ignore[method-assign]
+    try:
+        train(training)
+    except CheckpointError as problem:
+        assert "could not be written" in str(problem) and "earlier ones are untouched" in str(problem), problem
+        return training.progress.iteration
+    raise AssertionError("nothing was told")
+
+
+def test_a_lost_network_is_told_at_the_next_step(bucket: Bucket, server: dict[str, str], tmp_path: Path) -> None:
+    given = values(bucket.url, tmp_path, train_iters=4000, checkpoint_factor=2, lr_decay_iters=4000)
+    given |= {"checkpoint_factor": 4000, "extra_save_iters": [2, 4], "allow_changed_data": True}
+    came = run(given, server, fails_while_sending)
+    assert 4 < came[0] < 4000 and came[0] == came[1]
+    assert Store(bucket.url).whole() == {"global_step2", "latest"} and bucket.get("latest") == b"global_step2"
+
+
+def sent(bucket: Bucket, saved: Path) -> None:
+    for path in sorted(saved.rglob("*")):
+        if path.is_file() and (path.name == "latest" or path.parent != saved):
+            bucket.put(str(path.relative_to(saved)), path.read_bytes())
+
+
+def test_a_flipped_byte_is_refused_by_name(
+    bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By training, unless told to take the one before, and by tools."""
+    sent(bucket, saved[0])
+    name = "global_step4/layer_02-model_00-model_states.pt"
+    data = bytearray(bucket.get(name))
+    data[len(data) // 2] ^= 1
+    bucket.put(name, bytes(data))
+    refusal = f"{bucket.url}/global_step4: damaged: layer_02-model_00-model_states.pt (checksum)"
+    with pytest.raises(AssertionError, match=r"damaged: layer_02-model_00-model_states.pt \(checksum\)"):
+        run(values(bucket.url, tmp_path), server)
+    with pytest.raises(SystemExit, match="1"):
+        verify_tool.main([bucket.url])
+    out, err = capfd.readouterr()
+    assert refusal in err and f"{bucket.url}/global_step2: whole: iteration 2" in out
+    went_on = run(values(bucket.url, tmp_path / "2", load_fallback=True), server)
+    assert bit_equal(went_on[0][1], saved[1][0][1])
+    fetch(Store(bucket.url), "global_step4", tmp_path / "global_step4")
+
+
+def test_tools(
+    bucket: Bucket, saved: tuple[Path, list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent(bucket, saved[0])
+    reshard.main(["--input_dir", bucket.url, "--output_dir", f"{bucket.url}/resharded", "--tp", "1"])
+    assert bucket.get("resharded/latest") == b"global_step4"
+    with pytest.raises(SystemExit, match="is there already"):
+        reshard.main(["--input_dir", bucket.url, "--output_dir", f"{bucket.url}/resharded", "--tp", "1"])
+    convert_neox_to_hf.main(["--input_dir", f"{bucket.url}/resharded/global_step4", "--output_dir", f"{bucket.url}/hf"])
+    assert json.loads(bucket.get("hf/config.json"))["model_type"] == "gpt_neox"
+    assert ".unfinished_hf" not in bucket.keys()
+    convert_hf_to_neox.main(["--hf-model", f"{bucket.url}/hf", "--output-dir", str(tmp_path / "back")])
+    average.main([f"{bucket.url}/global_step2", f"{bucket.url}/global_step4", "--output_dir", f"{bucket.url}/mean"])
+    capsys.readouterr()
+    inspect_checkpoints.main([f"{bucket.url}/mean"])
+    assert "optimizer state: no" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        verify_tool.main([f"{bucket.url}/mean", f"{bucket.url}/resharded/global_step4"])
+
+
+def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, told in (
+        ("s3x://bucket/run", "fsspec knows no s3x://; did you mean s3://"),
+        ("s3://", "names no bucket; write s3://BUCKET/FOLDER"),
+        ("hf://a/b", "hf:// is a model on the Hub"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            NeoXArgs.from_dict(values(place, Path("x")))
+    with pytest.raises(CheckpointError, match="there is no bucket elsewhere"):
+        Store("s3://elsewhere/run").check_writable()
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")
+    with pytest.raises(CheckpointError, match=r"pip install 'neox\[remote\]'"):
+        Store(bucket.url)
+
+
+def test_the_same_step_again(bucket: Bucket, tmp_path: Path) -> None:
+    """The one before it is what `latest` names until the new one is whole; with no bucket, any fsspec store."""
+    for url in (bucket.url, f"file://{tmp_path / 'store'}"):
+        store = Store(url)
+        for tag in ("global_step2", "global_step10"):
+            store.begin(tag)
+            store.write(f"{tag}/old", b"1")
+            store.finish(tag)
+            store.write("latest", tag.encode())
+        store.begin("global_step10")
+        assert store.whole() == {"global_step2", "latest"} and store.read("latest") == b"global_step2"
+        store.begin("global_step12")  # after a kill
+        assert store.sizes() == {"latest": 12, "global_step2/old": 1, ".unfinished_global_step12": 0}
+    shutil.rmtree(tmp_path / "store")

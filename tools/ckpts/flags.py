@@ -1,0 +1,80 @@
+"""What the checkpoint commands have in common: flags of a source and of names, finding the source, progress."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.checkpointing import CheckpointError, SourceFacts, export_args, find_checkpoint, read_manifest
+from megatron.checkpointing.names import GENERATIONS
+from megatron.checkpointing.staging import fetched, sent
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.places import is_remote
+
+
+def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
+    """--input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: what that is, for the help."""
+    parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="a global_stepN, or their folder")
+    parser.add_argument("--iteration", type=int, help="which one of --input_dir; unset: the one `latest` names")
+    parser.add_argument(
+        "--config_file", "--config-file", action="extend", nargs="+", default=[], help="unset: the checkpoint's own"
+    )
+    parser.add_argument(
+        "--gqa-rows", choices=["pre1315", "post1315"], help="compat_gqa_rows of the configuration: see there"
+    )
+    parser.add_argument("--output_dir", "--output-dir", type=place, required=True, help=output)
+
+
+def add_names_flag(parser: argparse.ArgumentParser, default: str | None, words: str) -> None:
+    """--names; words: what the default is."""
+    told = "; ".join(f"{name}: {whose}" for name, whose in GENERATIONS.items())
+    parser.add_argument("--names", choices=GENERATIONS, default=default, help=f"of the weights. {told} ({words})")
+
+
+def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, SourceFacts]:
+    """The checkpoint of `add_source_flags`, its configuration and what its files say. Raises CheckpointError,
+    ConfigError."""
+    alone = any(file for kind in ("mp_rank_*", "layer_*") for file in options.input_dir.glob(kind))
+    source = options.input_dir if alone else find_checkpoint(options.input_dir, options.iteration)
+    args, facts = export_args(source, options.config_file)
+    if options.gqa_rows is not None:
+        if read_manifest(source) is not None:
+            raise CheckpointError(f"{source}: has a manifest.json, and so rows that are known; leave --gqa-rows out")
+        args = args.replace(compat_gqa_rows=options.gqa_rows)
+    return source, args, facts
+
+
+def progress(layers: Iterable[int], count: int) -> Iterable[int]:
+    """The layers, with a bar on a terminal."""
+    return tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None)
+
+
+def place(text: str) -> Path | str:
+    """A folder, or the address of a remote one."""
+    return text if is_remote(text) else Path(text)
+
+
+@contextmanager
+def local(options: argparse.Namespace, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Iterator[None]:
+    """Remote folders among these options are local ones inside: fetched before, sent after. Raises CheckpointError."""
+    given = {name: getattr(options, name) for name in (*reads, *writes)}
+    with ExitStack() as stack:
+        for name in reads:
+            value, iteration = given[name], getattr(options, "iteration", None)
+            many = value if isinstance(value, list) else [value]
+            here = [stack.enter_context(fetched(one, iteration)) if is_remote(str(one)) else one for one in many]
+            setattr(options, name, here if isinstance(value, list) else here[0])
+        for name in writes:
+            if is_remote(str(given[name])):
+                setattr(options, name, stack.enter_context(sent(given[name])))
+        try:
+            yield
+        finally:
+            for name, value in given.items():
+                setattr(options, name, value)
+    for name in writes:
+        if is_remote(str(given[name])):
+            print(f"{given[name]}: sent")

@@ -1,0 +1,23 @@
+"""Put the parts of a checkpoint together: one tensor rank, no pipeline; optimizer state included.
+
+    python tools/ckpts/merge.py --input_dir checkpoints/run/global_step1000 --output_dir merged
+    python tools/ckpts/merge.py --input_dir 20B/global_step150000 --output_dir merged --no-optimizer
+
+The same as tools/ckpts/reshard.py --tp 1 --pp 1; --pp 0 puts all weights into one file, as GPT-NeoX without a pipeline.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.ckpts.reshard import parser, run  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run("merge.py", argv, parser(1, 1, __doc__))
+
+
+if __name__ == "__main__":
+    main()
