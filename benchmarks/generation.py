@@ -1,67 +1,156 @@
-"""Speed of generating with the quickstart model on this machine, with the cache of keys and values and without it.
+"""Generation on this machine beside `transformers.generate`, in one run: the same random Llama, greedy choice.
 
-The weights are random and the tokens those of greedy choice, the same both ways; ways alternate, the median counts.
+Prompts of mixed length are continued 16 (`--rows`) at a time, each up to a length of its own; the logarithms of
+lengths are uniform: many short texts, few long ones. transformers runs them in batches, padded, until the last row of a
+batch has all its tokens; here a row makes place for the next prompt. Both ways alternate, the median counts; texts are
+held against each other. With --equal all texts get equally many tokens, so that only the speed of a step counts.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.generation import Completion, Model, Sampling, complete, for_inference  # noqa: E402
-from megatron.model import build_stage, init_stage  # noqa: E402
-from megatron.mpu import ParallelGroups  # noqa: E402
-from megatron.neox_arguments import load  # noqa: E402
+from megatron.checkpointing.families import from_hf  # noqa: E402
+from megatron.generation import Batcher, Model, Request, for_inference  # noqa: E402
+from megatron.model import build_stage  # noqa: E402
+from megatron.model.init import stage_parameters  # noqa: E402
+from megatron.mpu import DTYPES, ParallelGroups  # noqa: E402
+from megatron.neox_arguments import NeoXArgs  # noqa: E402
 from megatron.tokenizer import CharLevelTokenizer  # noqa: E402
 
+# hidden_size, intermediate_size, layers, heads, kv heads, vocabulary; the last one is SmolLM2-135M's
+_SIZES = {
+    "1M": (128, 352, 4, 4, 2, 512),
+    "10M": (256, 704, 8, 8, 4, 4096),
+    "50M": (512, 1408, 12, 8, 4, 8192),
+    "135M": (576, 1536, 30, 9, 3, 49152),
+}
+_POSITIONS = 1024
+Job = tuple[list[int], int]  # prompt, tokens to generate
 
-class _Endless(CharLevelTokenizer):
-    """No document ends, so that every row is as long as it may be."""
 
-    eod = -1
+def theirs(size: str, device: torch.device, dtype: torch.dtype) -> Any:
+    hidden, inner, layers, heads, kv_heads, vocab = _SIZES[size]
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocab, max_position_embeddings=_POSITIONS, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, initializer_range=0.1,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(config)
+    return model.to(device, dtype).eval()
 
 
-def quickstart_model(recompute: bool, vocab: int) -> Model:
-    args = load([ROOT / "configs" / "quickstart.yml"], {"padded_vocab_size": vocab, "recompute": recompute})
-    args, groups = for_inference(args.for_world(1)), ParallelGroups.single()
-    stage = build_stage(args, groups).eval()
-    init_stage(stage, args, groups)
-    return Model(args, groups, _Endless(), stage, torch.float32)
+@torch.no_grad()
+def ours(model: Any) -> Model:
+    """The same weights."""
+    config = model.config.to_dict()
+    keys, tensors = from_hf(config, model.state_dict().__getitem__, padded_vocab_size=config["vocab_size"])
+    precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[model.dtype]
+    args = for_inference(NeoXArgs.from_dict({**keys, "seq_length": _POSITIONS, "precision": precision}).for_world(1))
+    groups = ParallelGroups.single(model.device)
+    stage = build_stage(args, groups)
+    own = {(layer, name): param for layer, name, param in stage_parameters(stage)}
+    for layer, name, value in tensors:
+        own[layer, name].copy_(value)
+
+    class Tokens(CharLevelTokenizer):
+        vocab_size = config["vocab_size"]
+
+    return Model(args, groups, Tokens(), stage.to(DTYPES[args.params_dtype]).eval(), DTYPES[args.params_dtype])
+
+
+def jobs_of(count: int, prompt: Sequence[int], tokens: Sequence[int], vocab: int, equal: bool) -> list[Job]:
+    generator = torch.Generator().manual_seed(0)
+
+    def between(bounds: Sequence[int]) -> int:
+        low, high = math.log(bounds[0]), math.log(bounds[1])
+        return round(math.exp(low + (high - low) * float(torch.rand((), generator=generator))))
+
+    return [
+        (
+            torch.randint(vocab, (between(prompt),), generator=generator).tolist(),
+            tokens[1] if equal else between(tokens),
+        )
+        for _ in range(count)
+    ]
+
+
+def run_theirs(model: Any, jobs: Sequence[Job], rows: int) -> list[list[int]]:
+    texts = []
+    for start in range(0, len(jobs), rows):
+        batch = jobs[start : start + rows]
+        width, most = max(len(prompt) for prompt, _ in batch), max(tokens for _, tokens in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, (prompt, _) in enumerate(batch):
+            ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0)
+        texts += [row[width : width + tokens].tolist() for row, (_, tokens) in zip(out, batch, strict=True)]
+    return texts
+
+
+def run_ours(model: Model, jobs: Sequence[Job], rows: int) -> list[list[int]]:
+    batcher = Batcher(model, maximum_rows=rows)
+    for prompt, tokens in jobs:
+        batcher.add(Request(prompt, maximum_tokens=tokens, ends=()))
+    texts: list[list[int]] = [[] for _ in jobs]
+    while batcher.busy:
+        for event in batcher.step():
+            texts[event.id] += event.tokens
+    return texts
+
+
+def timed(run: Callable[..., list[list[int]]], *given: Any) -> tuple[float, list[list[int]]]:
+    begun = time.perf_counter()
+    texts = run(*given)
+    return sum(map(len, texts)) / (time.perf_counter() - begun), texts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="prompts run together (1 8)")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (64)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate (128)")
-    parser.add_argument("--vocab", type=int, default=4096, help="rows of the embedding (4096)")
+    parser.add_argument("--sizes", nargs="+", default=["1M", "10M", "50M"], choices=_SIZES, help="of models")
+    parser.add_argument("--rows", type=int, default=16, help="texts at a time (16)")
+    parser.add_argument("--jobs", type=int, default=64, help="texts in all (64)")
+    parser.add_argument("--prompt", type=int, nargs=2, default=[8, 256], help="tokens of prompts, from and to (8 256)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[8, 256], help="tokens to generate (8 256)")
+    parser.add_argument("--equal", action="store_true", help="all texts get the larger number of tokens")
     parser.add_argument("--repeats", type=int, default=3, help="times each (3)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on a CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    models = {recompute: quickstart_model(recompute, options.vocab) for recompute in (False, True)}
-    sys.stdout.write(f"{'rows':>4} {'with cache':>12} {'without':>12}   ratio (tokens/s)\n")
-    for rows in options.rows:
-        prompts = torch.randint(512, (rows, options.prompt), generator=torch.Generator().manual_seed(0)).tolist()
-
-        def run(recompute: bool, prompts: list[list[int]] = prompts) -> tuple[float, list[Completion]]:
-            begun = time.perf_counter()
-            done = complete(
-                models[recompute], prompts, Sampling(), maximum_tokens=options.tokens, seeds=range(len(prompts))
-            )
-            return len(prompts) * options.tokens / (time.perf_counter() - begun), done
-
-        runs = [(run(False), run(True)) for _ in range(options.repeats)]
-        for (_, cached), (_, whole) in runs:
-            if [row.tokens for row in cached] != [row.tokens for row in whole]:
-                sys.stderr.write("generation.py: the texts differ\n")
-                return 1
-        cached_speed, speed = (statistics.median(pair[way][0] for pair in runs) for way in (0, 1))
-        sys.stdout.write(f"{rows:>4} {cached_speed:>12,.0f} {speed:>12,.0f}   {cached_speed / speed:.1f}\n")
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sys.stdout.write(f"{'model':>6} {'ours':>10} {'transformers':>13}   ratio (tokens/s, {options.rows} rows)\n")
+    for size in options.sizes:
+        model = theirs(size, device, dtype)
+        own = ours(model)
+        jobs = jobs_of(options.jobs, options.prompt, options.tokens, _SIZES[size][-1], options.equal)
+        run_ours(own, jobs[:2], 2), run_theirs(model, [(prompt, 2) for prompt, _ in jobs[:2]], 2)
+        runs = [
+            (timed(run_ours, own, jobs, options.rows), timed(run_theirs, model, jobs, options.rows))
+            for _ in range(options.repeats)
+        ]
+        other = sum(a != b for a, b in zip(runs[0][0][1], runs[0][1][1], strict=True))
+        speed, their_speed = (statistics.median(pair[way][0] for pair in runs) for way in (0, 1))
+        sys.stdout.write(
+            f"{size:>6} {speed:>10,.0f} {their_speed:>13,.0f}   {speed / their_speed:.2f}; "
+            f"{other} of {len(jobs)} texts differ\n"
+        )
+        sys.stdout.flush()
     return 0
 
 

@@ -6,12 +6,14 @@ import codecs
 import os
 import select
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
-from megatron.generation.complete import Step, complete
-from megatron.generation.model import Model
+from megatron.generation.batching import Batcher
+from megatron.generation.chat import ChatTemplate, Message, find_template
 from megatron.generation.prompts import NOT_STARTED, make_prompts, problem_of
+from megatron.generation.requests import Request, RequestError
 from megatron.generation.sampling import Sampling
+from megatron.model import Model
 from megatron.mpu import mix_seed, on_rank_zero
 
 PROMPT = "Context prompt >>> "  # GPT-NeoX's
@@ -49,28 +51,55 @@ class TypedPrompts:
         return first.strip() == "stop" and (bool(newline) or not self.open)
 
 
-class Stream:
-    """Text of one row, handed on as far as its characters are complete."""
+class Conversation:
+    """Turns of a user and a model, as the prompts that a chat template makes of them."""
 
-    def __init__(self, detokenize: Callable[[list[int]], str], eod: int, write: Callable[[str], None]) -> None:
-        self.detokenize, self.eod, self.write = detokenize, eod, write
-        self.tokens: list[int] = []
-        self.shown = 0
+    def __init__(self, template: ChatTemplate, system: str | None, room: int) -> None:
+        """room: tokens that a prompt may have."""
+        self.template, self.room = template, room
+        self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[Message] = []
 
-    def add(self, step: Step) -> None:
-        """The next token, if it is not the end of document."""
-        self.tokens += [token for token in step.tokens if token != self.eod]
-        text = self.detokenize(self.tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else the rest of its bytes is yet to come
-            self._show(text)
+    def ask(self, text: str) -> tuple[list[int], str | None]:
+        """The prompt of a user's turn, and what is to be said of it. Raises RequestError for one that is too long by
+        itself, which is then forgotten."""
+        turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        forgotten = 0
+        while len(tokens := self.template.tokens([*self.system, *turns])) > self.room:
+            if len(turns) < 3:
+                raise RequestError(
+                    f"this turn has {len(tokens)} tokens with what stands before it, {self.room} would fit"
+                )
+            del turns[:2]
+            forgotten += 2
+        self.turns = turns
+        return (
+            tokens,
+            f"WARNING: the first {forgotten} turns were left out; the conversation is too long" if forgotten else None,
+        )
 
-    def finish(self) -> None:
-        """Also what is no whole character."""
-        self._show(self.detokenize(self.tokens))
+    def answer(self, text: str) -> None:
+        """What the model said."""
+        self.turns.append({"role": "assistant", "content": text})
 
-    def _show(self, text: str) -> None:
-        self.write(text[self.shown :])
-        self.shown = len(text)
+
+def _conversation(model: Model) -> Conversation | None:
+    args = model.args
+    if not args.chat:
+        return None
+
+    def find() -> tuple[str, str, str | None]:
+        template, system = find_template(args, model.tokenizer), None
+        if args.system_prompt_file is not None:
+            try:
+                system = Path(args.system_prompt_file).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as cause:
+                reason = f"{args.system_prompt_file}: cannot be read ({cause})"
+                raise problem_of(args, "system_prompt_file", reason) from cause
+        return template.text, template.source, system
+
+    text, source, system = on_rank_zero(model.groups, find)
+    return Conversation(ChatTemplate(text, model.tokenizer, source), system, model.positions - args.maximum_tokens)
 
 
 def converse(model: Model) -> int:
@@ -80,7 +109,8 @@ def converse(model: Model) -> int:
     input ends before the first prompt and nobody is there to see why.
     """
     args, groups = model.args, model.groups
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    conversation = _conversation(model)
+    batcher = Batcher(model, maximum_rows=1)
     first = groups.world_rank == 0
     typed = TypedPrompts(sys.stdin.fileno(), args.prompt_end) if first and sys.stdin is not None else None
     on_terminal = typed is not None and os.isatty(typed.descriptor)
@@ -113,12 +143,29 @@ def converse(model: Model) -> int:
             if number == 0:
                 on_rank_zero(groups, refuse)
             return number
-        prompt = make_prompts([text], args, model.tokenizer)[0]
-        if prompt.message is not None:
-            write(f"{prompt.message}\n")
-        stream = Stream(model.tokenizer.detokenize, model.tokenizer.eod, write)
-        seeds = [mix_seed(args.seed, "sample", number)]
-        complete(model, [prompt.tokens], sampling, maximum_tokens=args.maximum_tokens, seeds=seeds, on_step=stream.add)
-        stream.finish()
-        write("\n" if stream.tokens else f"{NOT_STARTED}\n")
+        ends, message = None, None
+        if conversation is None:
+            prompt = make_prompts([text], args, model.tokenizer)[0]
+            tokens, message = prompt.tokens, prompt.message
+        else:
+            try:
+                tokens, message = conversation.ask(text)
+            except RequestError as problem:
+                write(f"WARNING: {problem}\n")
+                continue
+            ends = conversation.template.ends
+        if message is not None:
+            write(f"{message}\n")
+        seed = mix_seed(args.seed, "sample", number)
+        batcher.add(Request(tokens, Sampling.of(args), args.maximum_tokens, seed, args.stop_strings, ends))
+        answer, count = "", 0
+        while batcher.busy:
+            for event in batcher.step():
+                write(event.text)
+                answer += event.text
+                count += len(event.tokens)
+        begun = count > 1 or bool(answer)
+        write("\n" if begun else f"{NOT_STARTED}\n")
+        if conversation is not None:
+            conversation.answer(answer)
         number += 1

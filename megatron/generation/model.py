@@ -1,14 +1,14 @@
-"""A model for inference: this rank's stage with a checkpoint's weights, in any layout."""
+"""A model for inference: this rank's stage with a checkpoint's or a HuggingFace model's weights, in any layout."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from megatron.checkpointing import (
     CheckpointError,
@@ -19,64 +19,89 @@ from megatron.checkpointing import (
     saved_model,
     verify,
 )
-from megatron.model import Stage, build_stage
+from megatron.checkpointing.huggingface import (
+    CARRIED,
+    HFFolder,
+    adopted_rows,
+    carried_files,
+    exported_rows,
+    find_hf,
+    is_hf,
+    load_hf_weights,
+)
+from megatron.model import Model, Stage, build_stage, for_inference
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups, on_rank_zero, together, together_local
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, with_vocabulary
 
+__all__ = ["Model", "for_inference", "load_model"]
 
-@dataclass(frozen=True)
-class Model:
-    """A stage in evaluation mode and all that goes with it. args: of `for_inference`; dtype: of weights and hidden
-    states."""
-
-    args: NeoXArgs
-    groups: ParallelGroups
-    tokenizer: Tokenizer
-    stage: Stage
-    dtype: torch.dtype
-
-
-def for_inference(args: NeoXArgs) -> NeoXArgs:
-    """Without what only training gains from: sequence parallelism saves activations, and cannot cut a single token;
-    compiled blocks would be compiled again for texts of every length."""
-    return args.replace(sequence_parallel=False, compile=False)
+_Load = Callable[[list[int]], Mapping[int, Mapping[str, Tensor]]]
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
-    """The weights that `load` (else `save`) and `iteration` name; all ranks call it together.
+    """The weights that `load` (else `save`) and `iteration` name, of a checkpoint or, as they are, of a HuggingFace
+    model; all ranks call it together.
 
-    Files are verified against the checkpoint's manifest. Raises CheckpointError, or ConfigError for a vocabulary that
-    does not fit.
+    Files of a checkpoint are verified against its manifest. Raises CheckpointError, or ConfigError for a vocabulary
+    that does not fit.
     """
     source = args.load or args.save
     assert source is not None
+    if is_hf(source):
+        return _load_hf(on_rank_zero(groups, lambda: find_hf(source)), args, groups, tokenizer, logger)
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
+    columns = on_rank_zero(groups, lambda: exported_rows(carried_files(path / CARRIED), tokenizer.vocab_size))
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
         args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = for_inference(with_vocabulary(args, tokenizer))
     check_model(saved, args, str(path))
     _verify_weights(path, groups)
-    stage = build_stage(args, groups, log=logger.info)
-    parameters = stage_parameters(stage)
-    weights = together_local(
-        groups,
-        lambda: load_weights(
-            path,
-            args,
-            layers=sorted({layer for layer, _, _ in parameters}),
-            tensor_rank=groups.rank("tensor"),
-            tensor_size=groups.size("tensor"),
-        ),
-    )
-    with torch.no_grad():
-        for layer, name, param in parameters:
-            param.copy_(weights[layer][name])
-    dtype = DTYPES[args.params_dtype]
+    stage = _empty(args, groups, logger)
+    rank, size = groups.rank("tensor"), groups.size("tensor")
+
+    def load(layers: list[int]) -> Mapping[int, Mapping[str, Tensor]]:
+        return load_weights(path, args, layers=layers, tensor_rank=rank, tensor_size=size)
+
+    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
+    together_local(groups, lambda: _fill(stage, [layers], load))  # at once: what does not fit is told of all layers
     logger.info(f"weights of {path}, in {args.params_dtype}")
-    return Model(args, groups, tokenizer, stage.to(dtype).eval(), dtype)
+    return Model(args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path))
+
+
+def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
+    rows, said = on_rank_zero(groups, lambda: adopted_rows(path, args, tokenizer.vocab_size))
+    args = for_inference(args.replace(padded_vocab_size=rows))
+    stage = _empty(args, groups, logger)
+    rank, size = groups.rank("tensor"), groups.size("tensor")
+
+    def load(layers: list[int]) -> Mapping[int, Mapping[str, Tensor]]:
+        return load_hf_weights(path, args, layers=layers, tensor_rank=rank, tensor_size=size)
+
+    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
+    together_local(groups, lambda: _fill(stage, [[layer] for layer in layers], load))
+    logger.info(said)
+    logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
+    columns = on_rank_zero(groups, lambda: HFFolder(path).vocab_size)
+    return Model(args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path))
+
+
+def _empty(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> Stage:
+    stage: nn.Module = build_stage(args, groups, log=logger.info).to(DTYPES[args.params_dtype]).eval()
+    assert isinstance(stage, Stage)
+    return stage
+
+
+@torch.no_grad()
+def _fill(stage: Stage, parts: list[list[int]], load: _Load) -> None:
+    """Give every parameter its value, the layers of one part at a time in memory."""
+    for part in parts:
+        weights = load(part)
+        for layer, name, param in stage_parameters(stage):
+            if layer in weights:
+                param.copy_(weights[layer][name])
 
 
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:

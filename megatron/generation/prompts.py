@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ NOT_STARTED = "WARNING: text generation did not start: the first token ended the
 
 @dataclass(frozen=True)
 class Prompt:
-    """A context, its tokens (at least one), and what is to be said of it."""
+    """A context, its tokens (at least one; none: it is skipped), and what is to be said of it."""
 
     context: str
     tokens: list[int]
@@ -23,9 +24,26 @@ class Prompt:
 
 def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of `sample_input_file`, or empty ones. Raises ConfigError for a file that cannot be read or holds no
-    prompt."""
+    prompt, or with `eval_overlong: refuse` one that is too long."""
     texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
-    return make_prompts(texts, args, tokenizer)
+    prompts = make_prompts(texts, args, tokenizer)
+    long = [i for i, prompt in enumerate(prompts) if prompt.message is not None]
+    if not long:
+        return prompts
+    if args.eval_overlong == "refuse":
+        raise problem_of(
+            args,
+            "sample_input_file",
+            f"{len(long)} prompts, the first of them number {long[0] + 1}, are too long with maximum_tokens "
+            f"{args.maximum_tokens} (eval_overlong: refuse); set eval_overlong to truncate_left or skip",
+        )
+    done = "their beginnings are left out"
+    if args.eval_overlong == "skip":
+        done = "they are skipped"
+        for i in long:
+            prompts[i] = Prompt(prompts[i].context, [], "skipped: too long (eval_overlong: skip)")
+    logging.getLogger("megatron").info(f"{len(long)} of {len(prompts)} prompts are too long for the model: {done}")
+    return prompts
 
 
 def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:

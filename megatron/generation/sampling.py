@@ -2,48 +2,164 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from megatron.neox_arguments import NeoXArgs
+
+_CANDIDATES = 512  # most likely tokens that a nucleus is first looked for in, where sorting all is slow
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature divides the logits, 0 takes the most likely token; top_k 0 and top_p 0 leave all tokens."""
+    """temperature divides the logits, 0 takes the most likely token; top_k 0, top_p 0 and min_p 0 leave all tokens.
+
+    repetition_penalty divides positive and multiplies negative logits of tokens in prompt and text (arXiv 1909.05858,
+    transformers). frequency_penalty is subtracted as often as a token was generated, presence_penalty once (OpenAI).
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @staticmethod
+    def of(args: NeoXArgs) -> Sampling:
+        """What a configuration asks for."""
+        return Sampling(
+            args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.frequency_penalty,
+            args.presence_penalty,
+        )  # fmt: skip
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
-def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 0.0) -> Tensor:
-    """`[rows, vocab]` with -inf where a token cannot be chosen: first top-k, then top-p of what is left (GPT-NeoX).
+def filter_logits(
+    logits: Tensor, top_k: Sequence[int] = (), top_p: Sequence[float] = (), min_p: Sequence[float] = ()
+) -> Tensor:
+    """`[rows, vocab]` with -inf where a token cannot be chosen: first top-k, then top-p of what is left (GPT-NeoX),
+    then min-p; one value a row, nothing given: none.
 
-    top_k keeps the k largest logits, and those equal to the k-th. top_p keeps the fewest tokens, most likely first,
-    whose probabilities reach it (nucleus sampling, arXiv 1904.09751).
+    top_k keeps the k largest logits. top_p keeps the fewest tokens, most likely first, whose probabilities reach it
+    (nucleus sampling, arXiv 1904.09751). min_p drops those less likely than so much of the most likely one (arXiv
+    2407.01082). Tokens as likely as the last one kept are kept too, so that a row depends on its own values alone.
     """
-    if top_k > 0:
-        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    if 0.0 < top_p < 1.0:
-        ordered, order = logits.sort(descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        drop = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before > top_p)
-        logits = logits.masked_fill(drop, float("-inf"))
-    return logits
+    vocab, device = logits.shape[-1], logits.device
+    least = torch.full((len(logits), 1), float("-inf"), dtype=logits.dtype, device=device)
+    if any(0 < k < vocab for k in top_k):
+        k = torch.tensor([min(k, vocab) if k > 0 else vocab for k in top_k], device=device).unsqueeze(1)
+        wide = max(k for k in top_k if k < vocab)
+        kth = logits.topk(wide).values.gather(1, (k - 1).clamp(max=wide - 1))
+        least = torch.where(k < vocab, kth, least)
+    if any(0.0 < p < 1.0 for p in top_p):
+        p = torch.tensor([p if 0.0 < p < 1.0 else 2.0 for p in top_p], dtype=logits.dtype, device=device).unsqueeze(1)
+        least = torch.maximum(least, _nucleus(logits.masked_fill(logits < least, float("-inf")), p))
+    if any(m > 0.0 for m in min_p):
+        m = torch.tensor(min_p, dtype=logits.dtype, device=device).unsqueeze(1)
+        least = torch.maximum(least, logits.amax(-1, keepdim=True) + m.log())
+    return logits.masked_fill(logits < least, float("-inf"))
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Tensor:
-    """One token id a row, `[rows]` int64.
+def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The least logit that each row's nucleus keeps, `[rows, 1]`; top_p above 1: -inf."""
+    total, vocab = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
+    width = vocab if logits.is_cuda else min(_CANDIDATES, vocab)
+    while True:
+        ordered = logits.topk(width).values if width < vocab else logits.sort(descending=True).values
+        probabilities = (ordered - total).exp()
+        reached = probabilities.cumsum(-1)
+        if width == vocab or bool(((reached[:, -1:] >= top_p) | (top_p > 1.0)).all()):
+            break
+        width = vocab
+    kept = (reached - probabilities <= top_p).sum(-1, keepdim=True)
+    return torch.where(top_p > 1.0, float("-inf"), ordered.gather(1, kept - 1))
 
-    logits: `[rows, vocab]`, only tokens that exist. uniforms: `[rows]` float64 in [0, 1), a draw a row; the choice is a
-    function of them and the logits alone, so that every rank makes the same one.
-    """
-    if sampling.temperature == 0.0:
-        return logits.argmax(-1)
-    # float64: the sums on two GPUs may differ in the last bit, and ranks must not part there.
-    kept = filter_logits(logits.double() / sampling.temperature, sampling.top_k, sampling.top_p)
-    total = kept.softmax(-1).cumsum(-1)
-    return torch.searchsorted(total, uniforms.unsqueeze(-1) * total[:, -1:], right=True).squeeze(-1)
+
+class Chooser:
+    """The choice of a token for each of some rows, whose parameters may differ; made once for as long as the rows run
+    together."""
+
+    def __init__(
+        self,
+        samplings: Sequence[Sampling],
+        texts: Sequence[tuple[int, Sequence[int]]],
+        vocab: int,
+        device: torch.device,
+    ) -> None:
+        """texts: of each row the length of its prompt, and all its tokens."""
+        self.device = device
+        drawn = [i for i, one in enumerate(samplings) if one.temperature > 0.0]
+        self.drawn = drawn
+        """Rows that a draw is needed for."""
+        self.all_drawn = len(drawn) == len(samplings)
+        self.rows = self._tensor(drawn)
+        own = [samplings[i] for i in drawn]
+        self.temperature = self._tensor([one.temperature for one in own]).unsqueeze(1)
+        self.filters = [one.top_k for one in own], [one.top_p for one in own], [one.min_p for one in own]
+        self.penalised = [i for i, one in enumerate(samplings) if one.penalised]
+        if self.penalised:
+            held = [(samplings[i], *texts[i]) for i in self.penalised]
+            self.penalised_rows = self._tensor(self.penalised)
+            self.repetition, self.frequency, self.presence = (
+                self._tensor([getattr(one, name) for one, _, _ in held]).unsqueeze(1)
+                for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+            )
+            self.seen = torch.zeros(len(held), vocab, dtype=torch.bool, device=device)
+            self.counts = torch.zeros(len(held), vocab, device=device)
+            places = [[i] * len(tokens) for i, (_, _, tokens) in enumerate(held)]
+            rows, ids = self._flat(places), self._flat([tokens for _, _, tokens in held])
+            self.seen[rows, ids] = True
+            rows = self._flat([place[start:] for place, (_, start, _) in zip(places, held, strict=True)])
+            ids = self._flat([tokens[start:] for _, start, tokens in held])
+            self.counts.index_put_((rows, ids), torch.ones(len(ids), device=device), accumulate=True)
+
+    def _tensor(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+    def _flat(self, values: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(list(chain.from_iterable(values)), dtype=torch.long, device=self.device)
+
+    def choose(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
+        """One token id a row, `[rows]` int64, -1 where logits are not numbers.
+
+        logits: fp32 `[rows, vocab]`, only tokens that exist. uniforms: in [0, 1), one for each of `drawn`.
+        """
+        if self.penalised:
+            logits = self._penalise(logits)
+        if not self.drawn:
+            return _most_likely(logits)
+        own = logits if self.all_drawn else logits[self.rows]
+        kept = filter_logits(own / self.temperature, *self.filters)
+        total = kept.softmax(-1, dtype=torch.float64).cumsum(-1)
+        draws = torch.tensor(uniforms, dtype=torch.float64, device=self.device).unsqueeze(1) * total[:, -1:]
+        found = torch.searchsorted(total, draws, right=True).squeeze(-1)
+        found = found.masked_fill(total[:, -1].isnan(), -1)
+        return found if self.all_drawn else _most_likely(logits).index_copy(0, self.rows, found)
+
+    def _penalise(self, logits: Tensor) -> Tensor:
+        own = logits[self.penalised_rows]
+        scaled = torch.where(own > 0, own / self.repetition, own * self.repetition)
+        own = torch.where(self.seen, scaled, own)
+        own = own - self.counts * self.frequency - (self.counts > 0) * self.presence
+        return logits.index_copy(0, self.penalised_rows, own)
+
+    def chosen(self, tokens: Tensor) -> None:
+        """What came of it, `[rows]` int64."""
+        if self.penalised:
+            ids = tokens.to(self.device)[self.penalised_rows].unsqueeze(1)
+            self.seen.scatter_(1, ids, True)
+            self.counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=self.counts.dtype))
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    best, ids = logits.max(-1)  # which counts NaN as the largest
+    return ids.masked_fill(best.isnan(), -1)

@@ -163,7 +163,8 @@ def _problem(
 
     mask = None
     if masked:
-        shape, kind = ((2, heads, queries, keys), dtype) if has_bias(args) else ((2, 1, queries, keys), torch.bool)
+        shape = (2, heads if has_bias(args) else 1, queries, keys)
+        kind = torch.bool if training and not has_bias(args) else dtype  # masks over a cache are added, see `Stage`
         mask = torch.ones(shape, device=device, dtype=kind, requires_grad=args.pos_emb == "rpe" and training)
 
     def call() -> Tensor:
@@ -230,21 +231,31 @@ def attend(
     """
     if inputs.cu_seqlens is not None:
         if cache is not None:
-            cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), None)
+            cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
         return _attend_varlen(q, k, v, inputs.cu_seqlens, inputs.window, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    grouped = k.shape[1] != q.shape[1]
+    grouped, mask = k.shape[1] != q.shape[1], inputs.mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
     if cache is not None:
-        k, v = cache.put(k, v, inputs.columns)
-    mask = None if inputs.mask is None else inputs.mask.to(q.dtype) if inputs.mask.is_floating_point() else inputs.mask
-
-    sdpa = partial(
-        F.scaled_dot_product_attention,
-        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped,
-        scale=scale,
-    )  # fmt: skip
-    cached = inputs.columns is not None or k.shape[2] == 1
-    with sdpa_kernel(backend.kernel(masked=mask is not None, dropping=dropout_p > 0.0, cached=cached)):
+        cache.put(k, v)
+    cached = cache is not None and inputs.columns is not None
+    single = k.shape[2] == 1 and not cached
+    with sdpa_kernel(backend.kernel(masked=mask is not None, dropping=dropout_p > 0.0, cached=cached or single)):
+        if cache is not None and cached:
+            assert mask is not None
+            outs = [
+                F.scaled_dot_product_attention(
+                    q[rows], keys, values, mask[rows, ..., : keys.shape[2]], enable_gqa=grouped, scale=scale
+                )
+                for rows, keys, values in cache.read()
+            ]
+            return (outs[0] if len(outs) == 1 else torch.cat(outs)).permute(2, 0, 1, 3)
+        sdpa = partial(
+            F.scaled_dot_product_attention,
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=grouped,
+            scale=scale,
+        )  # fmt: skip
         out = seeded(sdpa, seed, q.device) if dropout_p > 0.0 else sdpa()
     return out.permute(2, 0, 1, 3)
 

@@ -96,20 +96,20 @@ def _yarn_factor(scaling: Mapping[str, Any]) -> float:
 
 def rope_tables(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rope:
     """factor * cos and sin `[seq, batch, 1, rotary_dim]` fp32 for positions `[batch, seq]` (half-rotation, arXiv
-    2104.09864) and frequencies `[rotary_dim / 2]` or `[batch, 1, rotary_dim / 2]`."""
-    angles = (positions.unsqueeze(-1).float() * frequencies).transpose(0, 1)
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
-    return angles.cos() * factor, angles.sin() * factor
+    2104.09864) and frequencies `[rotary_dim / 2]` or `[batch, 1, rotary_dim / 2]`. The first half of sin is negated, as
+    the rotation wants it."""
+    angles = (positions.unsqueeze(-1).float() * frequencies).transpose(0, 1).unsqueeze(2)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate the first `rotary_dim` of `[seq, batch, heads, head_dim]` in fp32; the rest passes."""
     cos, sin = rope
     rotary_dim = cos.shape[-1]
-    turning, passing = x[..., :rotary_dim].float(), x[..., rotary_dim:]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned.to(x.dtype), passing], dim=-1)
+    turning = x[..., :rotary_dim].float()
+    turned = (turning * cos + turning.roll(rotary_dim // 2, -1) * sin).to(x.dtype)
+    return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 
 def sinusoidal_embedding(positions: Tensor, hidden_size: int) -> Tensor:
@@ -142,13 +142,15 @@ def alibi_bias(
     local_heads: int,
     device: torch.device,
     positions: Tensor | None = None,
+    distance: Tensor | None = None,
 ) -> Tensor:
     """slope * (key - query) with future keys masked, `[1, local_heads, seq, seq]` fp32.
 
     positions: of other queries than all of `seq`, `[batch, queries]`; then `[batch, local_heads, queries, seq]`.
+    distance: key - query where they are no columns, `[batch, 1, queries, keys]`.
     """
     slopes = torch.tensor(alibi_slopes(num_heads)[first_head : first_head + local_heads], device=device)
-    distance = distances(seq, device, positions)
+    distance = distances(seq, device, positions) if distance is None else distance
     return (slopes.view(-1, 1, 1) * distance.float()).masked_fill(distance > 0, float("-inf"))
 
 
@@ -175,9 +177,9 @@ class RelativePositionBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, device=groups.device, dtype=torch.float32))
         self.weight.tensor_model_parallel = size > 1  # type: ignore[attr-defined]
 
-    def forward(self, seq: int, positions: Tensor | None = None) -> Tensor:
+    def forward(self, seq: int, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
         """What is added to attention logits, future keys masked: shapes and arguments as `alibi_bias`."""
-        distance = distances(seq, self.weight.device, positions)
+        distance = distances(seq, self.weight.device, positions) if distance is None else distance
         bucket = relative_bucket((-distance).clamp(min=0), self.buckets, self.max_distance)
         bias = F.embedding(bucket.squeeze(1), self.weight.float()).permute(0, 3, 1, 2) * self.scale
         return bias.masked_fill(distance > 0, float("-inf"))

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from megatron.generation import Completion, Model, Sampling, complete, load_model
-from megatron.generation.complete import next_logits
+from megatron.generation import Batcher, Completion, Event, Model, Request, Sampling, complete, load_model
 from megatron.generation.samples import Prompt, Sample, sample
 from megatron.launch import process_info
 from megatron.mpu import join
@@ -60,15 +58,27 @@ def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
 def greedy(
     rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]
 ) -> list[tuple[list[Completion], Tensor]]:
-    """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the logits of the first `[rows, vocab]`."""
+    """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the log-probabilities of the first `[rows,
+    vocab]`."""
     found = []
-    tokens = pad_sequence([torch.tensor(prompt) for prompt in GIVEN], batch_first=True)
-    lengths = torch.tensor([len(prompt) for prompt in GIVEN])
     for run in runs:
         model = golden_model(run, changes)
         completions = complete(model, GIVEN, Sampling(), maximum_tokens=32, seeds=range(len(GIVEN)))
-        found.append((completions, next_logits(model, tokens, lengths)))
+        vocab = model.tokenizer.vocab_size
+        requests = [Request(prompt, maximum_tokens=1, logprobs=vocab) for prompt in GIVEN]
+        first = [dict(events[0].logprobs[0].top) for events in answers(Batcher(model), requests)]
+        found.append((completions, torch.tensor([[row[i] for i in range(vocab)] for row in first])))
     return found
+
+
+def answers(batcher: Batcher, requests: Sequence[Request]) -> list[list[Event]]:
+    """The events of each, added all at once."""
+    ids = [batcher.add(request) for request in requests]
+    found: dict[int, list[Event]] = {id: [] for id in ids}
+    while batcher.busy:
+        for event in batcher.step():
+            found[event.id].append(event)
+    return [found[id] for id in ids]
 
 
 def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[Sample]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import pytest
 import torch
 
 from megatron.checkpointing import DamagedError
-from megatron.generation import Completion, Sampling, complete, samples
+from megatron.generation import Completion, Event, Sampling, complete, samples
 from megatron.generation.model import Model
 from megatron.generation.samples import Prompt, Sample, sample
+from megatron.generation.scoring import score
 from megatron.model.init import stage_parameters
 from tests.generation.runs import GIVEN, LAYOUTS, QUIET, TOKENIZER, golden_model, sampled, written
 from tests.pool import run_ranks
@@ -73,7 +76,26 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert len({tuple(c.tokens) for c in together}) == 4
 
 
-def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list[list[int]], list[bool], list[tuple]]:
+def reported(rank: int, world_size: int, layout: Mapping[str, Any]) -> tuple[list[Sample], list[list[float]]]:
+    """For the pool: sampled texts with the log-probabilities that were written, and those that scoring finds."""
+    model = golden_model("neox_pp1_mp1", {**layout, "temperature": 0.7, "maximum_tokens": 5, "return_logprobs": 2})
+    found = sample(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
+    written = [[one["token"] for one in each.logprobs or ()] for each in found]
+    return found, [one.logprobs for one in score(model, list(zip(GIVEN, written, strict=True)))]
+
+
+@pytest.mark.parametrize("name", ["one process", "tp2 x pp2"])
+def test_log_probabilities_are_those_of_scoring(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    for found, expected in run_ranks(reported, ranks, layout):
+        for each, logprobs in zip(found, expected, strict=True):
+            assert each.logprobs is not None and len(each.logprobs) == each.length > 0
+            assert [one["logprob"] for one in each.logprobs] == pytest.approx(logprobs, abs=1e-5)
+            assert all(len(one["top"]) == 2 and one["top"][0][1] >= one["logprob"] - 1e-6 for one in each.logprobs)
+            assert list(json.loads(each.line()))[-1] == "logprobs"
+
+
+def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list[list[int]], list[bool], list[Event]]:
     """For the pool: greedy and sampled tokens of a model whose head prefers the given vocabulary rows."""
     model = golden_model("neox_pp1_mp1", LAYOUTS["one process"][1])
     param = {f"{layer}.{name}": value for layer, name, value in stage_parameters(model.stage)}
@@ -83,20 +105,22 @@ def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list
         param["8.final_linear.weight"].zero_()
         for token, value in bias.items():
             param["8.final_linear.weight"][token] = value
-    steps: list[tuple] = []
-    done = complete(model, GIVEN, Sampling(1.0), maximum_tokens=4, seeds=range(4), on_step=steps.append)
-    return [c.tokens for c in done], [c.finished for c in done], steps
+    events: list[Event] = []
+    done = complete(model, GIVEN, Sampling(1.0), maximum_tokens=4, seeds=range(4), on_event=events.append)
+    return [c.tokens for c in done], [c.finished for c in done], events
 
 
 def test_padding_of_the_vocabulary_is_never_sampled() -> None:
-    tokens, _, steps = run_ranks(steered, 1, {380: 9.0, 383: 9.0, 7: 3.0})[0]
+    tokens, _, events = run_ranks(steered, 1, {380: 9.0, 383: 9.0, 7: 3.0})[0]
     assert tokens == [[7] * 4] * 4
-    assert steps == [(step, [0, 1, 2, 3], [7] * 4, [step == 3] * 4) for step in range(4)]
+    assert Counter(event[:2] for event in events) == {(row, (7,)): 4 for row in range(4)}
+    assert sorted(event.id for event in events if event.finish_reason == "length") == [0, 1, 2, 3]
 
 
 def test_the_end_of_document_ends_a_row() -> None:
-    tokens, finished, steps = run_ranks(steered, 1, {0: 9.0})[0]  # <|endoftext|>
-    assert (tokens, finished, steps) == ([[]] * 4, [True] * 4, [(0, [0, 1, 2, 3], [0] * 4, [True] * 4)])
+    tokens, finished, events = run_ranks(steered, 1, {0: 9.0})[0]  # <|endoftext|>
+    assert (tokens, finished) == ([[]] * 4, [True] * 4)
+    assert sorted(events) == [Event(row, (0,), finish_reason="stop") for row in range(4)]
 
 
 def unstarted(rank: int, world_size: int) -> list[Sample]:

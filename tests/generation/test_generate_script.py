@@ -94,6 +94,16 @@ def test_prompt_end_and_long_contexts(words: list[str], tmp_path: Path) -> None:
     tokens = len(HFTokenizer(TOKENIZER).tokenize(long.strip()))
     assert second["context"] == long.strip() and second["length"] <= 60
     assert second["message"].startswith(f"WARNING: only the last 4 of the context's {tokens} tokens were used")
+    assert "2 of 2 prompts are too long for the model: their beginnings are left out" in out
+    files = ["-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/skipped.jsonl"]
+    more = [*more, "maximum_tokens=40"]
+    code, out, _ = run(*words, *more, "eval_overlong=skip", *files)
+    assert code == 0 and "1 of 2 prompts are too long for the model: they are skipped" in out
+    kept, skipped = lines(tmp_path / "skipped.jsonl")
+    assert kept["text"] and kept["message"] is None and skipped["context"] == long.strip()
+    assert (skipped["text"], skipped["message"]) == (None, "skipped: too long (eval_overlong: skip)")
+    code, _, err = run(*words, *more, "eval_overlong=refuse", *files)
+    assert code == 1 and "sample_input_file: 1 prompts, the first of them number 2, are too long" in err
 
 
 def test_prompts_that_are_not_read_are_mentioned(words: list[str], tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.generation.complete import Step
-from megatron.generation.interactive import PROMPT, Stream, TypedPrompts
+from megatron.generation import RequestError
+from megatron.generation.chat import ChatTemplate
+from megatron.generation.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import command, conversation
 from tests.generation.test_generate_script import ROOT, lines, words
@@ -66,6 +67,59 @@ def test_no_input_is_refused(words: list[str]) -> None:
         assert code == 1
         assert err.startswith("generate.py: error: --set: text_gen_type: interactive takes prompts from the standard")
         assert err.count("\n") == 1
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def test_a_conversation_goes_through_the_template_with_its_history(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    (tmp_path / "system.txt").write_text("Be.\n")
+    chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5"]
+    chat += [f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]
+    code, out, err = run_ranks(conversation, 1, [*words, *chat], "Hi\nA\n" + "the quick brown fox " * 20, init=False)[0]
+    assert (code, err) == (0, "")
+    *_, first, second, long = out.splitlines()
+    assert first and second and long.startswith("WARNING: this turn has ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["chat=true"], "chat: is a conversation at the terminal; set text_gen_type: interactive"),
+        (["system_prompt_file=a"], "system_prompt_file: is the beginning of a conversation; set chat: true"),
+        (["stop_strings=['']"], "stop_strings: an empty string would end every text at once"),
+        (["text_gen_type=interactive", "chat=true", "system_prompt_file=/no/such"], "/no/such: cannot be read"),
+    ],
+)
+def test_what_makes_no_conversation_is_refused(
+    words: list[str], tmp_path: Path, changes: list[str], message: str
+) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    argv = [*words, f"chat_template={tmp_path}/chat.jinja", *changes]
+    code, _, err = run_ranks(conversation, 1, argv, "Hi\n", init=False)[0]
+    assert code == 1 and message in err and err.count("\n") == 1
+
+
+def test_a_long_conversation_forgets_its_beginning() -> None:
+    tokenizer = CharLevelTokenizer()
+    talk = Conversation(ChatTemplate(TEMPLATE, tokenizer, "here"), "S", room=60)
+    assert tokenizer.detokenize(talk.ask("one")[0]) == "<system> S\n<user> one\n<assistant> "
+    talk.answer("two")
+    tokens, message = talk.ask("three")
+    assert tokenizer.detokenize(tokens) == "<system> S\n<user> three\n<assistant> "
+    assert message == "WARNING: the first 2 turns were left out; the conversation is too long"
+    talk.answer("4")
+    assert talk.ask("5") == (
+        tokenizer.tokenize("<system> S\n<user> three\n<assistant> 4\n<user> 5\n<assistant> "),
+        None,
+    )
+    talk.answer("6")
+    with pytest.raises(RequestError, match="this turn has 97 tokens"):
+        talk.ask("x" * 66)
 
 
 # -- a terminal --------------------------------------------------------------------------------------------------------
@@ -174,16 +228,3 @@ def test_waiting_is_bounded() -> None:
     assert source.next(0.01) == "dé"
     os.close(reader)
     os.close(writer)
-
-
-def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
-    written: list[str] = []
-    tokenizer = CharLevelTokenizer()
-    stream = Stream(tokenizer.detokenize, tokenizer.eod, written.append)
-    seen = []
-    for token in (*"aé€".encode(), 0xE2, tokenizer.eod):
-        stream.add(Step(0, [0], [token], [False]))
-        seen.append("".join(written))
-    assert seen == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€"]
-    stream.finish()
-    assert "".join(written) == "aé€\N{REPLACEMENT CHARACTER}"

@@ -1,61 +1,151 @@
-"""The choice of a token: filters against transformers', frequencies against probabilities."""
+"""The choice of a token: filters and penalties against transformers', frequencies against probabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
-from megatron.generation import Sampling, filter_logits, next_tokens
+from megatron.generation import Sampling
+from megatron.generation.sampling import Chooser, filter_logits
 
-LOGITS = torch.randn(8, 50, generator=torch.Generator().manual_seed(3)) * 3
+VOCAB = 700  # more than are looked at first for a nucleus
+LOGITS = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
+ROWS = len(LOGITS)
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 49, 50, 80])
+def chooser_of(samplings: Sequence[Sampling], texts: Sequence[tuple[int, list[int]]] | None = None) -> Chooser:
+    return Chooser(samplings, texts or [(1, [0])] * len(samplings), VOCAB, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 49, VOCAB, VOCAB + 9])
 def test_top_k_equals_transformers(top_k: int) -> None:
     from transformers import TopKLogitsWarper
 
     expected = TopKLogitsWarper(top_k)(None, LOGITS.clone())
-    torch.testing.assert_close(filter_logits(LOGITS, top_k=top_k), expected, rtol=0, atol=0)
+    torch.testing.assert_close(filter_logits(LOGITS, [top_k] * ROWS), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("flatter", [1.0, 30.0])  # the nucleus is larger than the first candidates
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999, 1.0])
-def test_top_p_equals_transformers(top_p: float) -> None:
+def test_top_p_equals_transformers(top_p: float, flatter: float) -> None:
     from transformers import TopPLogitsWarper
 
-    expected = TopPLogitsWarper(top_p)(None, LOGITS.clone())
-    torch.testing.assert_close(filter_logits(LOGITS, top_p=top_p), expected, rtol=0, atol=0)
+    logits = LOGITS / flatter
+    expected = TopPLogitsWarper(top_p)(None, logits.clone())
+    torch.testing.assert_close(filter_logits(logits, top_p=[top_p] * ROWS), expected, rtol=0, atol=0)
 
 
-def test_top_p_is_of_what_top_k_leaves() -> None:
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
+@pytest.mark.parametrize("min_p", [1e-5, 0.02, 0.5, 1.0])
+def test_min_p_equals_transformers(min_p: float) -> None:
+    from transformers import MinPLogitsWarper
 
-    expected = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(10)(None, LOGITS.clone()))
-    assert not torch.equal(expected, TopKLogitsWarper(10)(None, TopPLogitsWarper(0.8)(None, LOGITS.clone())))
-    torch.testing.assert_close(filter_logits(LOGITS, top_k=10, top_p=0.8), expected, rtol=0, atol=0)
+    expected = MinPLogitsWarper(min_p)(None, LOGITS.clone())
+    torch.testing.assert_close(filter_logits(LOGITS, min_p=[min_p] * ROWS), expected, rtol=0, atol=0)
+
+
+def test_rows_are_filtered_each_in_its_own_way() -> None:
+    """In transformers' order; rows of one batch as if they were alone."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    given = [
+        (10, 0.8, 0.0),
+        (0, 0.0, 0.0),
+        (3, 0.0, 0.0),
+        (0, 0.5, 0.0),
+        (0, 0.0, 0.1),
+        (600, 0.95, 0.01),
+        (1, 1.0, 1.0),
+    ]
+    logits = LOGITS[: len(given)]
+    found = filter_logits(logits, *zip(*given, strict=True))
+    for row, (top_k, top_p, min_p) in enumerate(given):
+        expected = logits[row : row + 1].clone()
+        for wanted, kind in ((top_k, TopKLogitsWarper), (top_p, TopPLogitsWarper), (min_p, MinPLogitsWarper)):
+            expected = kind(wanted)(None, expected) if wanted else expected
+        assert torch.equal(found[row], expected[0]), given[row]
+        assert torch.equal(filter_logits(logits[row : row + 1], [top_k], [top_p], [min_p])[0], expected[0])
 
 
 def test_nothing_is_filtered_by_default() -> None:
     assert torch.equal(filter_logits(LOGITS), LOGITS)
+    assert torch.equal(filter_logits(LOGITS, [0] * ROWS, [0.0] * ROWS, [0.0] * ROWS), LOGITS)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(2.0, top_k=7), Sampling(0.8, 20, 0.7)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.5), Sampling(2.0, top_k=7), Sampling(0.8, 20, 0.7), Sampling(1.5, min_p=0.05)],
+)
 def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling) -> None:
     draws = 20_000  # evenly spaced, so that counts are exact up to one draw at either end of a token's interval
-    logits = LOGITS[:1].expand(draws, -1)
-    uniforms = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    counts = torch.bincount(next_tokens(logits, sampling, uniforms), minlength=50)
-    kept = filter_logits(LOGITS[0:1] / sampling.temperature, sampling.top_k, sampling.top_p)
+    logits = LOGITS[:1, :50].expand(draws, -1)
+    uniforms = ((torch.arange(draws, dtype=torch.float64) + 0.5) / draws).tolist()
+    counts = torch.bincount(chooser_of([sampling] * draws).choose(logits, uniforms), minlength=50)
+    one = [sampling.top_k], [sampling.top_p], [sampling.min_p]
+    kept = filter_logits(LOGITS[:1, :50] / sampling.temperature, *one)
     torch.testing.assert_close(counts.float(), kept.softmax(-1)[0] * draws, rtol=0, atol=1.0)
     assert (counts == 0).sum() >= (kept == float("-inf")).sum()
 
 
 def test_what_is_filtered_is_never_chosen() -> None:
-    edges = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)  # the smallest and the largest draw
-    logits = torch.tensor([[5.0, 0.0, 1.0, 5.0]])
-    for uniform in edges:
-        assert next_tokens(logits[:, [1, 0, 3, 2]], Sampling(1.0, top_k=2), uniform.view(1)).item() in (1, 2)
+    for uniform in (0.0, 1.0 - 2.0**-53):  # the smallest and the largest draw
+        logits = torch.tensor([[0.0, 5.0, 5.0, 1.0]])
+        assert chooser_of([Sampling(1.0, top_k=2)]).choose(logits, [uniform]).item() in (1, 2)
 
 
 def test_temperature_zero_takes_the_most_likely() -> None:
-    uniforms = torch.linspace(0, 0.99, 8, dtype=torch.float64)
-    assert next_tokens(LOGITS, Sampling(0.0, top_k=5, top_p=0.5), uniforms).tolist() == LOGITS.argmax(-1).tolist()
+    greedy = chooser_of([Sampling(0.0, top_k=5, top_p=0.5)] * ROWS)
+    assert greedy.drawn == []
+    assert greedy.choose(LOGITS, []).tolist() == LOGITS.argmax(-1).tolist()
+
+
+def test_greedy_rows_beside_sampled_ones() -> None:
+    samplings = [Sampling(), Sampling(1.0), Sampling(), Sampling(2.0, 5)]
+    both = chooser_of(samplings)
+    assert both.drawn == [1, 3]
+    found = both.choose(LOGITS[:4], [0.7, 0.2]).tolist()
+    alone = [
+        chooser_of([one]).choose(LOGITS[i : i + 1], [0.7, 0.7, 0.2, 0.2][i : i + 1]) for i, one in enumerate(samplings)
+    ]
+    assert found == [int(one) for one in alone]
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    texts = [[4, 9, 9, 30], [1, 2, 3, 699], [0, 0, 0, 0]]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(texts), LOGITS[:3].clone())
+    chooser = chooser_of([Sampling(repetition_penalty=1.7)] * 3, [(2, text[:3]) for text in texts])
+    chooser.chosen(torch.tensor([text[3] for text in texts]))
+    torch.testing.assert_close(chooser._penalise(LOGITS[:3]), expected, rtol=0, atol=0)
+
+
+def openai(logits: Tensor, generated: list[int], frequency: float, presence: float) -> Tensor:
+    """`mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence` of OpenAI's documentation."""
+    found = logits.clone()
+    for token in set(generated):
+        found[token] -= generated.count(token) * frequency + presence
+    return found
+
+
+def test_frequency_and_presence_penalties_are_openai_s() -> None:
+    """Of generated tokens alone, row by row; a row without penalties between them is left as it is."""
+    samplings = [Sampling(frequency_penalty=0.5), Sampling(), Sampling(frequency_penalty=-0.3, presence_penalty=1.5)]
+    chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])
+    chooser.chosen(torch.tensor([9, 8, 4]))
+    found = chooser._penalise(LOGITS[:3])
+    expected = [
+        openai(LOGITS[0], [9, 9], 0.5, 0.0),
+        LOGITS[1],
+        openai(LOGITS[2], [4, 4, 6, 4], -0.3, 1.5),
+    ]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_a_number_is_told(temperature: float) -> None:
+    logits = LOGITS[:2].clone()
+    logits[1, 5] = float("nan")
+    assert chooser_of([Sampling(temperature)] * 2).choose(logits, [0.5, 0.5][: 2 * int(temperature)]).tolist()[1] == -1

@@ -42,7 +42,7 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
         for step in range(steps):
             batch = random_batch(args, seed=step + 1)
             stage.zero_grad()
-            loss = LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, groups.group("tensor"))
+            loss = LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, groups.group("tensor"))[0]
             loss.backward()
             early = counters["stats"]["unique_graphs"] if step < 2 else early
         found.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))

@@ -11,7 +11,7 @@ from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
 from megatron.model.attention import AttentionInputs, attend, choose_backend, sliding_window, window_mask
-from megatron.model.cache import LayerCache
+from megatron.model.cache import CacheRows, LayerCache
 from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import by_formula
 from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
@@ -93,11 +93,13 @@ def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monke
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(16, 3, heads, 8, generator=generator) for heads in (4, 2, 2))
     backend = choose_backend(args, CPU)
-    cache = LayerCache(torch.zeros(3, 2, 20, 8), torch.zeros(3, 2, 20, 8))
+    slots = (20 * torch.arange(3).unsqueeze(1) + torch.arange(16)).flatten()  # a block of 20 tokens each
+    rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], [None, None])
+    cache = LayerCache(torch.zeros(3, 20, 2, 8), torch.zeros(3, 20, 2, 8), rows)
     found = attend(q, k, v, inputs, backend=backend, cache=cache)
     torch.testing.assert_close(found, attend(q, k, v, masked, backend=backend), rtol=1e-5, atol=1e-5)
-    assert torch.equal(cache.keys[:, :, :16], k.permute(1, 2, 0, 3)) and not cache.keys[:, :, 16:].any()
-    assert torch.equal(cache.values[:, :, :16], v.permute(1, 2, 0, 3))
+    assert torch.equal(cache.keys[:, :16], k.transpose(0, 1)) and not cache.keys[:, 16:].any()
+    assert torch.equal(cache.values[:, :16], v.transpose(0, 1))
 
 
 def test_window_mask_equals_its_definition() -> None:

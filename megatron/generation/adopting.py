@@ -1,0 +1,45 @@
+"""A HuggingFace model as a configuration: what `--hf-model` stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.huggingface import HFFolder, find_hf
+from megatron.neox_arguments import ConfigError
+from megatron.tokenizer import HFTokenizer, TokenizerError
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bfloat16", torch.float16: "fp16"}
+
+
+def hf_model_keys(name: str) -> dict[str, Any]:
+    """Keys of the model that a folder (or hf://ORG/NAME) holds: its shape, precision and tokenizer, and where it is.
+
+    Documents end with the eos_token that its tokenizer declares, as transformers has it. Downloads what is on the Hub.
+    Raises ConfigError.
+    """
+    try:
+        path = find_hf(name)
+        folder = HFFolder(path)
+        keys, _ = from_hf(folder.config, folder.get)
+        keys |= _tokenizer_keys(path)
+    except (CheckpointError, TokenizerError) as problem:
+        raise ConfigError([f"--hf-model: {problem}"]) from problem
+    del keys["padded_vocab_size"]  # follows from the ranks
+    kinds = {_PRECISIONS[dtype] for dtype in folder.dtypes.values() if dtype in _PRECISIONS}
+    return {**keys, "precision": kinds.pop() if len(kinds) == 1 else "fp32", "load": str(path)}
+
+
+def _tokenizer_keys(path: Path) -> dict[str, str]:
+    file = path / "tokenizer.json"
+    if file.is_file():
+        keys, tokenizer = {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}, HFTokenizer(file)
+        same = tokenizer.eos in (tokenizer.eod, None) or tokenizer.eos not in tokenizer.special_tokens
+        return keys if same else {**keys, "eod_token": tokenizer.special_tokens[tokenizer.eos]}
+    if (path / "tokenizer.model").is_file():
+        return {"tokenizer_type": "SPMTokenizer", "vocab_file": str(path / "tokenizer.model")}
+    raise CheckpointError(f"{path}: holds no tokenizer (tokenizer.json, tokenizer.model)")

@@ -1,0 +1,75 @@
+"""How many rows of tokens one forward may run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.model import Model
+from megatron.model.attention import has_bias
+from megatron.mpu import together
+
+# More than this gains no speed, whatever memory there is.
+_TOKENS = {"cpu": 1024, "cuda": 32768}
+_SHARE = {"cpu": 0.25, "cuda": 0.5}  # of free memory; pages of files and other processes want the rest of a CPU's
+_SCORES_AT_ONCE = 3  # copies of attention scores where a kernel writes them out
+
+
+@dataclass(frozen=True)
+class Budget:
+    """bytes: for what a forward holds at a time; rows: at most so many, None: what memory allows; the others: bytes a
+    token, a query's key (with branches), and a token whose logits are read."""
+
+    bytes: int
+    tokens: int
+    rows: int | None
+    token_bytes: int
+    key_bytes: int
+    logits_bytes: int
+
+    def allows(self, rows: int, width: int, wanted: int, branched: bool) -> bool:
+        """Whether rows of `width` tokens, of which `wanted` are read, can be run together."""
+        if self.rows is not None:
+            return rows <= self.rows
+        keys = width * self.key_bytes if branched else 0
+        needed = rows * width * (self.token_bytes + keys) + wanted * self.logits_bytes
+        return needed <= self.bytes and rows * width <= self.tokens
+
+
+def forward_budget(model: Model, batch_size: int | None = None) -> Budget:
+    """The same on every rank: that of the one with the least memory. batch_size: rows, instead."""
+    args, groups = model.args, model.groups
+    tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
+    assert args.padded_vocab_size is not None and args.ffn_size is not None
+    heads = args.num_attention_heads // tensor
+    inner = (3 * args.ffn_size + 4 * args.num_attention_heads * args.head_dim) // tensor
+    values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
+    scores = (_SCORES_AT_ONCE if has_bias(args) or device.type == "cpu" else 1) * heads * 4
+    share = int(_SHARE[device.type] * free_memory(device))
+    ranks_here = groups.world_size if device.type == "cpu" else 1
+    least = min(together(groups, lambda: share // ranks_here))
+    budget = Budget(
+        bytes=least, tokens=_TOKENS[device.type], rows=batch_size, token_bytes=values * size, key_bytes=scores,
+        logits_bytes=args.padded_vocab_size // tensor * (size + 4),
+    )  # fmt: skip
+    if batch_size is None:
+        logging.getLogger("megatron").info(
+            f"eval_batch_size: auto runs up to {budget.tokens} tokens at once in {budget.bytes / 1e9:.1f} GB"
+        )
+    return budget
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process could still take, on the device or of the machine."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return min(found, default=1 << 32)

@@ -1,0 +1,33 @@
+"""Files that grow over a long job, so that it goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.neox_arguments import NeoXArgs
+
+_LENGTH = 16  # of a stamp
+
+
+def stamp_of(args: NeoXArgs, source: str, files: Iterable[Path]) -> str:
+    """Another one whenever the result would be another: configuration, weights, or inputs.
+
+    source: the checkpoint's folder; it and the inputs count by names, sizes and times of change.
+    """
+    folder = Path(source)
+    every = [*sorted(path for path in folder.iterdir() if path.is_file()), *files]
+    states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in every]
+    told = json.dumps([json.loads(args.to_json())["given"], states])
+    return hashlib.sha256(told.encode()).hexdigest()[:_LENGTH]
+
+
+def partial_file(final: Path, stamp: str) -> Path:
+    """Where `final` grows; those of other jobs are removed."""
+    own = final.with_name(f".{final.name}.{stamp}.partial")
+    for other in final.parent.glob(f".{final.name}.{'?' * _LENGTH}.partial"):
+        if other != own:
+            other.unlink(missing_ok=True)
+    return own

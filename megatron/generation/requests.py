@@ -1,0 +1,63 @@
+"""What is asked of a `Batcher`, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron.generation.sampling import Sampling
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message says why and what would be."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue.
+
+    tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of its draws;
+    what it becomes depends on nothing beside it. stop: the text ends before the first of these strings. ends: ids that
+    end the text, None: the tokenizer's eod alone. logprobs: so many most likely tokens are reported beside each
+    generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs: the same of the prompt's tokens.
+    text: whether events hold text; stop strings need it.
+    """
+
+    tokens: Sequence[int]
+    sampling: Sampling = Sampling()
+    maximum_tokens: int = 64
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ends: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    text: bool = True
+
+
+class Logprob(NamedTuple):
+    """The model's own log-probability of a token (before temperature and penalties), and the most likely ones with
+    theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Event(NamedTuple):
+    """What a step brought to a request.
+
+    tokens: new ones, the one that ends the text among them. text: new, held back while it may be the beginning of a
+    stop string or half a character; all texts of a request together are its text. logprobs: one a token, if asked for.
+    finish_reason: None while more may come; "stop" after an end token or a stop string, "length" after maximum_tokens.
+    prompt_logprobs: in the first event, if asked for; None for the first token, which nothing stands before.
+    """
+
+    id: int
+    tokens: Sequence[int] = ()
+    text: str = ""
+    logprobs: Sequence[Logprob] = ()
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: Sequence[Logprob | None] | None = None

@@ -1,0 +1,112 @@
+"""From the body of an HTTP request to requests of the batcher."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.generation.chat import ChatTemplate
+from megatron.generation.requests import Request, RequestError
+from megatron.generation.serving.bodies import ChatBody, CompletionBody, parse
+from megatron.generation.serving.errors import APIError
+from megatron.generation.serving.replies import Asked
+from megatron.mpu import mix_seed
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Bodies as requests. positions: of the model; chat: None without a template, why: there is none."""
+
+    name: str
+    tokenizer: Tokenizer
+    positions: int
+    chat: ChatTemplate | None
+    why: str = ""
+
+    def completion(self, content: bytes) -> Asked:
+        """Of `/v1/completions`. Raises APIError."""
+        body = parse(CompletionBody, content)
+        self._check_model(body.model)
+        if body.max_tokens == 0 and not body.echo:
+            raise APIError(400, "max_tokens: 0 leaves nothing to do without echo", param="max_tokens")
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        found = iter(self.tokenizer.tokenize_batch(texts))
+        prompts = [next(found) if isinstance(prompt, str) else self._ids(prompt) for prompt in body.prompt]
+        echoed = [
+            (prompt if isinstance(prompt, str) else self.tokenizer.detokenize(prompt)) if body.echo else ""
+            for prompt in body.prompt
+        ]
+        scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+        return self._asked(body, prompts, echoed, body.logprobs, scored, None)
+
+    def conversation(self, content: bytes) -> Asked:
+        """Of `/v1/chat/completions`. Raises APIError."""
+        body = parse(ChatBody, content)
+        self._check_model(body.model)
+        if self.chat is None:
+            raise APIError(400, f"{self.why}; use /v1/completions", code="no_chat_template")
+        try:
+            prompt = self.chat.tokens([message.plain() for message in body.messages])
+        except RequestError as problem:
+            raise APIError(400, f"messages: {problem}", param="messages") from None
+        count = body.top_logprobs if body.logprobs else None
+        return self._asked(body, [prompt], [""], count, False, self.chat.ends)
+
+    def _asked(
+        self,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Sequence[int]],
+        echoed: Sequence[str],
+        logprobs: int | None,
+        scored: bool,
+        ends: tuple[int, ...] | None,
+    ) -> Asked:
+        seed = body.seed if body.seed is not None else secrets.randbits(62)
+        sampling = body.sampling()
+        requests: list[Request] = []
+        for prompt in prompts:
+            tokens = list(prompt) or [self.tokenizer.eod]  # an empty one begins a document
+            maximum = self._fitting(len(tokens), body)
+            for _ in range(body.n):
+                requests.append(
+                    Request(
+                        tokens,
+                        sampling,
+                        maximum,
+                        mix_seed(seed, "sample", len(requests)),
+                        tuple(body.stop),
+                        ends,
+                        logprobs,
+                        scored,
+                    )
+                )
+        return Asked(body, requests, echoed)
+
+    def _fitting(self, length: int, body: CompletionBody | ChatBody) -> int:
+        room = self.positions - length
+        limit = room if body.limit is None else body.limit
+        if limit > room or room < 1 and body.limit is None:
+            asked = "" if body.limit is None else f", and {body.limit} more are asked for"
+            raise APIError(
+                400,
+                f"the model has {self.positions} positions; the prompt has {length} tokens{asked}. Shorten it"
+                + ("" if body.limit is None else " or ask for fewer"),
+                param="messages" if isinstance(body, ChatBody) else "prompt",
+                code="context_length_exceeded",
+            )
+        return limit
+
+    def _ids(self, tokens: list[int]) -> list[int]:
+        wrong = next((token for token in tokens if not 0 <= token < self.tokenizer.vocab_size), None)
+        if wrong is not None:
+            last = self.tokenizer.vocab_size - 1
+            raise APIError(400, f"prompt: {wrong} is no token id; they go from 0 to {last}", param="prompt")
+        return tokens
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            raise APIError(
+                404, f"there is no model {name!r} here, but {self.name!r}", param="model", code="model_not_found"
+            )

@@ -1,0 +1,141 @@
+"""A server on ranks of the worker pool, and a model that transformers made for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import torch
+import transformers
+
+from tests.checkpointing.golden import GOLDEN
+from tests.pool import run_ranks
+
+FOLDER = GOLDEN / "dataset" / "hf_tokenizer"  # with a chat template
+NAME = "tiny-llama"
+POSITIONS = 4096
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64}
+
+
+def make_model(folder: Path) -> transformers.LlamaForCausalLM:
+    """A random Llama with the golden tokenizer, saved in `folder / NAME`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=POSITIONS, initializer_range=0.3, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder / NAME)
+    for file in FOLDER.iterdir():
+        shutil.copy(file, folder / NAME)
+    return model
+
+
+@dataclass
+class Server:
+    """One that runs. ended: (exit code, stdout, stderr) of every rank, once it has."""
+
+    address: str
+    folder: Path
+    ended: list[tuple[int, str, str]] = field(default_factory=list)
+    told: bool = False
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self.post(path, None)[1]
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Status, content and headers. body: sent as JSON, bytes as they are; None: a GET."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.address + path, data, {"content-type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                return reply.status, json.loads(reply.read()), dict(reply.headers)
+        except urllib.error.HTTPError as problem:
+            return problem.code, json.loads(problem.read()), dict(problem.headers)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.address + "/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def idle(self, seconds: float = 5.0) -> dict[str, Any]:
+        """What `/health` says once nothing runs."""
+        deadline = time.monotonic() + seconds
+        while (load := self.get("/health"))["running"] or load["waiting"]:
+            assert time.monotonic() < deadline, load
+            time.sleep(0.02)
+        return load
+
+    def signal(self, number: int) -> None:
+        self.told = True
+        os.kill(int((self.folder / "pid").read_text()), number)
+
+
+def served(rank: int, world_size: int, argv: Sequence[str], pid: str) -> tuple[int, str, str]:
+    """For the pool: tools/serve.py as typed; exit code, stdout, stderr."""
+    from tools import serve
+
+    if rank == 0:
+        Path(pid).write_text(str(os.getpid()))
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = serve.main(argv)
+    sys.stdout.flush()
+    return code, out.getvalue(), err.getvalue()
+
+
+@contextmanager
+def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Server]:
+    """The model in `folder` behind a port of its own, until the end of the context."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Server(f"http://127.0.0.1:{port}", folder)
+    (folder / "pid").unlink(missing_ok=True)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {"kv_cache_gb": 0.05, **changes}.items()]
+    argv = ["--hf-model", str(folder / NAME), "--port", str(port), "--set", *overrides]
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            server.ended += run_ranks(served, world_size, argv, str(folder / "pid"), init=False, timeout=90)
+        except BaseException as raised:
+            problem.append(raised)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        _wait(server, thread, problem)
+        yield server
+    finally:
+        if thread.is_alive() and (folder / "pid").exists() and not server.told:
+            server.signal(signal.SIGTERM)
+        thread.join()
+    if problem:
+        raise problem[0]
+
+
+def _wait(server: Server, thread: threading.Thread, problem: list[BaseException]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert thread.is_alive(), problem or server.ended
+        try:
+            if server.get("/health").get("total_blocks"):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.05)
+    raise AssertionError("the server did not come up")

@@ -1,0 +1,96 @@
+"""Greedy text of every HuggingFace family against `transformers.generate`, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.generation import Model, Sampling, complete, for_inference
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.runs import LAYOUTS
+from tests.model.stages import Weights, groups_of, stage_with
+from tests.pool import run_ranks
+
+VOCAB, PADDED = 90, 96
+TOKENS, POSITIONS = 64, 112
+# One of each; windows are narrower than the texts.
+FAMILIES = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 2 GQA", "olmo 3", "gemma 3", "smollm 3 windows")
+PROMPTS = [
+    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 20, POSITIONS - TOKENS)
+]
+CLOSE = 1e-4  # two best logits nearer than this may change places
+
+
+class Some(CharLevelTokenizer):
+    vocab_size = VOCAB
+
+
+class Reference(NamedTuple):
+    """Of transformers. gaps: between the two best logits of each token."""
+
+    keys: dict[str, Any]
+    weights: Weights
+    texts: list[list[int]]
+    gaps: list[Tensor]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    from megatron.checkpointing.families import from_hf
+    from tests.checkpointing.family_models import collected, on_disk, random_model
+
+    found = {}
+    for family in FAMILIES:
+        # A tied head likes to say the last token again.
+        model = random_model(family, max_position_embeddings=POSITIONS, tie_word_embeddings=False)
+        with torch.no_grad():  # so that the next token depends on more than what all texts have in common
+            model.get_input_embeddings().weight.mul_(8.0)
+        texts, gaps = [], []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=0,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            texts.append(out.sequences[0, len(prompt) :].tolist())
+            best = torch.cat(out.logits).topk(2).values
+            gaps.append(best[:, 0] - best[:, 1])
+        assert max(len(set(text)) for text in texts) > 5, "texts must be lively"
+        config, state = on_disk(model)
+        keys, tensors = from_hf(config, state.__getitem__, padded_vocab_size=PADDED)
+        found[family] = Reference(keys, collected(tensors), texts, gaps)
+    return found
+
+
+def written(
+    rank: int, world_size: int, models: list[tuple[dict[str, Any], Weights]], layout: dict[str, Any], rows: int
+) -> list[list[list[int]]]:
+    """For the pool: the texts of every model."""
+    found = []
+    for keys, weights in models:
+        args = for_inference(NeoXArgs.from_dict({**keys, **layout, "seq_length": 16}).for_world(world_size))
+        groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
+        model = Model(args, groups, Some(), stage_with(args, weights, groups), torch.float32)
+        done = complete(
+            model, PROMPTS, Sampling(), maximum_tokens=TOKENS, seeds=range(3), ends=(), maximum_rows=rows
+        )  # fmt: skip
+        found.append([one.tokens for one in done])
+    return found
+
+
+@pytest.mark.parametrize("name", ["one process", "tp2", "pp2", "tp2 x pp2"])
+def test_greedy_text_equals_transformers(name: str, references: dict[str, Reference]) -> None:
+    ranks, layout = LAYOUTS[name]
+    models = [(one.keys, one.weights) for one in references.values()]
+    for rows in (3, 1) if ranks == 1 else (3,):  # together and one by one
+        for everyone in run_ranks(written, ranks, models, layout, rows):
+            for (family, reference), texts in zip(references.items(), everyone, strict=True):
+                for text, expected, gaps in zip(texts, reference.texts, reference.gaps, strict=True):
+                    assert len(text) == TOKENS
+                    differing = [i for i in range(TOKENS) if text[i] != expected[i]]
+                    assert not differing or float(gaps[differing[0]]) < CLOSE, (family, differing[0])

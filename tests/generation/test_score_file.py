@@ -1,0 +1,260 @@
+"""`text_gen_type: score` and `precompute` as they are typed, against transformers and whole forwards."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from megatron.checkpointing.huggingface import HFFolder, import_hf
+from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import data_path, index_path
+from megatron.data.pairwise import check_reference
+from megatron.generation import precompute as precomputing
+from megatron.generation import score_file
+from megatron.tokenizer import HFTokenizer
+from tests.generation.runs import LAYOUTS, TOKENIZER, command
+from tests.pool import run_ranks
+
+POSITIONS = 48
+LONG = "It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 4
+LINES: list[dict[str, str]] = [
+    {"text": "one two three"},
+    {"prompt": "The sky is", "completion": " blue and far"},
+    {"text": LONG},
+    {"prompt": "", "completion": "a beginning"},
+    {"prompt": "The sky is ", "completion": "green"},
+    {"prompt": LONG, "completion": " That is all."},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama with the golden tokenizer, as a HuggingFace folder."""
+    folder = tmp_path_factory.mktemp("hf")
+    config = transformers.LlamaConfig(
+        vocab_size=381, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=POSITIONS, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shutil.copy(TOKENIZER, folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return folder
+
+
+@cache
+def reference(model: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+
+
+def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
+    """Log-probabilities of the tokens under transformers, read in the windows that lm-eval reads."""
+    theirs = reference(model)
+    whole, found = context + tokens, []
+    for i in range(len(tokens)):
+        end = len(context) + i
+        # All before it, or what its window leaves: windows end where POSITIONS tokens are predicted.
+        if len(context) == 1:
+            first = i - i % POSITIONS
+            last = min(first + POSITIONS, len(tokens))
+            begin = 0 if first == 0 else last - POSITIONS
+        else:
+            begin = max(0, len(whole) - 1 - POSITIONS)
+        with torch.no_grad():
+            logits = theirs(torch.tensor([whole[begin:end]])).logits[0, -1]
+        found.append(float(logits.double().log_softmax(-1)[whole[end]]))
+    return found
+
+
+def run(ranks: int, *words: str) -> tuple[int, str, str]:
+    return run_ranks(command, ranks, words, init=False)[0]
+
+
+def argv(model: Path, folder: Path, kind: str, *more: str) -> list[str]:
+    return ["--hf-model", str(model), "--set", f"text_gen_type={kind}", f"log_dir={folder}/logs", *more]
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
+    """No file of configuration: a HuggingFace folder, in one process and on four ranks."""
+    given = tmp_path / "in.jsonl"
+    given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n")
+    code, out, err = run(1, *argv(model, tmp_path, "score", "-i", str(given)))
+    assert code == 0, err
+    assert f"6 lines of scores are in {given}.scores.jsonl" in out
+    found = rows(Path(f"{given}.scores.jsonl"))
+    tokenizer = HFTokenizer(TOKENIZER)
+    begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
+    sky, long = tokenizer.tokenize("The sky is"), tokenizer.tokenize(LONG.rstrip())
+    requests = [
+        (begin, tokenizer.tokenize(LINES[0]["text"])),
+        (sky, tokenizer.tokenize(texts[1])[len(sky) :]),
+        (begin, tokenizer.tokenize(LONG)),
+        (begin, tokenizer.tokenize(texts[3])),
+        (sky, tokenizer.tokenize(texts[4])[len(sky) :]),
+        (long, tokenizer.tokenize(texts[5])[len(long) :]),
+    ]
+    assert len(requests[2][1]) > 2 * POSITIONS
+    for row, (context, tokens) in zip(found, requests, strict=True):
+        assert row["tokens"] == tokens
+        assert row["logprobs"] == pytest.approx(expected(model, context, tokens), abs=1e-4)
+        assert row["sum"] == pytest.approx(sum(row["logprobs"]), abs=1e-4)
+        assert row["perplexity"] == pytest.approx(math.exp(-row["sum"] / len(tokens)))
+    over = len(long) + len(requests[5][1]) - 1 - POSITIONS
+    message = f"the first {over} tokens of the prompt were left out: longer than the model's positions"
+    assert [row["message"] for row in found] == [None] * 5 + [message]
+    texts_run = 5 + math.ceil(len(requests[2][1]) / POSITIONS)
+    assert f"eval_overlong: of {texts_run} texts, 1 lost their beginning: longer than the model's 48 positions" in out
+
+    ranks, layout = LAYOUTS["tp2 x pp2"]
+    more = [f"{key}={value}" for key, value in layout.items()] + ["-o", f"{tmp_path}/four.jsonl"]
+    assert run(ranks, *argv(model, tmp_path, "score", *more, "-i", str(given)))[0] == 0
+    for one, four in zip(found, rows(tmp_path / "four.jsonl"), strict=True):
+        assert one["tokens"] == four["tokens"] and one["greedy"] == four["greedy"]
+        assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
+    # Imported as a checkpoint, its vocabulary is padded to 384 rows, which share out no probability.
+    import_hf(HFFolder(model), tmp_path / "imported")
+    words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={TOKENIZER}"]
+    words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
+    code, _, err = run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")
+    assert code == 0, err
+    for one, same in zip(found, rows(tmp_path / "imported.jsonl"), strict=True):
+        assert same["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
+    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("."))
+    assert not left, "nothing unfinished stays"
+
+
+def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
+    """For the pool: generate.py that ends without warning while it writes."""
+    score_file._LINES_AT_ONCE, precomputing._TOKENS_AT_ONCE = 2, 64  # type: ignore[misc] # a throw-away fork
+    left = [chunks]
+
+    class Kill(BaseException):
+        pass
+
+    def dying(real: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            if left[0] == 0:
+                raise Kill
+            left[0] -= 1
+            return real(*args, **more)
+
+        return call
+
+    score_file.score = precomputing.score = dying(score_file.score)  # type: ignore[attr-defined]
+    try:
+        raise AssertionError(f"it came to its end: {command(rank, world_size, words)}")
+    except Kill:
+        return
+
+
+def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
+    given = tmp_path / "in.jsonl"
+    given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")
+    whole, words = Path(f"{given}.scores.jsonl"), argv(model, tmp_path, "score", "-i", str(given))
+    assert run(1, *words)[0] == 0
+    at_once = rows(whole)
+    whole.unlink()
+    run_ranks(killed, 1, words, 2, init=False)
+    (growing,) = tmp_path.glob(".in.jsonl.scores.jsonl.*.partial")
+    assert len(rows(growing)) == 4 and not whole.exists()
+    with open(growing, "a") as file:
+        file.write('{"tokens": [1')
+    code, out, _ = run(1, *words)
+    assert code == 0 and "going on after 4 of 6 lines" in out
+    assert not growing.exists()
+    for one, other in zip(rows(whole), at_once, strict=True):
+        assert one["tokens"] == other["tokens"] and one["message"] == other["message"]
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)  # of other batches
+    # Another input, or another model, has nothing to do with what was begun.
+    run_ranks(killed, 1, words, 1, init=False)
+    given.write_text(json.dumps(LINES[1]) + "\n")
+    code, out, _ = run(1, *words)
+    assert code == 0 and "going on" not in out and len(rows(whole)) == 1
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": 3}\n', r'in.jsonl:2: expected {"text": ...}, or {"prompt": ..., "completion": ...}'),
+        ("[1]\n", "in.jsonl:1: expected"),
+        ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
+        ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty: nothing to score"),
+        ("hello\n", "in.jsonl:1: not JSON"),
+        ("\n\n", "in.jsonl: holds no lines"),
+        (None, "in.jsonl: No such file or directory"),
+    ],
+)
+def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "in.jsonl").write_text(content)
+    code, _, err = run(1, *argv(model, tmp_path, "score", "-i", str(tmp_path / "in.jsonl")))
+    assert code == 1 and message in err and "sample_input_file" in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.glob("*scores*"))
+
+
+# -- precompute --------------------------------------------------------------------------------------------------------
+
+
+def write(prefix: Path, documents: list[list[int]]) -> str:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def random_documents(seed: int, *lengths: int) -> list[list[int]]:
+    draw = np.random.RandomState(seed)
+    return [draw.randint(1, 380, length).tolist() for length in lengths]
+
+
+def test_precomputed_references(model: Path, tmp_path: Path) -> None:
+    """Beside pairs, as the data room reads them; more tokens than positions in windows; goes on after a kill."""
+    pos, neg = random_documents(0, 9, 30, 1, 100, 0, 47, 49, 5), random_documents(1, 7, 8, 1, 3, 0, 40, 13, 11)
+    paths = write(tmp_path / "pos", pos), write(tmp_path / "neg", neg)
+    words = argv(
+        model, tmp_path, "precompute", "precompute_model_name=base", "dataset_impl=pairwise",
+        "train_impl=dpo", "pack_impl=unpacked",
+        f"pos_train_data_paths=[{paths[0]}]", f"neg_train_data_paths=[{paths[1]}]",
+    )  # fmt: skip
+    run_ranks(killed, 2, words, 2, init=False)
+    assert not (tmp_path / "pos_base.idx").exists()
+    code, out, err = run(2, *words)
+    assert code == 0, err
+    assert "going on after 4 of 7 documents" in out
+    for name, documents in (("pos", pos), ("neg", neg)):
+        found, data = IndexedDataset(tmp_path / f"{name}_base"), IndexedDataset(tmp_path / name)
+        check_reference(found, data)  # as training does
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found.sizes, data.sizes)
+        np.testing.assert_array_equal(found.doc_idx, data.doc_idx)
+        for values, tokens in zip(found, [document for document in documents if document], strict=True):
+            assert values[0] == 0.0
+            np.testing.assert_allclose(values[1:], expected(model, tokens[:1], tokens[1:]), atol=1e-4)
+    assert not list(tmp_path.glob(".*"))
+
+    code, out, _ = run(1, *words)
+    assert code == 0 and "pos_base: is there already" in out
+    data_path(tmp_path / "pos").touch()
+    code, _, err = run(1, *words)
+    assert code == 1 and f"{index_path(tmp_path / 'pos_base')}: is there already, of another model" in err
+
+
+def test_precompute_needs_a_name(model: Path, tmp_path: Path) -> None:
+    code, _, err = run(1, *argv(model, tmp_path, "precompute"))
+    assert code == 1 and "precompute_model_name: is required by text_gen_type: precompute" in err
