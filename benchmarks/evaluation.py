@@ -1,0 +1,162 @@
+"""Requests of lm-eval answered on this machine, beside its own `hf` backend, in one run: the same weights and requests.
+
+Both ways alternate, the median counts; answers are held against each other. Without --model a random Llama is made.
+--batch: of the `hf` backend (`auto` takes whatever fits, which is slow on a CPU); ours chooses its own, or --ours.
+"""
+
+import argparse
+import logging
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.evaluation.operations import Operations  # noqa: E402
+from megatron.evaluation.progress import Progress  # noqa: E402
+from megatron.generation import load_model  # noqa: E402
+from megatron.generation.adopting import hf_model_keys  # noqa: E402
+from megatron.launch import process_info  # noqa: E402
+from megatron.mpu import join  # noqa: E402
+from megatron.neox_arguments import NeoXArgs  # noqa: E402
+from megatron.tokenizer import build_tokenizer  # noqa: E402
+
+# hidden_size, intermediate_size, layers, heads, kv heads
+SIZES = {"1M": (128, 352, 4, 4, 2), "10M": (256, 704, 8, 8, 4), "50M": (512, 1408, 12, 8, 4)}
+KINDS = ("choices", "letters", "continuations", "perplexity", "text")
+QUIET = logging.getLogger("benchmarks.quiet")
+
+
+def make_folder(size: str, folder: Path) -> str:
+    """A random Llama with a vocabulary of bytes and common pairs, as HuggingFace stores one."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train([str(path) for path in (ROOT / "docs").glob("*.md")], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    hidden, inner, layers, heads, kv_heads = SIZES[size]
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=2048, max_position_embeddings=1024, bos_token_id=None,
+        eos_token_id=0, initializer_range=0.1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def requests_of(kind: str, count: int) -> list[Any]:
+    """lm-eval's instances over this repository's pages: five-shot questions with four answers, and so on."""
+    from lm_eval.api.instance import Instance
+
+    text = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    words, draw = text.split(), random.Random(0)
+
+    def passage(length: int) -> str:
+        start = draw.randrange(len(words) - length)
+        return " ".join(words[start : start + length])
+
+    def instance(name: str, number: int, *arguments: Any) -> Any:
+        return Instance(request_type=name, doc={}, arguments=arguments, idx=number, metadata=("benchmark", number, 1))
+
+    if kind == "perplexity":
+        return [instance("loglikelihood_rolling", i, passage(draw.randint(50, 300))) for i in range(count)]
+    if kind == "text":
+        wishes = {"until": ["\n\n"], "max_gen_toks": 32, "do_sample": False}
+        return [instance("generate_until", i, passage(draw.randint(20, 100)), dict(wishes)) for i in range(count)]
+    if kind == "continuations":
+        pairs = [(passage(draw.randint(30, 120)), f" {passage(draw.randint(1, 6))}") for _ in range(count)]
+    else:
+        pairs = []
+        for _ in range(count // 4):
+            context = passage(draw.randint(60, 160))
+            for letter in "ABCD":
+                pairs.append((context, f" {letter}" if kind == "letters" else f" {passage(draw.randint(2, 8))}"))
+    return [instance("loglikelihood", i, *pair) for i, pair in enumerate(pairs)]
+
+
+def ours(folder: str, batch: str) -> Any:
+    from megatron.evaluation.language_model import NeoXLM
+
+    process = process_info()
+    size = batch if batch == "auto" else int(batch)
+    args = NeoXArgs.from_dict({**hf_model_keys(folder), "eval_batch_size": size}).for_world(1)
+    model = load_model(args, join(args, process, QUIET), build_tokenizer(args), QUIET)
+    known = Operations(model).names()
+    return NeoXLM(model, lambda name, *arguments: known[name](*arguments), Progress(QUIET))
+
+
+def theirs(folder: str, batch: str, model: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=folder, dtype={"fp32": "float32", "bf16": "bfloat16"}[model.args.params_dtype],
+        device=str(model.groups.device), batch_size=batch if batch == "auto" else int(batch),
+    )  # fmt: skip
+
+
+def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    found = work()
+    return time.perf_counter() - begun, found
+
+
+def furthest(one: list[Any], other: list[Any]) -> str:
+    if isinstance(one[0], str):
+        return f"{sum(a == b for a, b in zip(one, other, strict=True))} of {len(one)} texts equal"
+    values = [[said[0] if isinstance(said, tuple) else said for said in side] for side in (one, other)]
+    return f"{max(abs(a - b) for a, b in zip(*values, strict=True)):.1e} apart"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="DIR", help="a HuggingFace folder, instead of --size")
+    parser.add_argument("--size", choices=SIZES, default="10M")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--batch", default="16")
+    parser.add_argument("--ours", default="auto", metavar="N", help="our batch (eval_batch_size)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as place:
+        folder = options.model or make_folder(options.size, Path(place))
+        own = ours(folder, options.ours)
+        other = theirs(folder, options.batch, own.model)
+        print(f"{options.model or options.size} on {own.model.groups.device}, {options.requests} requests a kind")
+        print(f"{'kind':<14} {'ours/s':>9} {'hf/s':>9} {'ratio':>6}   answers")
+        for kind in options.kinds:
+            requests = requests_of(kind, options.requests)
+            method = requests[0].request_type
+            times: dict[str, list[float]] = {"own": [], "other": []}
+            said: dict[str, list[Any]] = {}
+            for turn in range(options.repeats + 1):
+                for name, model in (("own", own), ("other", other)):
+                    seconds, said[name] = seconds_of(partial(getattr(model, method), requests, disable_tqdm=True))
+                    if turn:  # the first one warms up
+                        times[name].append(seconds)
+            rates = {name: len(requests) / statistics.median(found) for name, found in times.items()}
+            ratio = rates["own"] / rates["other"]
+            apart = furthest(said["own"], said["other"])
+            print(f"{kind:<14} {rates['own']:>9.1f} {rates['other']:>9.1f} {ratio:>6.2f}   {apart}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`--compare-hf`: the same tasks through lm-eval's own `hf` backend, and how far the scores are apart."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import find_checkpoint
+from megatron.checkpointing.huggingface import export_hf, find_hf, is_hf
+from megatron.evaluation.catalogue import Catalogue
+from megatron.evaluation.harness import Evaluation, run_task
+from megatron.model import Model
+from megatron.mpu import DTYPES
+from megatron.neox_arguments import NeoXArgs
+
+
+def compare(model: Model, catalogue: Catalogue, ours: Evaluation, logger: logging.Logger) -> float:
+    """Print both scores of every metric and their difference (of values above 1, as a share); the largest one. On rank
+    0, alone.
+
+    A checkpoint is exported into a temporary folder first. Raises CheckpointError for a model that no family of
+    HuggingFace has.
+    """
+    theirs = Evaluation()
+    begun = time.perf_counter()
+    with _folder(model.args) as folder:
+        reference = _reference(folder, model)
+        for tasks in (tasks for name, tasks in catalogue.tasks.items() if name not in ours.failures):
+            theirs.add(run_task(reference, tasks, catalogue, model.args, 0))
+    largest = 0.0
+    found, expected = ours.metrics(), theirs.metrics()
+    lines = [f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}"]
+    for name in expected:
+        if name not in found:
+            continue
+        difference = abs(found[name] - expected[name]) / max(1.0, abs(expected[name]))
+        largest = max(largest, difference)
+        lines.append(f"{name:<50} {found[name]:>14.6f} {expected[name]:>14.6f} {difference:>12.2e}")
+    for line in lines:
+        logger.info(line)
+    seconds = time.perf_counter() - begun
+    logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (it took {seconds:.1f} s)")
+    return largest
+
+
+@contextmanager
+def _folder(args: NeoXArgs) -> Iterator[Path]:
+    """The HuggingFace model that is evaluated, or what a checkpoint is as one."""
+    source = args.load or args.save
+    assert source is not None
+    if is_hf(source):
+        yield find_hf(source)
+        return
+    with tempfile.TemporaryDirectory(prefix="compare-hf-") as place:
+        path = find_checkpoint(source, args.iteration)
+        export_hf(path, args, Path(place) / "model", check=False)
+        yield Path(place) / "model"
+
+
+def _reference(folder: Path, model: Model) -> Any:
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    # Built here: the backend itself would take the ranks of this run for its own.
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[model.args.params_dtype])
+    size = model.args.eval_batch_size
+    return HFLM(
+        pretrained=theirs.to(model.groups.device), tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        batch_size=1 if size == "auto" else size, max_length=model.positions,
+    )  # fmt: skip

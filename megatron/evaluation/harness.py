@@ -1,0 +1,221 @@
+"""An evaluation: rank 0 runs lm-eval in a thread, all ranks give it log-probabilities and text."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.evaluation.operations import GivenUp, Operations
+from megatron.evaluation.progress import WHAT, Progress
+from megatron.model import Model
+from megatron.mpu import ParallelGroups
+from megatron.mpu.leading import Call, lead
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.evaluation.catalogue import Catalogue
+    from megatron.evaluation.language_model import NeoXLM
+
+# What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
+_PARTS = (
+    "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
+)  # fmt: skip
+
+
+@dataclass
+class Evaluation:
+    """results: as lm-eval gives and writes them; failures: tasks that could not be run, and why."""
+
+    results: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, results: dict[str, Any]) -> None:
+        """The results of another task."""
+        for part in _PARTS:
+            if part in results:
+                self.results.setdefault(part, {}).update(results[part] or {})
+
+    def metrics(self) -> dict[str, float]:
+        """`<task>_<metric>` and its value, of tasks and groups; the filter is named unless it is lm-eval's `none`."""
+        found: dict[str, float] = {}
+        for task, values in self.results.get("results", {}).items():
+            for name, value in values.items():
+                metric, comma, kind = name.partition(",")
+                if comma and isinstance(value, int | float) and not isinstance(value, bool):
+                    found[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+        return found
+
+
+def load_catalogue(
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer,
+    logger: logging.Logger,
+    on_beat: Callable[[], None] = lambda: None,
+) -> Catalogue | None:
+    """The tasks of `eval_tasks` on rank 0, None elsewhere; all ranks call it together, and wait without a time limit.
+
+    Raises ConfigError on all of them for what is no task.
+    """
+
+    def work(call: Call) -> Catalogue:
+        from megatron.evaluation.catalogue import find_tasks, warn_of_broken
+
+        warn_of_broken(args, logger)
+        with _quiet():
+            return find_tasks(args, tokenizer)
+
+    return lead(groups, work, {}, on_beat=on_beat)
+
+
+def evaluate(
+    model: Model,
+    catalogue: Catalogue | None,
+    logger: logging.Logger,
+    *,
+    identity: str | None = None,
+    bootstrap: int = 0,
+    give_up: Callable[[], bool] = lambda: False,
+    on_beat: Callable[[], None] = lambda: None,
+) -> Evaluation | None:
+    """Run the tasks of rank 0's catalogue; the results there, None elsewhere. All ranks call it together.
+
+    identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them; 0: no
+    standard errors at all. give_up: asked on rank 0 now and then; then there is no result. Raises ConfigError, on all
+    ranks, for the first task that fails with `eval_failures: stop`.
+    """
+
+    def work(call: Call) -> Evaluation:
+        assert catalogue is not None
+        _seed()
+        with _quiet():
+            return _run(model, catalogue, call, logger, identity, bootstrap, give_up)
+
+    try:
+        return lead(model.groups, work, Operations(model).names(), on_beat=on_beat)
+    except GivenUp:
+        return None
+
+
+def _run(
+    model: Model,
+    catalogue: Catalogue,
+    call: Call,
+    logger: logging.Logger,
+    identity: str | None,
+    bootstrap: int,
+    give_up: Callable[[], bool],
+) -> Evaluation:
+    from megatron.evaluation.language_model import NeoXLM
+
+    args = model.args
+    logger.info(f"{WHAT} on {len(catalogue.tasks)} tasks: {', '.join(catalogue.tasks)}")
+    found = Evaluation(failures=dict(catalogue.failures))
+    for name, why in found.failures.items():
+        _report(args, logger, name, why)
+    with Progress(logger) as progress:
+        language_model = NeoXLM(model, call, progress, catalogue.template, give_up)
+        with _cached(language_model, args, identity) as answering:
+            for name, tasks in catalogue.tasks.items():
+                try:
+                    found.add(run_task(answering, tasks, catalogue, args, bootstrap))
+                except GivenUp:
+                    raise
+                except Exception as problem:  # of a task, which others wrote, or of the model on its requests
+                    found.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+                    _report(args, logger, name, found.failures[name])
+    counts = language_model.counts
+    if counts.too_long:
+        done = f"{counts.skipped} of them were skipped" if counts.skipped else "their beginnings were left out"
+        logger.info(f"{counts.too_long} requests were longer than the model's {model.positions} positions: {done}")
+    found.results["too_long"] = {"requests": counts.too_long, "skipped": counts.skipped}
+    return found
+
+
+def run_task(
+    language_model: Any, tasks: dict[str, Any], catalogue: Catalogue, args: NeoXArgs, bootstrap: int
+) -> dict[str, Any]:
+    """Of a task, or the tasks of a group, what lm-eval's `evaluate` finds with one of its models."""
+    import lm_eval
+
+    from megatron.evaluation.catalogue import seed_tasks
+
+    seed_tasks(tasks)
+    try:
+        results = lm_eval.evaluate(
+            language_model,
+            tasks,
+            limit=args.eval_limit,
+            bootstrap_iters=bootstrap,
+            log_samples=args.eval_log_samples,
+            system_instruction=catalogue.system_prompt,
+            apply_chat_template=args.eval_apply_chat_template,
+            fewshot_as_multiturn=args.eval_apply_chat_template,
+            confirm_run_unsafe_code=args.eval_confirm_unsafe_code,
+        )
+    finally:
+        for task in tasks["tasks"].values():
+            task._instances = None  # requests and answers, which would stay until the next evaluation
+    assert results is not None
+    return dict(results)
+
+
+def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None:
+    if args.eval_failures == "stop":
+        raise ConfigError([f"{args.origin('eval_tasks')}: eval_tasks: {name}: {why} (eval_failures: stop)"])
+    logger.warning(f"evaluation: {name} is left out: {why}")
+
+
+@contextmanager
+def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Iterator[Any]:
+    """The model behind a file of its answers: those of other weights, precision or texts never serve."""
+    if args.eval_cache is None or identity is None:
+        yield language_model
+        return
+    from lm_eval.api.model import CachingLM
+
+    facts = (identity, args.params_dtype, args.eval_overlong, language_model.max_length, language_model.tokenizer_name)
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    folder = Path(args.eval_cache).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    cached = CachingLM(language_model, str(folder / f"{name}.db"))
+    try:
+        yield cached
+    finally:
+        cached.dbdict.close()
+
+
+def _seed() -> None:
+    """lm-eval's seeds for what tasks draw; in training, `inference` gives generators back as they were."""
+    random.seed(0)
+    np.random.seed(1234)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval's own lines and bars are for its own command; its processes would be forks of one that holds a GPU."""
+    from lm_eval.api import task
+
+    log, bars = logging.getLogger("lm_eval"), task.tqdm
+    level, alone = log.level, os.environ.get("DISABLE_MULTIPROC")
+    log.setLevel(logging.ERROR)
+    task.tqdm = partial(bars, disable=True)
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        task.tqdm = bars
+        if alone is None:
+            del os.environ["DISABLE_MULTIPROC"]

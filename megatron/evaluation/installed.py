@@ -1,0 +1,16 @@
+"""Whether lm-eval is there; it is imported where it is used, on rank 0 alone."""
+
+from importlib.util import find_spec
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+
+def need_harness(args: NeoXArgs) -> None:
+    """Raises ConfigError, before anything is built, where tasks are asked for and lm-eval is not installed."""
+    if args.eval_tasks and find_spec("lm_eval") is None:
+        raise ConfigError(
+            [
+                f"{args.origin('eval_tasks')}: eval_tasks: needs lm-eval: pip install 'neox[eval]' (or --set "
+                "eval_tasks=null, to train without evaluation)"
+            ]
+        )

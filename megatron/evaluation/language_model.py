@@ -1,0 +1,235 @@
+"""A model of ours as lm-eval's `LM`; on rank 0, in the thread that leads. Rules are those of its `hf` backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.evaluation.operations import GivenUp
+from megatron.evaluation.progress import Progress
+from megatron.generation.chat import ChatTemplate
+from megatron.generation.requests import Request, RequestError
+from megatron.generation.sampling import Sampling
+from megatron.model import Model
+from megatron.mpu import mix_seed
+from megatron.mpu.leading import Call
+from megatron.neox_arguments import ConfigError
+
+MAXIMUM_TOKENS = 256  # of an answer, where a task does not say
+_FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
+# What text generation is told under another name here, or what says nothing about a causal model.
+_IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+
+Scorable = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
+
+
+@dataclass
+class Counts:
+    """too_long: requests of more tokens than the model has positions; skipped: of these, not run."""
+
+    too_long: int = 0
+    skipped: int = 0
+
+
+class NeoXLM(TemplateLM):
+    """Requests go through `call("score", ...)` and `call("write", ...)`, a part at a time; answers are cached as they
+    come (`cache_hook`)."""
+
+    def __init__(
+        self,
+        model: Model,
+        call: Call,
+        progress: Progress,
+        template: ChatTemplate | None = None,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__()
+        self.give_up = give_up  # asked before each part
+        self.model, self.call, self.progress, self.template = model, call, progress, template
+        self.counts = Counts()
+        self._tokenizer = model.tokenizer
+        self._known: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
+
+    # -- what lm-eval asks about the model -----------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._tokenizer.eos if self._tokenizer.bos is None else self._tokenizer.bos
+
+    @property
+    def max_length(self) -> int:
+        return self.model.positions
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.fingerprint()
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.template.text if chat_template and self.template is not None else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        assert self.template is not None
+        wish = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
+        try:
+            return self.template.render(chat_history, **wish)
+        except RequestError:  # some templates know no system; as the hf backend does it
+            others = [message for message in chat_history if message["role"] != "system"]
+            return self.template.render(others, **wish)
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """As the hf backend: what the tokenizer puts before every text is put there, but for a text that has it."""
+        if add_special_tokens is False or (add_special_tokens is None and self._begins(string)):
+            return self._tokenizer.tokenize_bare(string)
+        known = self._known.get(string)
+        return list(known) if known is not None else self._tokenizer.tokenize(string)
+
+    def _begins(self, string: str) -> bool:
+        name = self._tokenizer.special_tokens.get(self.prefix_token_id, "")
+        return bool(name) and string.startswith(name)
+
+    @contextmanager
+    def _tokenized(self, strings: Iterator[str]) -> Iterator[None]:
+        """Tokenize many texts at once."""
+        texts = list(dict.fromkeys(strings))
+        self._known = dict(zip(texts, self._tokenizer.tokenize_batch(texts), strict=True))
+        try:
+            yield
+        finally:
+            self._known = {}
+
+    # -- log-likelihoods -----------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        pairs = [request.args for request in requests if request.args[0]]
+        texts = (text for context, rest in pairs for text in (context + rest, context.rstrip()))
+        with self._tokenized(texts):
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Scorable], **kwargs: Any) -> list[tuple[float, bool]]:
+        answers: dict[int, tuple[float, bool]] = {}
+        self.progress.expect(len(requests))
+        tokens = [(tuple(context) or (self.prefix_token_id,), tuple(rest)) for _, context, rest in requests]
+        for part in self._parts(_longest_first(tokens)):
+            found = self.call("score", [tokens[i] for i in part])
+            for i, scored in zip(part, found, strict=True):
+                answers[i] = (sum(scored.logprobs), all(scored.greedy))
+                self.counts.too_long += bool(scored.truncated or scored.skipped)
+                self.counts.skipped += scored.skipped
+                texts = requests[i][0]
+                if texts is not None and not scored.skipped:
+                    self.cache_hook.add_partial("loglikelihood", texts, answers[i])
+        return [answers[i] for i in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        texts = [request.args[0] for request in requests]
+        windows: list[Scorable] = []
+        owners: list[int] = []
+        with self._tokenized(iter(texts)):
+            for owner, text in enumerate(texts):
+                own = get_rolling_token_windows(
+                    token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length, context_len=1,
+                )  # fmt: skip
+                windows += [(None, *make_disjoint_window(window)) for window in own]
+                owners += [owner] * (len(windows) - len(owners))
+        totals = [0.0] * len(texts)
+        for owner, (total, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += total
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    # -- text ----------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        with self._tokenized(request.args[0] for request in requests):
+            given = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        asked = {i: one for i, one in enumerate(given) if one is not None}
+        answers = {i: "" for i in range(len(given)) if i not in asked}
+        self.progress.expect(len(asked))
+        order = sorted(asked, key=lambda i: -len(asked[i].tokens))
+        for part in self._parts([[i] for i in order]):
+            for i, text in zip(part, self.call("write", [asked[i] for i in part]), strict=True):
+                answers[i] = postprocess_generated_text(text, list(asked[i].stop), None)
+                self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
+        return [answers[i] for i in range(len(requests))]
+
+    def _request(self, number: int, context: str, wishes: dict[str, Any]) -> Request | None:
+        """None: it is too long, and skipped."""
+        told = dict(normalize_gen_kwargs(wishes, MAXIMUM_TOKENS))
+        unknown = sorted(name for name in told if name not in _IGNORED)
+        if unknown:
+            raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not known here; take it out of the task")
+        maximum = int(told["max_gen_toks"])
+        room = self.max_length - maximum
+        if room < 1:
+            raise ValueError(
+                f"an answer of {maximum} tokens (max_gen_toks) leaves no place for a question in the model's "
+                f"{self.max_length} positions"
+            )
+        tokens = self.tok_encode(context) or [self.prefix_token_id]
+        if len(tokens) > room:
+            self.counts.too_long += 1
+            if self.model.args.eval_overlong == "refuse":
+                raise ConfigError(
+                    [
+                        f"eval_overlong: refuse: question {number} has {len(tokens)} tokens; {room} of the model's "
+                        f"{self.max_length} positions are left by an answer of {maximum}; set truncate_left or skip"
+                    ]
+                )
+            if self.model.args.eval_overlong == "skip":
+                self.counts.skipped += 1
+                return None
+        sampling = Sampling()
+        if told.get("do_sample"):
+            given = {name: told[name] for name in ("top_k", "top_p", "min_p") if told.get(name) is not None}
+            sampling = Sampling(temperature=float(told.get("temperature") or 1.0), **given)
+        return Request(
+            tokens=tuple(tokens[-room:]),
+            sampling=sampling,
+            maximum_tokens=maximum,
+            seed=mix_seed(self.model.args.seed, "evaluation", number),
+            stop=tuple(text for text in told["until"] if text),
+            ends=tuple({self._tokenizer.eod, self._tokenizer.eos}),
+        )
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _parts(self, groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Numbers of requests to run at once: whole groups, so many as take some seconds."""
+        size, start = _FIRST_PART * self.model.groups.size("data"), 0
+        while start < len(groups):
+            part: list[int] = []
+            while start < len(groups) and len(part) < size:
+                part += groups[start]
+                start += 1
+            if self.give_up():
+                raise GivenUp("the evaluation was given up")
+            begun = time.perf_counter()
+            yield part
+            self.progress.update(len(part))
+            seconds = time.perf_counter() - begun
+            size = int(len(part) * min(4.0, max(0.25, _SECONDS_A_PART / max(seconds, 1e-3)))) + 1
+
+
+def _longest_first(tokens: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+    """Numbers of the requests of each context, those of the longest texts first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (context, _) in enumerate(tokens):
+        groups.setdefault(tuple(context), []).append(i)
+    longest = {context: max(len(tokens[i][1]) for i in own) for context, own in groups.items()}
+    return sorted(groups.values(), key=lambda own: -len(tokens[own[0]][0]) - longest[tuple(tokens[own[0]][0])])

@@ -1,0 +1,57 @@
+"""What all ranks do for an evaluation: score continuations, write text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.generation import Batcher, Request
+from megatron.generation.budget import Budget, forward_budget
+from megatron.generation.scoring import Scored, score
+from megatron.model import Model
+from megatron.mpu import together
+
+
+class GivenUp(Exception):
+    """Nobody waits for the rest of an evaluation."""
+
+
+class Operations:
+    """What `lead` may be asked to run with a model; how much fits a forward is found out once."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._budget: Budget | None = None
+
+    def names(self) -> Mapping[str, Callable[..., Any]]:
+        """As `lead` takes them."""
+        return {"score": self.score, "write": self.write}
+
+    def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        """Log-probabilities of continuations of contexts."""
+        args = self.model.args
+        if self._budget is None:
+            self._budget = forward_budget(self.model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
+        return score(self.model, requests, overlong=args.eval_overlong, budget=self._budget)
+
+    def write(self, requests: Sequence[Request]) -> list[str]:
+        """A text to each, without what ended it, the same on every rank; data-parallel ranks share the requests out,
+        unless they run in step."""
+        groups = self.model.groups
+        rank, size = (0, 1) if self.model.lockstep else (groups.rank("data"), groups.size("data"))
+
+        def run() -> dict[int, str]:
+            own = range(rank, len(requests), size)
+            tokens = sum(len(requests[i].tokens) + requests[i].maximum_tokens for i in own)
+            batcher = Batcher(self.model, tokens=tokens)
+            numbers = {batcher.add(requests[i]): i for i in own}
+            texts = dict.fromkeys(numbers.values(), "")
+            while batcher.busy:
+                for event in batcher.step():
+                    texts[numbers[event.id]] += event.text
+            return texts
+
+        everyone: dict[int, str] = {}
+        for found in together(groups, run):
+            everyone |= found
+        return [everyone[i] for i in range(len(requests))]

@@ -1,0 +1,107 @@
+"""Results as lm-eval writes them, as a table, and as metrics of trackers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron.data.files import sync, temporary
+from megatron.evaluation.harness import Evaluation
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
+
+
+def table(evaluation: Evaluation) -> list[str]:
+    """Lines of a Markdown table: every task's and group's metrics."""
+    results = evaluation.results
+    rows = [("Task", "Version", "n-shot", "Filter", "Metric", "Value", "Stderr")]
+    directions = results.get("higher_is_better", {})
+    for task, values in results.get("results", {}).items():
+        told = (values.get("alias", task), results.get("versions", {}).get(task), results.get("n-shot", {}).get(task))
+        first = [" " if fact is None else str(fact) for fact in told]
+        for name in sorted(name for name in values if "," in name and "_stderr," not in name):
+            metric, _, kind = name.partition(",")
+            better = {True: " \u2191", False: " \u2193"}.get(directions.get(task, {}).get(metric), "")
+            error = values.get(f"{metric}_stderr,{kind}")
+            shown = f"\u00b1 {error:.4f}" if isinstance(error, float) else ""
+            value = values[name]
+            rows.append(
+                (*first, kind, metric + better, f"{value:.6g}" if isinstance(value, float) else str(value), shown)
+            )
+            first = [""] * 3
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]] if rows[1:] else []
+
+
+def describe(args: NeoXArgs, evaluation: Evaluation, model: str, seconds: float) -> None:
+    """Add what lm-eval says of a run: the model, the settings, the versions."""
+    evaluation.results.update(
+        config={
+            "model": "neox",
+            "model_args": {"load": model, "iteration": args.iteration, "precision": args.params_dtype},
+            "batch_size": args.eval_batch_size,
+            "limit": args.eval_limit,
+            "num_fewshot": args.eval_num_fewshot,
+            "apply_chat_template": args.eval_apply_chat_template,
+            "eval_overlong": args.eval_overlong,
+        },
+        date=time.time(),
+        lm_eval_version=version("lm_eval"),
+        total_evaluation_time_seconds=str(seconds),
+        failures=evaluation.failures,
+    )
+
+
+def output_folder(args: NeoXArgs) -> Path:
+    """Where results go; it is made now. Raises ConfigError, before an hour of work, when it cannot be written to."""
+    folder = Path(args.eval_output_dir or ".").expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = temporary(folder / "eval_results")
+        probe.touch()
+        probe.unlink()
+    except OSError as problem:
+        place = f"{args.origin('eval_output_dir')}: eval_output_dir"
+        raise ConfigError([f"{place}: {folder}: cannot be written to ({problem.strerror})"]) from problem
+    return folder
+
+
+def write(args: NeoXArgs, evaluation: Evaluation, name: str) -> Path:
+    """`{prefix_}eval_results_NAME.json` in the output folder, and of each task `{prefix_}eval_samples_TASK_NAME.jsonl`
+    with `eval_log_samples`. Samples are no longer in the results afterwards."""
+    folder, prefix = output_folder(args), f"{args.eval_results_prefix}_" if args.eval_results_prefix else ""
+    again = (f"{name}-{number}" for number in itertools.count(2))  # of the same second
+    name = next(
+        one for one in itertools.chain([name], again) if not (folder / f"{prefix}eval_results_{one}.json").exists()
+    )
+    samples: dict[str, list[Any]] = evaluation.results.pop("samples", {})
+    for task, rows in samples.items():
+        _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
+    path = folder / f"{prefix}eval_results_{name}.json"
+    _replace(path, json.dumps(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n")
+    return path
+
+
+def _line(row: Any) -> str:
+    return json.dumps(row, default=_plain, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    from lm_eval.utils import handle_non_serializable
+
+    return handle_non_serializable(value)
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = temporary(path)
+    unfinished.write_text(text, encoding="utf-8")
+    sync(unfinished)
+    unfinished.replace(path)

@@ -1,0 +1,113 @@
+"""What eval.py does: tasks, model, scores; files, table, trackers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron.checkpointing import find_checkpoint
+from megatron.checkpointing.huggingface import find_hf, is_hf
+from megatron.checkpointing.staging import with_local_model
+from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
+from megatron.evaluation.results import TIME, describe, output_folder, table, write
+from megatron.generation import load_model
+from megatron.mpu import Process, Watchdog, configure_logging, join, on_rank_zero
+from megatron.mpu.leading import Call, lead
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.evaluation.catalogue import Catalogue
+
+_BOOTSTRAP = 10_000  # resamples, as GPT-NeoX
+Track = Callable[[NeoXArgs, Mapping[str, float]], None]
+
+
+def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args, row: None) -> bool:
+    """Evaluate the configuration's model on its tasks, on every rank; whether all tasks could be run.
+
+    track: on rank 0, takes the metrics. Raises ConfigError, CheckpointError, TokenizerError.
+    """
+    logger = configure_logging(process.rank)
+    # Batches of training need not work out on this number of ranks.
+    args = args.check_evaluation().replace(
+        train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
+    )
+    args = with_local_model(args.for_world(process.world_size))
+    watchdog = Watchdog(args, process.world_size, logger)
+    groups = join(args, process, logger)
+    for note in args.notes():
+        logger.info(note)
+    tokenizer = build_tokenizer(args)
+    watchdog.now("loading the tasks")
+    begun = time.perf_counter()
+    beat = partial(watchdog.now, "evaluating")
+    on_rank_zero(groups, lambda: output_folder(args))
+    catalogue = load_catalogue(args, groups, tokenizer, logger, partial(watchdog.now, "loading the tasks"))
+    on_rank_zero(groups, lambda: _need_any(args, catalogue))
+    watchdog.now("loading the model")
+    if args.zero_stage == 3 and groups.size("data") > 1:
+        logger.info("zero_optimization.stage 3: eval.py keeps the weights whole on every data-parallel rank")
+    model = load_model(args, groups, tokenizer, logger)
+    source = str(args.load or args.save)
+    identity = on_rank_zero(groups, lambda: fingerprint(args)) if args.eval_cache is not None else None
+    watchdog.now("evaluating")
+    found = evaluate(model, catalogue, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
+    seconds = time.perf_counter() - begun
+    lead(groups, lambda call: _finish(args, found, source, seconds, logger, track), {}, on_beat=beat)
+    complete = on_rank_zero(groups, lambda: found is not None and not found.failures)
+    if args.eval_compare_hf:
+        from megatron.evaluation.compare import compare
+
+        def compared(call: Call) -> None:
+            assert catalogue is not None and found is not None
+            compare(model, catalogue, found, logger)
+
+        lead(groups, compared, {}, on_beat=beat)
+    groups.barrier()
+    watchdog.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return complete
+
+
+def _need_any(args: NeoXArgs, catalogue: Catalogue | None) -> None:
+    """Raise ConfigError, before a model is loaded, where no task can be run."""
+    assert catalogue is not None  # of rank 0
+    if not catalogue.tasks:
+        place = f"{args.origin('eval_tasks')}: eval_tasks"
+        raise ConfigError([f"{place}: {name}: {why}" for name, why in catalogue.failures.items()])
+
+
+def _finish(
+    args: NeoXArgs, found: Evaluation | None, source: str, seconds: float, logger: logging.Logger, track: Track
+) -> None:
+    assert found is not None
+    describe(args, found, source, seconds)
+    path = write(args, found, time.strftime(TIME))
+    for line in table(found):
+        logger.info(line)
+    track(args, {f"eval/{name}": value for name, value in found.metrics().items()})
+    for name, why in found.failures.items():
+        logger.warning(f"{name} has no scores: {why}")
+    logger.info(f"results are in {path}, after {seconds:.1f} s")
+
+
+def fingerprint(args: NeoXArgs) -> str:
+    """Says which weights `load` (else `save`) and `iteration` name: their manifest, or names, sizes and times of
+    files."""
+    source = args.load or args.save
+    assert source is not None
+    path = find_hf(source) if is_hf(source) else find_checkpoint(source, args.iteration)
+    manifest = path / "manifest.json"
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    facts = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
+    return hashlib.sha256(repr((str(path.resolve()), facts)).encode()).hexdigest()

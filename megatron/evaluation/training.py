@@ -1,0 +1,84 @@
+"""Evaluation in the middle of a run: at iteration 0 and every `eval_interval`, without a trace in the training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
+from megatron.model import Model
+from megatron.mpu import ParallelGroups, Watchdog
+from megatron.mpu.leading import lead
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+
+
+class _Run(Protocol):
+    """What is needed of `megatron.training.Training`."""
+
+    @property
+    def args(self) -> NeoXArgs: ...
+    @property
+    def groups(self) -> ParallelGroups: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def logger(self) -> logging.Logger: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
+    def inference(self) -> AbstractContextManager[Model]: ...
+
+
+class _Step(Protocol):
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def row(self) -> dict[str, float | int]: ...
+    @property
+    def stopping(self) -> Callable[[], bool]: ...
+
+
+class InTraining:
+    """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no task is
+    refused before the first step (ConfigError)."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        with run.watchdog.phase("loading the evaluation tasks"):
+            self._catalogue = load_catalogue(run.args, run.groups, run.tokenizer, run.logger, self._beat)
+
+    def is_due(self, step: _Step) -> bool:
+        """Whether this step is followed by an evaluation."""
+        args = self.run.args
+        return step.iteration % args.eval_interval == 0 or step.iteration == args.train_iters
+
+    def on_step_end(self, step: _Step) -> None:
+        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when a signal
+        ends the run is given up, so that the checkpoint is not late."""
+        run = self.run
+        with run.watchdog.phase("evaluating"), run.inference() as model:
+            found = evaluate(model, self._catalogue, run.logger, give_up=step.stopping, on_beat=self._beat)
+            lead(run.groups, lambda call: self._tell(step, found), {}, on_beat=self._beat)
+
+    def _beat(self) -> None:
+        self.run.watchdog.now("evaluating")
+
+    def _tell(self, step: _Step, found: Evaluation | None) -> None:
+        """On rank 0: metrics, a line, and the files if they are asked for."""
+        args, logger = self.run.args, self.run.logger
+        if found is None:
+            logger.info(f" evaluation at iteration {step.iteration} was given up: a signal ends the run")
+            return
+        row = {f"eval_tasks/{name}": value for name, value in found.metrics().items()}
+        step.row.update(row)
+        shown = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
+        logger.info(f" evaluation results at iteration {step.iteration} | {shown or 'no task could be run'}")
+        if args.eval_output_dir is not None or args.eval_log_samples:
+            from megatron.evaluation.results import describe, write
+
+            describe(args, found, str(args.save or ""), 0.0)
+            path: Path = write(args, found, f"step{step.iteration}")
+            logger.info(f"evaluation results are in {path}")

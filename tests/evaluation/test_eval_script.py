@@ -1,0 +1,150 @@
+"""eval.py as people type it: files, table, trackers, cache, comparison, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.training import train
+from tests.evaluation.runs import command, make_model, make_tasks
+from tests.pool import run_ranks
+from tests.training.runs import NEOX, begin, config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def run(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
+    return run_ranks(command, ranks, [str(part) for part in argv], init=False, timeout=120)[0]
+
+
+def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
+    out = tmp_path / "results"
+    code, said, problems = run(
+        "--hf-model", model, "--eval_tasks", "shipped_choice", "shipped_perplexity", "--eval_output_dir", out,
+        "--eval_results_prefix", "tiny", "--eval_limit", 4, "--compare-hf", "--set", "eval_log_samples=true",
+        f"tensorboard_dir={tmp_path}/board",
+    )  # fmt: skip
+    assert code == 0, problems
+    assert "Running evaluation harness on 2 tasks: shipped_choice, shipped_perplexity" in said
+    assert re.search(r"^Running evaluation harness: 100%\|#+\| \d+/\d+ \[", said, re.MULTILINE), "as people look for"
+    assert re.search(
+        r"^\| shipped_choice +\| 1.0 +\| 0 +\| none +\| acc ↑ +\| [\d.]+ +\| ± 0\.\d{4} +\|$", said, re.MULTILINE
+    )
+    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", said)
+    assert compared and float(compared[1]) < 1e-4
+    assert not re.search("error|exception|traceback", said + problems, re.IGNORECASE), "a healthy log"
+    (file,) = out.glob("tiny_eval_results_*.json")
+    assert re.fullmatch(r"tiny_eval_results_\d\d-\d\d-\d{4}-\d\d-\d\d-\d\d\.json", file.name)
+    results = json.loads(file.read_text())
+    assert results["n-samples"]["shipped_choice"] == {"original": 32, "effective": 4}
+    assert results["config"]["limit"] == 4 and "samples" not in results and results["failures"] == {}
+    (samples,) = out.glob("tiny_eval_samples_shipped_choice_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 4
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    (event,) = board.Scalars("eval/shipped_choice_acc")
+    assert event.value == pytest.approx(results["results"]["shipped_choice"]["acc,none"])
+
+
+def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tuple[int, int]]:
+    """For the pool: (exit code, requests scored) of an evaluation that is interrupted, of the same again, again, and of
+    another model's."""
+    import eval as script
+    from megatron.evaluation import language_model, operations
+
+    language_model._FIRST_PART, found = 8, []
+    real, counts = operations.score, [0]
+
+    def counted(model: Any, requests: Any, **options: Any) -> Any:
+        if not found and counts[0] >= 16:
+            raise KeyboardInterrupt
+        counts[0] += len(requests)
+        return real(model, requests, **options)
+
+    operations.score = counted
+    for arguments in (argv, argv, argv, other):
+        counts[0] = 0
+        try:
+            code = script.main(arguments)
+        except KeyboardInterrupt:
+            code = 130
+        found.append((code, counts[0]))
+    return found
+
+
+def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(model, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = make_model(tmp_path / "other", seed=1)
+    rest = [
+        "--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12",
+        "--set", f"eval_cache={tmp_path}/cache",
+    ]  # fmt: skip
+    found = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=120)[0]
+    (broken, first), (again, second), (third, nothing), (foreign, all_of_them) = found
+    assert (broken, again, third, foreign) == (130, 0, 0, 0)
+    assert first >= 16 and first + second == all_of_them == 48 and nothing == 0
+    files = sorted(tmp_path.glob("eval_results_*.json"), key=lambda file: file.stat().st_mtime_ns)
+    results = [json.loads(file.read_text())["results"] for file in files]
+    assert len(results) == 3 and results[0] == results[1], "none replaces another of the same second"
+
+
+def saved(rank: int, world: int, values: dict[str, Any]) -> None:
+    """For the pool: two steps and a checkpoint."""
+    training = begin(values)
+    train(training)
+    training.engine.close()
+
+
+def test_a_checkpoint_in_two_layouts_as_typed(tmp_path):
+    """`python deepy.py eval.py -d configs config.yml --eval_tasks ...` on two ranks."""
+    make_tasks(tmp_path)
+    values = config(
+        NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2,
+    )  # fmt: skip
+    run_ranks(saved, 1, values)
+    (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
+    (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\n")
+    typed = ["deepy.py", "--num_gpus", "2", "eval.py", "-d", str(tmp_path), "a.yml", "tp", "--eval_tasks",
+             "shipped_choice", "own_text", "--eval_include_path", str(tmp_path), "--eval_output_dir", str(tmp_path),
+             "--compare-hf"]  # fmt: skip
+    done = subprocess.run([sys.executable, *typed], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", done.stdout)
+    assert compared and float(compared[1]) < 1e-4, done.stdout
+    (file,) = tmp_path.glob("eval_results_*.json")
+    assert set(json.loads(file.read_text())["results"]) == {"shipped_choice", "own_text"}
+
+
+def test_what_is_wrong_is_said_in_a_line(model, tmp_path):
+    code, _, said = run("--hf-model", model, "--eval_tasks", "gone.yaml", "--eval_output_dir", tmp_path)
+    assert code == 1 and said == "eval.py: error: --eval_tasks: eval_tasks: gone.yaml: no such file\n"
+    code, _, said = run("--hf-model", tmp_path, "--eval_tasks", "shipped_choice")
+    assert code == 1 and said.startswith("eval.py: error: --hf-model: ")
+    (tmp_path / "file").touch()
+    code, _, said = run("--hf-model", model, "--eval_tasks", "x", "--eval_output_dir", tmp_path / "file" / "there")
+    assert code == 1 and "eval_output_dir: " in said and "cannot be written to" in said
+    code, _, said = run("--hf-model", model)
+    assert code == 1 and "eval_tasks: is required for evaluation" in said
+
+
+def test_a_task_without_scores_makes_the_command_fail_but_not_the_others(model, tmp_path):
+    make_tasks(tmp_path)
+    (tmp_path / "gone.yaml").write_text((tmp_path / "own_text.yaml").read_text().replace("own.jsonl", "gone.jsonl"))
+    tasks = ("--eval_tasks", str(tmp_path / "gone.yaml"), "shipped_choice")
+    code, said, _ = run("--hf-model", model, *tasks, "--eval_output_dir", tmp_path, "--eval_limit", 2, ranks=2)
+    assert code == 1 and "gone.yaml has no scores: its data" in said and "| shipped_choice" in said
+    code, _, said = run("--hf-model", model, *tasks[:2], "--eval_output_dir", tmp_path / "no")
+    assert code == 1 and "eval.py: error: --eval_tasks: eval_tasks: " in said and "cannot be had" in said
+    assert not list((tmp_path / "no").glob("*.json")), "no results where nothing could be run"

@@ -1,0 +1,140 @@
+"""Rules of single requests are those of lm-eval's `hf` backend: tokens, contexts, lengths, stop strings."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from megatron.evaluation.language_model import NeoXLM
+from megatron.evaluation.operations import Operations
+from megatron.evaluation.progress import Progress
+from megatron.generation import load_model
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError
+from megatron.tokenizer import build_tokenizer
+from tests.evaluation.runs import POSITIONS, QUIET, configuration, make_model
+
+LONG = "The bees dance to tell the others where flowers are, and nobody knows who taught them. " * 12
+PAIRS = [
+    ("The sun rises in the", " east"),
+    ("The sun rises in the ", "east"),  # the space belongs to the continuation
+    ("The sun rises in the", " west, they say"),
+    ("The sun rises in the", " west"),
+    ("", "Once upon a time"),
+    ("", "<|endoftext|> and on"),  # begins with what stands before every text
+    ("<|endoftext|>A document", " begins"),
+    ("<s>A document", " begins"),  # has its BOS already, where there is one
+    ("Größe, naïve, 東京", " 🦊 fox"),
+    ("A line\nand another\n", "\nend"),
+    (LONG, " honey"),
+    (LONG[:300], LONG[300:700]),
+    ("a", "b"),
+]
+TEXTS = ["A short text.", "", LONG, "x", "東京 is a city."]
+WISHES: list[tuple[str, dict[str, Any]]] = [
+    ("The sun", {"until": ["e", "\n"], "max_gen_toks": 8}),
+    ("The sun", {"until": ".", "max_gen_toks": 20, "do_sample": False}),
+    (LONG, {"until": [], "max_gen_toks": 5}),
+    ("Once upon", {"max_gen_toks": 30, "temperature": 0.0}),
+    ("Größe", {"until": ["zzz"], "max_new_tokens": 12}),
+]
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, given, i, metadata=("t", i, 1)) for i, given in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "with BOS"])
+def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
+    folder = make_model(tmp_path_factory.mktemp("model"), bos=request.param)
+    args = configuration(folder, ["x"], {"precision": "fp32"}).for_world(1)
+    model = load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
+    known = Operations(model).names()
+    ours = NeoXLM(model, lambda name, *given: known[name](*given), Progress(QUIET))
+    return ours, HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
+
+
+def test_continuations(both):
+    ours, theirs = both
+    found, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in both)
+    for pair, (value, greedy), (wanted, wanted_greedy) in zip(PAIRS, found, expected, strict=True):
+        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-4), pair
+        assert greedy == wanted_greedy
+    assert ours.max_length == theirs.max_length == POSITIONS
+    assert (ours.eot_token_id, ours.prefix_token_id) == (theirs.eot_token_id, theirs.prefix_token_id)
+
+
+def test_texts_longer_than_the_model_are_counted_and_cut_or_skipped(both):
+    ours, theirs = both
+    before = ours.counts.too_long
+    ours.loglikelihood(instances("loglikelihood", PAIRS))
+    assert ours.counts.too_long - before == 2
+
+
+@pytest.mark.parametrize("overlong", ["skip", "refuse"])
+def test_questions_longer_than_the_model_are_skipped_or_refused(both, overlong, monkeypatch):
+    ours, _ = both
+    monkeypatch.setattr(ours, "model", replace(ours.model, args=ours.model.args.replace(eval_overlong=overlong)))
+    before = (ours.counts.too_long, ours.counts.skipped)
+    asked = instances("generate_until", [("The sun", {"max_gen_toks": 8}), (LONG, {"max_gen_toks": 5})])
+    if overlong == "refuse":
+        with pytest.raises(ConfigError, match="eval_overlong: refuse: question 1 has .* tokens"):
+            ours.generate_until(asked)
+        return
+    found = ours.generate_until(asked)
+    assert found[0] and found[1] == ""
+    assert (ours.counts.too_long, ours.counts.skipped) == (before[0] + 1, before[1] + 1)
+
+
+def test_whole_texts(both):
+    found, expected = (
+        lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in TEXTS])) for lm in both
+    )
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-4)
+
+
+def test_written_texts(both):
+    found, expected = (lm.generate_until(instances("generate_until", WISHES)) for lm in both)
+    assert found == expected
+    assert "e" not in found[0] and "." not in found[1]
+
+
+def test_what_cannot_be_asked_is_said(both):
+    ours, _ = both
+    with pytest.raises(ValueError, match=r"generation_kwargs: num_beams: not known here"):
+        ours.generate_until(instances("generate_until", [("a", {"num_beams": 3})]))
+    with pytest.raises(ValueError, match=f"leaves no place for a question in the model's {POSITIONS} positions"):
+        ours.generate_until(instances("generate_until", [("a", {"max_gen_toks": POSITIONS})]))
+
+
+def test_an_empty_question_is_asked_all_the_same(both):
+    ours, _ = both
+    found = ours.loglikelihood(instances("loglikelihood", [("   ", "word"), ("", "word"), ("text", "")]))
+    assert found[2] == (0.0, True), "nothing is certain"
+    assert all(value < 0.0 for value, _ in found[:2])
+    assert isinstance(ours.generate_until(instances("generate_until", [("", {"max_gen_toks": 3})]))[0], str)
+
+
+def test_sampled_texts_repeat_and_differ_from_each_other(both):
+    ours, _ = both
+    wish = ("The sun", {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 1.5})
+    first, again = (ours.generate_until(instances("generate_until", [wish, wish])) for _ in range(2))
+    assert first == again and first[0] != first[1]
+
+
+def test_a_log_without_a_terminal_hears_of_it(caplog):
+    logger = logging.getLogger("tests.progress")
+    with caplog.at_level(logging.INFO), Progress(logger, every=0.05) as progress:
+        progress.expect(400)
+        progress.update(180)
+        time.sleep(0.2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) > 2
+    assert all(re.match(r"Running evaluation harness:  45%\|#+\d? +\| 180/400 \[", line) for line in lines), lines

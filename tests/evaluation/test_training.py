@@ -1,0 +1,230 @@
+"""Evaluation during training: in every layout, without a trace in the training."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from megatron.evaluation import InTraining
+from megatron.neox_arguments import ConfigError
+from megatron.training import train
+from tests.evaluation.runs import make_tasks
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, begin, bit_equal, config
+
+TASKS = ["shipped_choice", "shipped_perplexity", "own_text"]
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "tp2 with sequence parallelism": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "zero 3": (2, {"zero_optimization": {"stage": 3}}),
+    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+}
+
+
+def values_of(folder: Path, **more: Any) -> dict[str, Any]:
+    """Four steps with dropout, so that random numbers matter, evaluated before them and after every second."""
+    return config(
+        NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2, log_dir=str(folder / "logs"),
+        eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder), train_batch_size=8, **more,
+    )  # fmt: skip
+
+
+def ran(values: Mapping[str, Any], evaluated: bool) -> Any:
+    training = begin(values)
+    train(training, [InTraining(training)] if evaluated else [])
+    weights = training.engine.weights(master=True)
+    training.engine.close()
+    return weights
+
+
+def with_and_without(rank: int, world: int, values: dict[str, Any], folder: str) -> bool:
+    """For the pool: whether this rank's weights are the same bits."""
+    both = [ran({**values, "log_dir": f"{folder}/{name}"}, name == "with") for name in ("with", "without")]
+    return bit_equal(*both)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
+    """By layout: metrics with evaluation and without, of runs whose weights were the same bits; each run once."""
+    done: dict[str, tuple[Rows, Rows]] = {}
+
+    def of(layout: str) -> tuple[Rows, Rows]:
+        if layout not in done:
+            folder = tmp_path_factory.mktemp("run")
+            make_tasks(folder)
+            ranks, changes = LAYOUTS[layout]
+            same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=120)
+            assert same == [True] * ranks
+            done[layout] = rows(folder / "with"), rows(folder / "without")
+        return done[layout]
+
+    return of
+
+
+def scored(found: Rows, name: str = "eval_tasks/shipped_perplexity_byte_perplexity") -> dict[int, float]:
+    return {row["iteration"]: row[name] for row in found if name in row}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_bit_equal_with_and_without_evaluation(layout, runs):
+    evaluated, plain = runs(layout)
+    losses = [[row["train/lm_loss"] for row in found if "train/lm_loss" in row] for found in (evaluated, plain)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    perplexity = scored(evaluated)
+    assert list(perplexity) == [0, 2, 4] == list(scored(evaluated, "eval_tasks/shipped_choice_acc"))
+    assert len(set(perplexity.values())) == 3, "the model changes, and what is scored is the model"
+    first = scored(runs("plain")[0])[0]
+    assert perplexity[0] == pytest.approx(first, rel=1e-5), "every layout starts from the same weights"
+    assert not any(name.startswith("eval_tasks/") for row in plain for name in row)
+
+
+def generators() -> tuple[Any, ...]:
+    """Where all random numbers are."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, keys.tolist(), rest, torch.get_rng_state().tolist()
+
+
+def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, int]]:
+    """For the pool: live requests and tensors after each of six evaluations."""
+    training = begin(values)
+    callback, found = InTraining(training), []
+
+    class Counted:
+        def is_due(self, step: Any) -> bool:
+            return True
+
+        def on_step_end(self, step: Any) -> None:
+            before = generators()
+            callback.on_step_end(step)
+            assert generators() == before
+            gc.collect()
+            alive = gc.get_objects()
+            found.append((sum(type(x) is Instance for x in alive), sum(isinstance(x, torch.Tensor) for x in alive)))
+
+    train(training, [Counted()])
+    training.engine.close()
+    return found
+
+
+def test_nothing_stays_in_memory_and_no_random_number_is_drawn(tmp_path):
+    make_tasks(tmp_path)
+    found = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=120)[0]
+    assert [requests for requests, _ in found] == [0] * 6
+    tensors = [count for _, count in found[2:]]  # the first step makes the optimizer's
+    assert max(tensors) == min(tensors), found
+
+
+def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
+    """For the pool: what the log says, and what ended the run."""
+    training = begin(values)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    training.logger.addHandler(handler)
+    try:
+        train(training, [InTraining(training)])
+    except ConfigError as problem:
+        said.append(f"ended: {problem}")
+    training.engine.close()
+    return said
+
+
+@pytest.mark.parametrize("policy", ["report", "stop"])
+def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_path):
+    make_tasks(tmp_path)
+    broken = (tmp_path / "own_text.yaml").read_text().replace("own_text", "own_broken").replace("question", "nothing")
+    (tmp_path / "own_broken.yaml").write_text(broken)
+    gone = broken.replace("own_broken", "own_gone").replace("own.jsonl", "gone.jsonl")
+    (tmp_path / "own_gone.yaml").write_text(gone)
+    long = broken.replace("own_broken", "own_long").replace("nothing", "question").replace("toks: 12", "toks: 900")
+    (tmp_path / "own_long.yaml").write_text(long)
+    tasks = ["own_gone", "own_long", "shipped_choice"]
+    values = values_of(tmp_path, pipe_parallel_size=2) | {"eval_tasks": tasks, "eval_failures": policy}
+    said = run_ranks(failing, 2, values, timeout=120)
+    text = "\n".join(said[0])
+    assert "own_gone" in text and "gone.jsonl" in text
+    if policy == "stop":
+        assert all(lines[-1].startswith("ended: ") and "eval_failures: stop" in lines[-1] for lines in said)
+        return
+    assert "own_long is left out: ValueError: an answer of 900 tokens (max_gen_toks) leaves no place" in text
+    assert "run finished at iteration 4" in text
+    found = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
+    assert list(found) == [0, 2, 4], "the others are scored"
+
+
+def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
+    """For the pool: what the log says of a run that gets SIGTERM while it evaluates after its second step."""
+    from megatron.evaluation import language_model, operations
+
+    training, said, real, calls = begin(values), [], operations.score, []
+    language_model._FIRST_PART = 1
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    training.logger.addHandler(handler)
+
+    def scored(*given: Any, **options: Any) -> Any:
+        calls.append(training.progress.iteration)
+        if calls.count(2) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given, **options)
+
+    operations.score = scored
+    train(training, [InTraining(training)])
+    training.engine.close()
+    return [*said, f"parts: {calls.count(0)} {calls.count(2)}"]
+
+
+def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
+    make_tasks(tmp_path)
+    values = values_of(tmp_path, model_parallel_size=2) | {
+        "eval_tasks": ["shipped_choice"],
+        "eval_limit": 20,
+        "train_iters": 8,
+    }
+    said = run_ranks(interrupted, 2, values, timeout=120)
+    whole, until = map(int, said[0][-1].removeprefix("parts: ").split())
+    assert whole > until == 2
+    text = "\n".join(said[0])
+    assert "evaluation at iteration 2 was given up: a signal ends the run" in text
+    assert re.search(r"run stopped at iteration [34]: signal SIGTERM", text)
+    assert list(scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")) == [0]
+
+
+def refused(rank: int, world: int, values: dict[str, Any]) -> str:
+    """For the pool: why the callback cannot be made."""
+    training = begin(values)
+    try:
+        InTraining(training)
+    except ConfigError as problem:
+        return str(problem)
+    finally:
+        training.engine.close()
+    return "nothing"
+
+
+def test_what_is_no_task_is_refused_before_the_first_step(tmp_path):
+    make_tasks(tmp_path)
+    values = values_of(tmp_path) | LLAMA | {"gpt_j_residual": False, "eval_tasks": ["gone.yaml"]}
+    for problem in run_ranks(refused, 2, values, timeout=120):
+        assert problem == "program: eval_tasks: gone.yaml: no such file"
