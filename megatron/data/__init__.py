@@ -17,6 +17,7 @@ from megatron.data.datasets import (
     data_seed,
     epoch_iterations,
     fingerprint,
+    rows_per_sample,
     split_boundaries,
     unigram_entropy,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "open_dataset",
     "preprocess",
     "row_length",
+    "rows_per_sample",
     "split_boundaries",
     "step_length",
     "train_loader",

@@ -8,12 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.data.answers import Answers
 from megatron.data.gpt2_dataset import Sample
+from megatron.data.kto import rotated
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One micro-batch: integer tensors of fixed sizes."""
+    """One micro-batch: integer tensors of fixed sizes.
+
+    Preferences add answers, numbered from 0 over the micro-batch: a pair is answers 2p (chosen) and 2p + 1 (rejected)
+    and is never cut over micro-batches; KTO's examples are one answer each. An answer's score is the sum over its
+    weighted places.
+    """
 
     tokens: Tensor  # [batch, seq] int64
     labels: Tensor  # [batch, seq] int64, already shifted; 0 where masked
@@ -22,11 +29,18 @@ class Batch:
     cu_seqlens: Tensor | None = None  # [batch, seq + 1] int32, document starts, then seq; None: one document a row
     rewards: Tensor | None = None  # [batch] float32, of each row's document
     seed: int = 0  # of this micro-batch's dropout
+    answers: Tensor | None = None  # [batch, seq] int64: whose answer a place belongs to, prompt included; -1: nobody's
+    signs: Tensor | None = None  # [n] float32. Pairs: 1, padding 0. KTO: the example's weight, below 0 for a bad one
+    reference: Tensor | None = None  # [n] float32, the reference model's score of each answer; None: not (yet) known
+    kl: "Batch | None" = None  # KTO: answers to other prompts, scored without gradients; all of them count in its KL
+    anchor: Tensor | None = None  # [n] float32, filled by `Objective.couple`
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        changed: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
+        if self.kl is not None:
+            changed["kl"] = self.kl.map(function)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
@@ -100,6 +114,43 @@ def collate_samples(
     rewards = [sample.reward for sample in samples]
     given = None if None in rewards else np.array(rewards, np.float32)
     return collate(tokens, labels=labels, begins=begins, rewards=given, eod=eod, **options)
+
+
+def collate_answers(
+    items: Sequence[Answers],
+    length: int | None = None,
+    *,
+    packed: bool,
+    rotate: bool = False,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> Batch:
+    """A batch of preferences: the rows of every sample, one after another, and their answers numbered on.
+
+    packed: rows hold several documents, which attention and positions keep apart. rotate: `kl` comes of the samples
+    themselves (`kto.rotated`).
+    """
+    if length is not None:
+        raise ValueError("answers are not cut to the lengths of a curriculum")
+    if rotate:
+        items = rotated(items, max_length)
+    rows = [row for item in items for row in item.rows]
+    batch = collate_samples(rows, reset_attention_mask=packed, reset_position_ids=packed, seed=seed)
+    before = np.cumsum([0] + [len(item.signs) for item in items]).tolist()
+    numbers = [
+        np.where(row >= 0, row + offset, -1)
+        for item, offset in zip(items, before, strict=False)
+        for row in item.numbers
+    ]
+    references = [item.reference for item in items if item.reference is not None]
+    kl = [item.kl for item in items if item.kl is not None]
+    return replace(
+        batch,
+        answers=torch.from_numpy(np.stack(numbers)[:, :-1].copy()),
+        signs=torch.from_numpy(np.concatenate([item.signs for item in items])),
+        reference=torch.from_numpy(np.concatenate(references)) if references else None,
+        kl=collate_answers(kl, packed=packed, seed=seed) if kl else None,
+    )
 
 
 def _document_starts(begins: np.ndarray) -> np.ndarray:

@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from megatron.data.answers import AnswerDataset
 from megatron.data.cache import CacheKey
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset, Sample
+from megatron.data.gpt2_dataset import PackedDataset
 
 LANES = 1024
 LANE_LENGTH = 4096
@@ -187,7 +189,7 @@ class BlendedDataset:
     Upstream starts a member again, with a warning, that has given all its samples; here that does not occur.
     """
 
-    def __init__(self, name: str, members: Sequence[PackedDataset], maps: BlendMaps):
+    def __init__(self, name: str, members: Sequence[PackedDataset | AnswerDataset], maps: BlendMaps):
         self.name, self.members, self.maps = name, tuple(members), maps
         for member, drawn in zip(members, maps.drawn.tolist(), strict=True):
             if drawn > len(member):
@@ -196,7 +198,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.maps.dataset_index)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]

@@ -18,19 +18,21 @@ from megatron.data.preprocess import fix_text
 OVERLONG = ("refuse", "drop", "truncate_left", "truncate_right", "split")
 PROMPTED = ("completion", "chosen", "rejected")  # columns that continue the column `prompt`, where there is one
 PAIR = ("chosen", "rejected")
+SCOPES = ("completion", "all_assistant", "last_turn")
 
 
 @dataclass(frozen=True)
 class ChatOptions:
     """What to make of a row.
 
-    keys: columns, each a document of its own. mask: label only what the model writes. for_rm: label only the last
-    token. maps: (role, text with {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG.
+    keys: columns, each a document of its own. scope: one of SCOPES; None: completion after a prompt, else
+    all_assistant. mask: label only what the model writes. for_rm: label only the last token. maps: (role, text with
+    {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG.
     """
 
     keys: tuple[str, ...] = ("conversation",)
     role: str = "assistant"
-    only_last: bool = False
+    scope: str | None = None
     mask: bool = True
     for_rm: bool = False
     reward_key: str | None = None
@@ -41,13 +43,24 @@ class ChatOptions:
     max_length: int | None = None
     overlong: str = "refuse"
 
+    @property
+    def only_last(self) -> bool:
+        return self.scope == "last_turn"
+
+    @property
+    def all_turns(self) -> bool:
+        return self.scope == "all_assistant"
+
     def check(self) -> None:
         """Raise DataError for what cannot be asked together."""
         several = len(self.keys) > 1 or self.reward_key is not None
         for wrong, message in (
             (self.binary_reward and self.reward_key is None, "--binary-reward needs --reward-key"),
             (self.for_rm and not self.mask, "--for-rm and --no-mask exclude each other"),
-            (self.only_last and (self.for_rm or not self.mask), "--only-last needs a mask: no --for-rm, no --no-mask"),
+            (
+                self.scope is not None and (self.for_rm or not self.mask),
+                "--loss-scope and --only-last need a mask: no --for-rm, no --no-mask",
+            ),
             (self.maps and len(self.keys) > 1, "--map makes one conversation a row; give one name in --jsonl-keys"),
             (self.max_length is not None and self.max_length < 2, "--max-length: at least 2 tokens"),
             (self.overlong != "refuse" and self.max_length is None, f"--overlong {self.overlong} needs --max-length"),
@@ -194,10 +207,16 @@ def shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOptions, counts: Counter) -> Item:
     prompt, rest = _parts(row, key, options, counts)
+    if options.all_turns and isinstance(rest, str):
+        raise DataError(f'"{key}" is plain text: --loss-scope all_assistant is for conversations')
+    if options.scope == "completion" and prompt is None:
+        raise DataError(f'"{key}" has no prompt before it: --loss-scope completion needs a column "prompt" or a pair')
     if isinstance(rest, str):
         return _plain(str(prompt), rest, chat, options)
     chat.need_template()
     tools, variables = template_settings(row)
+    if options.all_turns:
+        prompt, rest = None, [*(prompt if isinstance(prompt, list) else []), *rest]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
             chat, rest, role=options.role, only_last=options.only_last, tools=tools, variables=variables
@@ -256,7 +275,10 @@ def _parts(
     messages = conversation(value, key)
     if prompt is None:
         return None, _with_system(messages, options, counts)
-    return _with_system(conversation(prompt, "prompt"), options, counts), messages
+    asked = conversation(prompt, "prompt")
+    if messages[: len(asked)] == asked:
+        raise DataError(f'"{key}" begins with the messages of "prompt", which would be there twice; drop that column')
+    return _with_system(asked, options, counts), messages
 
 
 def question(prompt: str, messages: list[Message], key: str, role: str) -> list[Message] | None:

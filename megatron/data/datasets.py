@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.answers import AnswerDataset
 from megatron.data.blending import (
     BlendedDataset,
     BlendKey,
@@ -31,24 +32,28 @@ from megatron.data.index_maps import IndexKey, IndexMaps
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packing import build_maps, packing_of
+from megatron.data.references import ReferencedDataset
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.places import is_remote
 
 NAMES = ("train", "valid", "test")
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
 THREADS = 8  # sets hashed and mapped at once: of blends of thousands, much of the time is waiting for the disk
 
-SampleSet = PackedDataset | BlendedDataset | RepeatedDataset
+SampleSet = PackedDataset | BlendedDataset | RepeatedDataset | AnswerDataset | ReferencedDataset
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The sets of one run; None where the split leaves no document or nothing is asked of the set."""
+    """The sets of one run; None where the split leaves no document or nothing is asked of the set. notes: lines on
+    them for the start of the log."""
 
     train: SampleSet | None
     valid: SampleSet | None
     test: SampleSet | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,16 @@ class _Plan:
         return build_epoch([part.num_samples for part in self.parts])
 
 
+def holds_answers(args: NeoXArgs) -> bool:
+    """Whether samples are answers to be compared (`preferences`), not tokens to be predicted."""
+    return args.train_impl in ("dpo", "kto", "rm")
+
+
+def rows_per_sample(args: NeoXArgs) -> int:
+    """Rows of seq_length tokens that a sample has: a pair's answers have one each, unless packed together."""
+    return 2 if args.train_impl in ("dpo", "rm") and args.pack_impl != "best_fit" else 1
+
+
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
     """Borders of train, validation and test among `size` documents, for "969, 30, 1" or "949/50/1".
 
@@ -131,11 +146,17 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
     Raises DataError for data that cannot be used, or is less than a batch.
     """
     assert args.train_epochs is not None
-    (plan,) = (plan for plan in _plans(args, (1, 0, 0), args.train_epochs) if plan.name == "train")
-    samples = args.train_epochs * plan.num_samples
+    if holds_answers(args):
+        from megatron.data.preferences import answer_samples  # which builds on this file
+
+        once = answer_samples(args)
+    else:
+        (plan,) = (plan for plan in _plans(args, (1, 0, 0), args.train_epochs) if plan.name == "train")
+        once = plan.num_samples
+    samples = args.train_epochs * once
     if samples < train_batch_size:
         raise DataError(
-            f"train_epochs: {args.train_epochs} passes over {plan.num_samples} samples do not fill a train_batch_size "
+            f"train_epochs: {args.train_epochs} passes over {once} samples do not fill a train_batch_size "
             f"of {train_batch_size}; use more epochs, more data or a smaller batch"
         )
     return samples // train_batch_size
@@ -150,7 +171,9 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
     """`index_cache_dir`, else `index_cache` in the `save` folder, else beside the data."""
     if args.index_cache_dir:
         return Path(args.index_cache_dir)
-    return Path(args.save or Path(prefix).parent) / "index_cache"
+    # A folder that stands for a remote one is each machine's own.
+    local = None if is_remote(args.save) else args.save
+    return Path(local or Path(prefix).parent) / "index_cache"
 
 
 def build_datasets(
@@ -166,6 +189,10 @@ def build_datasets(
     cache does not hold); it runs that on one rank, gives its result to all, and raises on all what it raised there:
     DataError for data that cannot be used. epochs: the training set is so many passes (`epoch_iterations`).
     """
+    if holds_answers(args):
+        from megatron.data.preferences import build_answer_sets  # which builds on this file
+
+        return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs)
 
     def write() -> list[_Plan]:
         plans = _plans(args, requested_samples(args, train_batch_size), epochs)
@@ -181,7 +208,7 @@ def build_datasets(
         return plans
 
     sets = {plan.name: _load(plan, args) for plan in once(write)}
-    return Datasets(*(sets.get(name) for name in NAMES))
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"))
 
 
 def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
@@ -242,6 +269,12 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
     `train_1`, ..., each with its normalised weight."""
     found: dict[str, dict[str, Any]] = {}
+    if args.dataset_impl == "pairwise":
+        from megatron.data.preferences import answer_files  # which builds on this file
+
+        files = answer_files(args).items()
+        listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
+        return {name: fingerprint(path, args.data_impl) for name, path in listed}
     for name, prefixes in data_prefixes(args).items():
         if len(prefixes) == 1:
             found[name] = {**fingerprint(prefixes[0], args.data_impl), **_beside_fingerprint(args, name, 0)}
@@ -281,7 +314,8 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     if "all" in prefixes:
         indexed = open_dataset(prefixes["all"][0], args.data_impl)
         borders = split_boundaries(args.split, len(indexed))
-        for name, first, last, samples in zip(NAMES, borders, borders[1:], wanted, strict=False):
+        for name, first, end, samples in zip(NAMES, borders, borders[1:], wanted, strict=False):
+            last = _limited(args, first, end)
             origin = f'{name} part of split "{args.split}" of {indexed.data_file}'
             plans.append(_Plan(name, (_Part(indexed, first, last, samples, origin),), (1.0,), samples))
     else:
@@ -299,11 +333,11 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
                     shares = [sum(each) for each in zip(*(wanted_samples(w, n) for n, w in phases), strict=True)]
                 parts = tuple(
                     _with_labels(
-                        _Part(indexed, 0, len(indexed), share, f"{indexed.data_file} ({name}_data_paths)"),
-                        args, name, i,
+                        _Part(indexed, 0, last, share, f"{indexed.data_file} ({name}_data_paths)"), args, name, i
                     )
                     for i, (indexed, share) in enumerate(zip(members, shares, strict=True))
-                )  # fmt: skip
+                    for last in (_limited(args, 0, len(indexed)),)
+                )
                 plans.append(_Plan(name, parts, weights, samples, phases=phases))
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.parts[0].last > plan.parts[0].first]
     if wanted[0] > 0 and not any(plan.name == "train" for plan in plans):
@@ -314,6 +348,10 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     if epochs is None:
         return plans
     return [_whole_epochs(plan, args, epochs) if plan.name == "train" else plan for plan in plans]
+
+
+def _limited(args: NeoXArgs, first: int, last: int) -> int:
+    return last if args.limit_samples is None else min(last, first + args.limit_samples)
 
 
 def _phases(args: NeoXArgs, samples: int) -> Phases:

@@ -9,6 +9,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
+from megatron.data.views import AfterPrompt, DocumentsView
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +33,13 @@ class PackedDataset:
     def __init__(
         self,
         name: str,
-        indexed: IndexedDataset,
+        indexed: IndexedDataset | DocumentsView,
         maps: IndexMaps,
         seq_length: int,
         vocab_size: int | None = None,
         *,
         packing: Packing | None = None,
-        labels: IndexedDataset | None = None,
+        labels: IndexedDataset | DocumentsView | AfterPrompt | None = None,
         rewards: IndexedDataset | None = None,
     ):
         self.name, self.indexed, self.maps, self.seq_length = name, indexed, maps, seq_length
@@ -98,14 +99,17 @@ class PackedDataset:
             offset = 0
 
     def _foreign_token(self, index: int, vocab_size: int) -> DataError:
-        document, place, token, file = next(
-            (document, offset + int(bad[0]), int(row[bad[0]]), data.data_file)
+        document, place, token, data = next(
+            (document, offset + int(bad[0]), int(row[bad[0]]), data)
             for document, offset, count in self.pieces(index)
             for data in (self.indexed, self.labels)
             if data is not None
             for row in [data.get(document, offset, count).astype(np.int64)]
             if len(bad := np.flatnonzero((row >= vocab_size) | ((row < 0) & (data is self.indexed))))
         )
+        file = data.data_file
+        if isinstance(data, DocumentsView):
+            file, document, place = data.origin(document, place)
         return DataError(
             f"{file}: document {document} holds token id {token} (its token {place}), but the "
             f"vocabulary has {vocab_size} entries (padded_vocab_size): the data was made with another tokenizer; "

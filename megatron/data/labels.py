@@ -67,6 +67,21 @@ def labelled(labels: IndexedDataset, first: int, last: int, begin: int, end: int
     return found
 
 
+def first_labelled(labels: IndexedDataset) -> np.ndarray:
+    """The first token [n] of every document, from its second on, that has a label; its length where none has."""
+    sizes = labels.sizes.astype(np.int64)
+    ends, first = np.cumsum(sizes), sizes.copy()
+    begins, done = ends - sizes, 0
+    while done < len(sizes):
+        count = max(1, int(np.searchsorted(ends, begins[done] + CHUNK, side="right")) - done)
+        here = slice(done, done + count)
+        places = begins[done] + np.flatnonzero(labels.span(done, done + count) >= 0)
+        found = np.append(places, ends[-1])[np.searchsorted(places, begins[here] + 1)]
+        first[here] = np.minimum(found, ends[here]) - begins[here]
+        done += count
+    return first
+
+
 def unlisted_labels(prefix: str, key: str) -> str | None:
     """A line on the labels that lie beside a set without being listed in `key`; None where there are none."""
     stem = prefix.removesuffix("_document")

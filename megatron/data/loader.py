@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.data.batch import Batch, collate_samples
-from megatron.data.datasets import SampleSet
+from megatron.data.answers import Answers
+from megatron.data.batch import Batch, collate_answers, collate_samples
+from megatron.data.datasets import SampleSet, holds_answers
 from megatron.data.errors import DataError
 from megatron.data.rechunk import rechunk
 from megatron.data.sampler import eval_slices, train_slices
@@ -55,6 +56,13 @@ class _MicroBatches(Dataset):
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
     """How this configuration makes a Batch of samples, their length and a seed."""
+    if holds_answers(args):
+        return partial(
+            collate_answers,
+            packed=args.pack_impl != "unpacked",
+            rotate=args.kto_kl == "rotated",
+            max_length=args.max_length,
+        )
     return partial(
         collate_samples,
         eod=eod,
@@ -107,7 +115,7 @@ def train_loader(
         worker_init_fn=_ignore_signals if workers else None,
         generator=torch.Generator(),  # else starting it would draw from the global generator
     )
-    return _steps(iter(loader), steps, accumulation)
+    return _steps(iter(loader), steps, accumulation, lambda step: consumed_samples + step * batch)
 
 
 def eval_batches(
@@ -125,7 +133,12 @@ def eval_batches(
     """
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
-        batch = collate([dataset[index if index < n_samples else 0] for index in slots])
+        items: list[Any] = [dataset[index if index < n_samples else 0] for index in slots]
+        if isinstance(items[0], Answers):
+            pairs = zip(slots, items, strict=True)
+            yield collate([item if index < n_samples else item.as_padding() for index, item in pairs])
+            continue
+        batch = collate(items)
         real = torch.tensor([index < n_samples for index in slots], dtype=torch.int64)[:, None]
         yield replace(batch, labels=batch.labels * real, loss_weights=batch.loss_weights * real)
 
@@ -137,10 +150,21 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
-def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:
-    for _ in range(steps):
+def _steps(
+    micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int, first_sample: Callable[[int], int]
+) -> Iterator[list[Batch]]:
+    for step in range(steps):
         # No name is bound to the list: a suspended generator would keep the batches alive
-        yield [_good(next(micro_batches)) for _ in range(accumulation)]
+        yield _trained([_good(next(micro_batches)) for _ in range(accumulation)], first_sample(step))
+
+
+def _trained(batches: list[Batch], first: int) -> list[Batch]:
+    if not any(batch.loss_weights.any() for batch in batches):
+        raise DataError(
+            f"the step that begins with sample {first} has no token to train on this rank: labels mask all of them; "
+            "with a pack_impl of whole documents, samples without one are left out"
+        )
+    return batches
 
 
 def _good(item: Batch | DataError) -> Batch:

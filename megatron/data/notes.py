@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.data.datasets import beside, data_prefixes
+from megatron.data.datasets import beside, data_prefixes, holds_answers
 from megatron.data.labels import unlisted_labels
 from megatron.data.packing import packing_of
 from megatron.data.storage import open_dataset
@@ -11,7 +11,9 @@ from megatron.neox_arguments import NeoXArgs
 
 def data_notes(args: NeoXArgs) -> list[str]:
     """Labels that lie beside a set but are not listed; documents that are cut or left out. Reads whole files."""
-    found = []
+    found: list[str] = []
+    if holds_answers(args):
+        return found  # `Datasets.notes` has theirs
     for name, prefixes in data_prefixes(args).items():
         unlisted = beside(args, name)[0] is None
         key = "train_label_data_paths (with train_data_paths)" if name == "all" else f"{name}_label_data_paths"

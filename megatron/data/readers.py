@@ -106,7 +106,7 @@ class LineRange(Shard):
             position = self.start
             if position:
                 file.seek(position - 1)
-                position += len(file.readline()) - 1
+                position += len(file.readline(self.stop - position + 1)) - 1  # a line may be longer than many ranges
             number = 0
             while position < self.stop and (line := file.readline()):
                 row = line if position else line.removeprefix(BOM)

@@ -120,7 +120,7 @@ def test_the_last_token_alone_for_a_reward_model():
 
 def test_only_last_of_a_longer_completion():
     row = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Ten."}]}
-    assert texts(row, keys=("completion",), only_last=True)[0][1] == "Ten.<|im_end|>\n"
+    assert texts(row, keys=("completion",), scope="last_turn")[0][1] == "Ten.<|im_end|>\n"
     assert texts(row, keys=("completion",))[0][1].startswith("Nine coins.<|im_end|>")
 
 
@@ -192,7 +192,12 @@ def test_both_sides_of_a_pair_go():
             r"begins with <\|begin_of_text\|> twice",
         ),
         ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "share no beginning"),
-        ({"prompt": [ASK], "completion": [ASK]}, {"keys": ("completion",)}, 'no message of "completion" has the role'),
+        (
+            {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]},
+            {"keys": ("completion",)},
+            'no message of "completion" has the role',
+        ),
+        ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins with'),
         ({**ROW, "score": float("nan")}, {"reward_key": "score"}, '"score" is nan: a reward is a finite number'),
         ({**ROW, "score": 1e39}, {"reward_key": "score"}, '"score" is 1e[+]39: a reward is a finite number'),
         ({**ROW, "score": "9"}, {"reward_key": "score"}, "\"score\" is '9': a reward is a finite number"),
@@ -212,7 +217,7 @@ def test_rows_that_cannot_be_used(row, options, message):
     [
         {"binary_reward": True},
         {"for_rm": True, "mask": False},
-        {"for_rm": True, "only_last": True},
+        {"for_rm": True, "scope": "last_turn"},
         {"overlong": "drop"},
         {"overlong": "split", "max_length": 8, "keys": ("chosen", "rejected")},
         {"overlong": "truncate_right", "max_length": 8, "for_rm": True},

@@ -101,7 +101,7 @@ def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
         ({"messages": TALK}, ("messages",), False, 1),
         (COMPLETED, ("completion",), False, 0),
     ):
-        _, (trained,), counts = encode(row, PLAIN, keys, only_last=only_last)
+        _, (trained,), counts = encode(row, PLAIN, keys, scope="last_turn" if only_last else None)
         assert trained.endswith("<|endoftext|>") and counts["answers without a stop token"] == without
     dangling = encode({"messages": [*TALK, ASK]}, PLAIN)
     assert dangling[1] == ["Nine coins.\nTen.\n"] and dangling[2]["answers without a stop token"] == 2

@@ -1,12 +1,16 @@
 """Labels of conversations and pairs against TRL 1.16's own preparation of data sets, on a tokenizer trained here."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron.data import DataError, build_datasets, train_loader
 from megatron.data.chat_rows import ChatOptions, encode_rows, prepare, shared_prompt
+from megatron.neox_arguments import NeoXArgs
 from tests.data.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tools.datasets.preprocess_data_with_chat_template import main as preprocess_main
 
 trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 datasets = pytest.importorskip("datasets")
@@ -38,9 +42,9 @@ PAIRS = [
 ]
 
 
-def ours(rows, keys, template, **special):
+def ours(rows, keys, template, scope=None, **special):
     chat = chat_tokenizer(template, **special)
-    options = ChatOptions(keys=keys)
+    options = ChatOptions(keys=keys, scope=scope)
     documents, _ = encode_rows([prepare(row, chat, options) for row in rows], chat, options)
     return [[(list(d.ids), list(d.labels)) for (d,) in row.documents] for row in documents]
 
@@ -72,6 +76,22 @@ def trl_dpo(rows, template, **special):
         masked = [-100] * len(row["prompt_ids"])
         sides.append([(row["prompt_ids"] + row[s], masked + row[s]) for s in ("chosen_ids", "rejected_ids")])
     return sides
+
+
+def trl_kto(rows, template, micro_batch, **special):
+    """(ids, labels, judgement, ids and labels of the answer to another prompt) of each example."""
+    hf = fast_tokenizer(template, **special)
+    trainer = SimpleNamespace(
+        _tokenizer=hf, calculate_KL=True, desirable_weight=1.0, undesirable_weight=1.0, args=SimpleNamespace()
+    )
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, per_device_train_batch_size=micro_batch)
+    prepared = trl.KTOTrainer._prepare_dataset(trainer, datasets.Dataset.from_list(rows), hf, args, dataset_name="x")
+    found = []
+    for row in prepared:
+        masked = [-100] * len(row["prompt_ids"])
+        both = [(row["prompt_ids"] + row[s], masked + row[s]) for s in ("completion_ids", "KL_completion_ids")]
+        found.append((both[0], row["label"], both[1]))
+    return found
 
 
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
@@ -125,6 +145,67 @@ def test_plain_prompt_and_completion():
 @pytest.mark.parametrize("template, special", [(CHATML, {}), (LLAMA3, LLAMA), (GENERATION, {})])
 def test_pairs(template, special):
     assert ours(PAIRS, ("chosen", "rejected"), template, **special) == trl_dpo(PAIRS, template, **special)
+
+
+def test_judged_answers_from_jsonl(tmp_path):
+    """prompt, completion, label in a file -> the tool -> the batches of a run, against what TRL trains on."""
+    rows = [{"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+            for pair in PAIRS for side in ("chosen", "rejected")]  # fmt: skip
+    source, prefix = tmp_path / "rows.jsonl", str(tmp_path / "kto")
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    fast_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    preprocess_main(
+        ["--input", str(source), "--output-prefix", prefix, "--tokenizer-path", str(tmp_path / "tokenizer"),
+         "--jsonl-keys", "completion", "--reward-key", "label", "--binary-reward"]
+    )  # fmt: skip
+    args = NeoXArgs.from_dict({
+        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 128, "max_position_embeddings": 128,
+        "train_impl": "kto", "pack_impl": "unpacked", "kto_kl": "rotated", "train_iters": 1,
+        "eval_iters": 0, "dpo_reference": "on_the_fly",
+        "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "padded_vocab_size": 1024,
+        "tokenizer_type": "CharLevelTokenizer", "index_cache_dir": str(tmp_path / "cache"),
+        "train_data_paths": [f"{prefix}_completion_document"],
+        "train_label_data_paths": [f"{prefix}_completion_label_document"],
+        "train_reward_data_paths": [f"{prefix}_completion_reward_document"],
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    }).for_world(1)  # fmt: skip
+    dataset = build_datasets(args, train_batch_size=4, once=lambda work: work()).train
+    ((batch,),) = train_loader(dataset, args, data_rank=0, data_size=1)
+
+    def answers(of):
+        found = []
+        for number in range(4):
+            places = of.answers[number] == number
+            labels = np.where(of.loss_weights[number] > 0, of.labels[number], -100)[places]
+            found.append((of.tokens[number][places].tolist(), [-100, *labels[:-1].tolist()]))
+        return found
+
+    got = list(zip(answers(batch), batch.signs.tolist(), answers(batch.kl), strict=True))
+    order = [next(i for i, row in enumerate(trl_kto(rows, CHATML, 4)) if row[0] == item[0]) for item in got]
+    theirs = trl_kto([rows[i] for i in order], CHATML, 4)
+    assert got == [(row[0], 1.0 if row[1] else -1.0, row[2]) for row in theirs] and sorted(order) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_scopes_of_pairs(inside):
+    """all_assistant: each side is a conversation of its own, in which every answer is trained."""
+    rows = [{side: pair["prompt"] + pair[side] for side in ("chosen", "rejected")} for pair in PAIRS]
+    alone = [trl_sft([{"messages": row[side]} for row in rows], GENERATION, True) for side in ("chosen", "rejected")]
+    expected = [[chosen, rejected] for (chosen,), (rejected,) in zip(*alone, strict=True)]
+    given = rows if inside else PAIRS
+    assert ours(given, ("chosen", "rejected"), GENERATION, "all_assistant") == expected
+    both = ours(given, ("chosen", "rejected"), GENERATION)
+    assert both == ours(given, ("chosen", "rejected"), GENERATION, "completion") != expected
+    # Both pairs end in one answer: the last turn is the completion
+    assert ours(given, ("chosen", "rejected"), GENERATION, "last_turn") == both
+
+
+def test_scopes_that_cannot_be():
+    rows = [{"messages": MESSAGES[0]}, {"prompt": "The lantern", "completion": " costs nine."}]
+    with pytest.raises(DataError, match="has no prompt before it: --loss-scope completion"):
+        ours(rows[:1], ("messages",), CHATML, "completion")
+    with pytest.raises(DataError, match="plain text: --loss-scope all_assistant is for conversations"):
+        ours(rows[1:], ("completion",), None, "all_assistant")
 
 
 def test_pairs_with_their_prompt_inside():

@@ -35,6 +35,7 @@ def make_args(**changes):
         "test_reward_data_paths": None,
         "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
         "weight_by_num_documents": False, "weighted_sampler_alpha": 1.0, "compat_weight_by_num_documents": False,
+        "train_impl": "normal", "dataset_impl": "gpt2", "limit_samples": None,
         "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
         "padded_vocab_size": 380, "data_seed": None, "data_impl": "infer", "weight_by": None,
         "train_data_weight_schedule": None,
@@ -327,3 +328,10 @@ def test_unigram_entropy():
     assert unigram_entropy(np.array([0, 0, 0, 9], np.uint16)) == pytest.approx(
         -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
     )
+
+
+def test_only_so_many_documents(tmp_path: Path):
+    few = build(make_args(index_cache_dir=str(tmp_path), limit_samples=30)).train
+    assert set(few.maps.doc_idx.tolist()) == set(range(30))
+    listed = make_args(index_cache_dir=str(tmp_path), data_path=None, train_data_paths=(A,), limit_samples=30)
+    assert set(_train(listed).maps.doc_idx.tolist()) == set(range(30))

@@ -43,7 +43,7 @@ def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, *
     values = {
         "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "seed": 7, "num_workers": workers,
         "gradient_accumulation_steps": batch // (micro * size), "eod_mask_loss": False,
-        "reset_attention_mask": False, "reset_position_ids": False,
+        "reset_attention_mask": False, "reset_position_ids": False, "train_impl": "normal",
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 

@@ -21,7 +21,8 @@ from megatron.data.files import temporary
 from megatron.data.looking import Documents, Rows, View, grouped
 from megatron.data.render import page, terminal
 from megatron.data.report import dataset_stats, histogram, table
-from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
+from megatron.tokenizer import TokenizerError, make_tokenizer
+from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -30,10 +31,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("prefix", help="data path without .bin/.idx, or what --output-prefix was")
     tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument("--tokenizer-type", choices=KINDS, default="HFTokenizer", help="HFTokenizer")
-    tokens.add_argument("--vocab-file", help="tokenizer.json, or what the tokenizer type needs")
-    tokens.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
-    tokens.add_argument("--eod-token", help="name of the token that ends documents, where it is not found by itself")
+    add_tokenizer_flags(tokens, "HFTokenizer")
     which = parser.add_argument_group("samples")
     which.add_argument("--samples", type=at_least(1), default=5, help="how many (5)")
     which.add_argument("--start", type=at_least(0), default=0, help="the first one (0)")
@@ -90,8 +88,7 @@ def publish(path: Path, content: bytes) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    kind = (options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token)
-    tokenizer = make_tokenizer(*kind)
+    tokenizer = make_tokenizer(*tokenizer_of(options))
     columns = find_columns(options.prefix)
     views = [found for group in grouped(columns) for found in chosen(group, options)]
     stats, picture = [], None

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.chat_job import ChatJob  # noqa: E402
-from megatron.data.chat_rows import OVERLONG, ChatOptions  # noqa: E402
+from megatron.data.chat_rows import OVERLONG, SCOPES, ChatOptions  # noqa: E402
 from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
 
 
@@ -45,7 +45,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     labels.add_argument("--no-mask", action="store_true", help="train every token: no label file is written")
     labels.add_argument("--for-rm", action="store_true", help="for a reward model: label only the last token")
     labels.add_argument("--generation-role", default="assistant", help="role that the model has (assistant)")
-    labels.add_argument("--only-last", action="store_true", help="train only the last message, if the model's")
+    labels.add_argument(
+        "--loss-scope",
+        choices=SCOPES,
+        help="what is trained: what follows the prompt (for a completion or a pair), all messages of the model (for a "
+        "conversation; open-instruct's for pairs), or the last message, if it is the model's",
+    )
+    labels.add_argument("--only-last", action="store_true", help="--loss-scope last_turn")
     length = parser.add_argument_group("length")
     length.add_argument("--max-length", type=int, help="tokens of the longest row (none)")
     length.add_argument("--overlong", choices=OVERLONG, default="refuse", help="what becomes of a longer one (refuse)")
@@ -55,6 +61,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def job_of(options: argparse.Namespace) -> ChatJob:
     """The job of the flags. Raises DataError for flags that exclude each other."""
+    if options.only_last and options.loss_scope not in (None, "last_turn"):
+        raise DataError(f"--only-last is --loss-scope last_turn, not {options.loss_scope}; remove one")
     maps = []
     for entry in options.map:
         role, found, text = entry.partition("=")
@@ -64,7 +72,7 @@ def job_of(options: argparse.Namespace) -> ChatJob:
     chat = ChatOptions(
         keys=tuple(options.jsonl_keys),
         role=options.generation_role,
-        only_last=options.only_last,
+        scope="last_turn" if options.only_last else options.loss_scope,
         mask=not options.no_mask,
         for_rm=options.for_rm,
         reward_key=options.reward_key,

@@ -14,10 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data import DataError, EncodeJob  # noqa: E402
+from megatron.data import DataError  # noqa: E402
 from megatron.data.chat_job import DelimiterJob  # noqa: E402
-from megatron.tokenizer import make_tokenizer  # noqa: E402
-from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
+from tools.datasets.run_job import add_input_flags, add_text_flags, add_work_flags, run, text_job  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -25,13 +24,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data = parser.add_argument_group("input data")
     add_input_flags(data, "text")
     data.add_argument("--mask-before-token", help="token ids, separated by commas, that end what is masked")
-    tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument("--tokenizer-type", required=True, help="a tokenizer_type of the configuration")
-    tokens.add_argument("--vocab-file", "--vocab", help="its vocabulary: tokenizer.json, vocab.json or a model file")
-    tokens.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
-    tokens.add_argument("--eod-token", help="name of the token that ends documents, if it is not found by itself")
-    tokens.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    tokens.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
+    add_text_flags(parser.add_argument_group("tokenizer"))
     add_work_flags(parser)
     return parser.parse_args(argv)
 
@@ -46,13 +39,7 @@ def job_of(options: argparse.Namespace) -> DelimiterJob:
         raise DataError(f"--mask-before-token {options.mask_before_token}: write token ids, as 222,34,27") from None
     if len(options.jsonl_keys) > 1:
         raise DataError("--jsonl-keys: one key, as there is one PREFIX_label_document")
-    text = EncodeJob(
-        make_tokenizer,
-        (options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token),
-        keys=tuple(options.jsonl_keys),
-        append_eod=options.append_eod,
-        ftfy=options.ftfy,
-    )
+    text = text_job(options, options.jsonl_keys)
     size = text.tokenizer().vocab_size
     if not all(0 <= part < size for part in delimiter):
         raise DataError(f"--mask-before-token {options.mask_before_token}: the vocabulary ends at {size - 1}")

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.data import DataError, Progress, Result, preprocess
+from megatron.data import DataError, EncodeJob, Progress, Result, preprocess
 from megatron.data.columnar import resolve
 from megatron.data.preprocess import Job
-from megatron.tokenizer import TokenizerError
+from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 
 INPUT_HELP = (
     "files or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; .txt "
@@ -27,6 +27,34 @@ def add_input_flags(parser: argparse._ArgumentGroup, keys: str) -> None:
     parser.add_argument("--split", default="train", help="of a dataset of several (train)")
     parser.add_argument("--subset", help="configuration of a HuggingFace dataset")
     parser.add_argument("--num-docs", type=int, help="number of documents, if known: progress then shows a percentage")
+
+
+def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None = None) -> None:
+    """--tokenizer-type, which is required without a default, --vocab-file, --merge-file and --eod-token."""
+    kinds, words = (KINDS, default) if default else (None, "a tokenizer_type of the configuration")
+    parser.add_argument("--tokenizer-type", choices=kinds, default=default, required=default is None, help=words)
+    parser.add_argument("--vocab-file", "--vocab", help="its vocabulary: tokenizer.json, vocab.json or a model file")
+    parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
+    parser.add_argument("--eod-token", help="name of the token that ends documents, if it is not found by itself")
+
+
+def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | None, str | None]:
+    """What `make_tokenizer` wants, of `add_tokenizer_flags`."""
+    return options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token
+
+
+def add_text_flags(parser: argparse._ActionsContainer) -> None:
+    """How text becomes tokens: those of `add_tokenizer_flags`, --append-eod and --ftfy."""
+    add_tokenizer_flags(parser)
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
+
+
+def text_job(options: argparse.Namespace, keys: Sequence[str]) -> EncodeJob:
+    """Of `add_text_flags`."""
+    return EncodeJob(
+        make_tokenizer, tokenizer_of(options), keys=tuple(keys), append_eod=options.append_eod, ftfy=options.ftfy
+    )
 
 
 def add_work_flags(parser: argparse.ArgumentParser) -> None:

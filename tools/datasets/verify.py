@@ -16,17 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data import DataError  # noqa: E402
 from megatron.data.columns import find_columns  # noqa: E402
 from megatron.data.verify import Checked, verify  # noqa: E402
-from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer  # noqa: E402
+from megatron.tokenizer import TokenizerError, make_tokenizer  # noqa: E402
+from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", nargs="+", help="data paths without .bin/.idx, or what --output-prefix was")
-    parser.add_argument("--vocab-size", type=int, help="ids must be below it")
-    parser.add_argument("--tokenizer-type", choices=KINDS, default="HFTokenizer", help="of --vocab-file")
-    parser.add_argument("--vocab-file", help="of the tokenizer: its vocabulary is the limit of the ids")
-    parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
-    parser.add_argument("--eod-token", help="name of the token that ends documents, where it is not found by itself")
+    parser.add_argument("--vocab-size", type=int, help="ids must be below it; unset: the tokenizer's, if one is given")
+    add_tokenizer_flags(parser, "HFTokenizer")
     return parser.parse_args(argv)
 
 
@@ -45,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     vocab_size = options.vocab_size
     try:
         if vocab_size is None and (options.vocab_file or options.tokenizer_type == "CharLevelTokenizer"):
-            of = (options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token)
-            vocab_size = make_tokenizer(*of).vocab_size
+            vocab_size = make_tokenizer(*tokenizer_of(options)).vocab_size
         for prefix in options.prefix:
             for column in find_columns(prefix):
                 for found in verify(column, vocab_size):

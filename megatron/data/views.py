@@ -1,0 +1,74 @@
+"""Documents that are parts of others: an answer cut to a length, a prompt with another one's answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron.data.labels import MASKED
+
+
+class Readable(Protocol):
+    """What is read of a set of documents."""
+
+    data_file: Path
+
+    def get(self, index: int, offset: int, length: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """A part of a document for each of n documents, arrays [n]: of which source, of which document of it, from which
+    token on, and how many."""
+
+    source: np.ndarray
+    document: np.ndarray
+    begin: np.ndarray
+    count: np.ndarray
+
+
+class DocumentsView:
+    """Reads like a set of documents; document d is `parts[0][d]`, then `parts[1][d]`, and so on, of `sources`."""
+
+    def __init__(self, sources: Sequence[Readable], parts: Sequence[Slices]):
+        self.sources, self.parts = tuple(sources), tuple(parts)
+        self.sizes: np.ndarray = np.asarray(sum(part.count.astype(np.int64) for part in parts))
+        self.data_file = sources[0].data_file
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def get(self, index: int, offset: int, length: int) -> np.ndarray:
+        pieces, end = [], offset + length
+        for part in self.parts:
+            count = int(part.count[index])
+            first, last = max(0, offset), min(count, end)
+            if first < last:
+                source, document = self.sources[int(part.source[index])], int(part.document[index])
+                pieces.append(source.get(document, int(part.begin[index]) + first, last - first))
+            offset, end = offset - count, end - count
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.int64)])
+
+    def origin(self, index: int, place: int) -> tuple[Path, int, int]:
+        """(file, document, token) that token `place` of a document comes from."""
+        for part in self.parts:
+            count = int(part.count[index])
+            if place < count:
+                source = self.sources[int(part.source[index])]
+                return source.data_file, int(part.document[index]), int(part.begin[index]) + place
+            place -= count
+        raise IndexError(f"document {index} of {self.data_file} ends before that token")
+
+
+class AfterPrompt:
+    """Labels where none are given: the tokens themselves, masked up to where a document's first trained one is."""
+
+    def __init__(self, documents: DocumentsView, prompts: np.ndarray):
+        self.documents, self.prompts, self.data_file = documents, prompts, documents.data_file
+
+    def get(self, index: int, offset: int, length: int) -> np.ndarray:
+        labels = self.documents.get(index, offset, length).astype(np.int64)
+        labels[: max(0, int(self.prompts[index]) - offset)] = MASKED
+        return labels
