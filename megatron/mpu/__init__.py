@@ -3,7 +3,11 @@ parallelism, the one linear layer, vocab-parallel cross-entropy, the random seed
 group, work that ranks do for each other, and the watch over ranks that do not move.
 Everything takes its groups as an argument; nothing here is global."""
 
-from megatron.mpu.cross_entropy import token_logprobs, token_logprobs_and_sums
+from megatron.mpu.cross_entropy import (
+    token_logprobs,
+    token_logprobs_and_statistics,
+    token_logprobs_and_sums,
+)
 from megatron.mpu.distributed import Process, configure_logging, join, on_rank_zero, together, together_local
 from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
@@ -44,5 +48,6 @@ __all__ = [
     "together",
     "together_local",
     "token_logprobs",
+    "token_logprobs_and_statistics",
     "token_logprobs_and_sums",
 ]

@@ -1,44 +1,95 @@
-"""Cross-entropy over a vocabulary that is cut over tensor ranks."""
+"""Log-probabilities of labels over a vocabulary that may be cut over tensor ranks, a slice of tokens at a time."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+# Logits worked on at a time; 64 MiB in fp32, of which a handful live at once.
+CHUNK = 2**24
 
-class _VocabParallelLoss(torch.autograd.Function):
-    """(-log p(label), logsumexp) from this rank's logits; three all-reduces of `[seq, batch]` over the tensor ranks
-    (arXiv 1909.08053, section 3)."""
+
+class TokenStatistics(NamedTuple):
+    """Of each token's distribution, `[seq, batch]` fp32, without gradients."""
+
+    entropy: Tensor  # nats
+    mean_logit: Tensor  # over the padded vocabulary
+    is_top: Tensor  # 1 where no token is likelier than the label
+
+
+def _slices(rows: int, vocab: int) -> Iterator[slice]:
+    step = max(1, CHUNK // vocab)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+class _Logprobs(torch.autograd.Function):
+    """(log p(label), logsumexp, entropy, mean logit, top or not) `[tokens]` fp32 from this rank's logits
+    `[tokens, vocab/T]`, by two all-reduces over the tensor ranks (arXiv 1909.08053, section 3). Kept for the backward
+    pass: the logits as they came, and two numbers a token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        vocab = logits.shape[-1]
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, statistics: bool
+    ) -> tuple[Tensor, ...]:
+        rows, vocab = logits.shape
         local = labels if group is None else labels - dist.get_rank(group) * vocab
         foreign = (local < 0) | (local >= vocab)
         local = local.masked_fill(foreign, 0)
-        highest = logits.amax(-1)
+        highest = logits.new_empty(rows, dtype=torch.float32)
+        found = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
+        for part in _slices(rows, vocab):
+            chunk = logits[part].float()
+            highest[part] = chunk.amax(-1)
+            shifted = chunk - highest[part, None]
+            found[0, part] = chunk.gather(-1, local[part, None]).squeeze(-1)
+            if statistics:
+                found[3, part] = chunk.sum(-1)
+                exp = shifted.exp()
+                found[2, part] = shifted.mul_(exp).sum(-1)
+            else:
+                exp = shifted.exp_()
+            found[1, part] = exp.sum(-1)
         if group is not None:
+            own = highest.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - highest.unsqueeze(-1)
-        label_logit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0.0)
-        exp = shifted.exp_()
-        both = torch.stack([label_logit, exp.sum(-1)])
-        if group is not None:
-            dist.all_reduce(both, group=group)
-        label_logit, total = both[0], both[1]
-        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, foreign)
-        return total.log() - label_logit, total.log() + highest
+            below = own - highest
+            if statistics:
+                found[2] = below.exp() * (found[2] + below * found[1])
+            found[1] *= below.exp()
+            found[0].masked_fill_(foreign, 0.0)
+            dist.all_reduce(found, group=group)
+        label_logit, total = found[0], found[1]
+        ctx.save_for_backward(logits, local, foreign, highest, total)
+        log_total = total.log()
+        results = (label_logit - highest) - log_total, highest + log_total
+        if not statistics:
+            return results
+        whole = vocab if group is None else vocab * dist.get_world_size(group)
+        more = log_total - found[2] / total, found[3] / whole, (label_logit >= highest).float()
+        ctx.mark_non_differentiable(*more)
+        return results + more
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_of_sum: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        softmax, local, foreign = ctx.saved_tensors
-        grad_logits = softmax * (grad + grad_of_sum).unsqueeze(-1)
-        own = grad.masked_fill(foreign, 0.0).unsqueeze(-1)
-        return grad_logits.scatter_add_(-1, local.unsqueeze(-1), -own), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        logits, local, foreign, highest, total = ctx.saved_tensors
+        grad, grad_of_sum = grads[:2]
+        scale = ((grad_of_sum - grad) / total).unsqueeze(-1)
+        own = grad.masked_fill(foreign, 0.0)
+        result = torch.empty_like(logits)
+        for part in _slices(*logits.shape):
+            softmax = (logits[part].float() - highest[part, None]).exp_().mul_(scale[part])
+            softmax[torch.arange(len(softmax), device=logits.device), local[part]] += own[part]
+            result[part] = softmax
+        return result, None, None, None
+
+
+def _apply(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, statistics: bool) -> tuple[Tensor, ...]:
+    found = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, statistics)
+    return tuple(values.view(labels.shape) for values in found)
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -47,14 +98,18 @@ def token_logprobs(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | No
     logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary.
     Returns `[seq, batch]` fp32, the same on every tensor rank.
     """
-    if group is not None:
-        return token_logprobs_and_sums(logits, labels, group)[0]
-    seq, batch, vocab = logits.shape
-    every = F.cross_entropy(logits.float().view(-1, vocab), labels.reshape(-1), reduction="none")
-    return -every.view(seq, batch)
+    return _apply(logits, labels, group, False)[0]
 
 
 def token_logprobs_and_sums(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and beside them the logsumexp of each token's logits, likewise."""
-    losses, sums = _VocabParallelLoss.apply(logits.float(), labels, group)
-    return -losses, sums
+    logprobs, sums = _apply(logits, labels, group, False)
+    return logprobs, sums
+
+
+def token_logprobs_and_statistics(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, TokenStatistics]:
+    """`token_logprobs`, and beside them what else there is to say of each token's logits, likewise."""
+    logprobs, _, *more = _apply(logits, labels, group, True)
+    return logprobs, TokenStatistics(*more)

@@ -23,7 +23,11 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
     """Run with torch's generators seeded by `seed`; their state is as before afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        # torch.manual_seed would seed every device in sight, and walk the stack for each kind that is not there.
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
         yield
 
 

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
 
+# Scores `[n]` of the answers of batches under the model as it is, without gradients; all ranks ask together.
+Score = Callable[[list[Batch]], list[Tensor]]
+
 
 @dataclass(frozen=True)
 class Objective:
-    """Two pure functions; the loss of an optimizer step is the sum of `loss_sum` over the sum of `weight`, both over
-    all of its micro-batches and ranks, so that any split of the step gives the same number.
+    """Pure functions. A loss has k parts; of an optimizer step each part is the sum of its `loss_sum` over the sum of
+    its `weight`, both over all micro-batches and ranks, so that any split of the step gives the same number, and the
+    loss is the sum of the parts.
 
-    weight: of a batch, scalar fp32 (tokens, or pairs); known before the forward pass, since every micro-batch's
+    weight: of a batch, fp32 `[k]` (tokens, or pairs); known before the forward pass, since every micro-batch's
     gradient is scaled by the step's total.
-    loss_sum: of logits `[seq, batch, vocab/T]`, batch and tensor group (None for one rank), scalar fp32.
+    loss_sum: of logits `[seq, batch, vocab/T]`, batch and tensor group (None for one rank): fp32 `[k]`, and for each of
+    `metrics` fp32 `[2]`, a sum and the number it is to be divided by, without gradients.
+    differences: further metrics, each one mean less another.
+    needs_reference: whether batches (and their `kl`) must have `reference`.
+    couple: for losses in which the examples of a step meet: from the micro-batches of this rank, their scores and the
+    data group, the same micro-batches with `anchor`, before their forward passes.
     """
 
     weight: Callable[[Batch], Tensor]
-    loss_sum: Callable[[Tensor, Batch, dist.ProcessGroup | None], Tensor]
+    loss_sum: Callable[[Tensor, Batch, dist.ProcessGroup | None], tuple[Tensor, dict[str, Tensor]]]
+    metrics: tuple[str, ...] = ()
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    needs_reference: bool = False
+    couple: Callable[[list[Batch], Score, dist.ProcessGroup | None], list[Batch]] | None = None
+
+    def add_metrics(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Add what a batch gave to sums and numbers `[metrics, 2]`."""
+        if self.metrics:
+            total += torch.stack([found[name] for name in self.metrics])
+
+    def means(self, total: Tensor) -> dict[str, Tensor]:
+        """The metrics by name, from the sums and numbers `[metrics, 2]` of a step; NaN where nothing was counted."""
+        means = dict(zip(self.metrics, (total[:, 0] / total[:, 1]).unbind(), strict=True))
+        return means | {name: means[one] - means[other] for name, (one, other) in self.differences.items()}

@@ -1,11 +1,16 @@
 """Log-probabilities over a cut vocabulary against float64 cross-entropy of the whole one."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron.mpu import build_groups, token_logprobs
+from megatron.mpu import build_groups, token_logprobs, token_logprobs_and_statistics
 from tests.pool import run_ranks
 
 SEQ, BATCH, VOCAB = 6, 3, 32
@@ -55,3 +60,74 @@ def test_equals_float64_cross_entropy(world_size: int, dtype: torch.dtype) -> No
 def test_ranks_agree_bit_for_bit() -> None:
     first, second = run_ranks(sharded, 2, torch.float32)
     assert torch.equal(first[0], second[0])
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of tensors made under it that are alive, the most there were, and the largest fp32 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(storage._cdata)
+        self.now += size
+        self.most = max(self.most, self.now)
+        if tensor.dtype == torch.float32:
+            self.largest = max(self.largest, tensor.numel())
+        weakref.finalize(storage, self._gone, storage._cdata, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_no_fp32_copy_of_the_logits(statistics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the peak: the bf16 logits, their bf16 gradient, and slices. torch's cross_entropy of fp32 logits holds the
+    whole of them, of their log-softmax and of two gradients besides."""
+    tokens, vocab = 512, 4096
+    monkeypatch.setattr("megatron.mpu.cross_entropy.CHUNK", 16 * vocab)
+    logits = torch.randn(tokens, 1, vocab, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens, 1), generator=torch.Generator().manual_seed(3))
+    with _Live() as live:
+        if statistics:
+            token_logprobs_and_statistics(logits, labels, None)[0].sum().backward()
+        else:
+            token_logprobs(logits, labels, None).sum().backward()
+    assert live.largest <= 16 * vocab
+    whole = tokens * vocab * 2
+    assert 2 * whole <= live.most < 2.3 * whole, live.most / whole
+
+
+def statistics_on(rank: int, world_size: int) -> tuple[Tensor, ...]:
+    group = None
+    if world_size > 1:
+        group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    whole, labels, _ = _case(torch.float32)
+    return tuple(token_logprobs_and_statistics(whole.chunk(world_size, -1)[rank], labels, group)[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [2 * VOCAB, 2**24])
+def test_statistics(world_size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.mpu.cross_entropy.CHUNK", chunk)
+    logits, labels, _ = _case(torch.float32)
+    ranks = [statistics_on(0, 1)] if world_size == 1 else run_ranks(statistics_on, world_size)
+    logprobs = logits.double().log_softmax(-1)
+    for entropy, mean, top in ranks:
+        torch.testing.assert_close(entropy.double(), -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mean, logits.mean(-1), rtol=1e-5, atol=1e-5)
+        assert torch.equal(top.bool(), logits.argmax(-1) == labels)

@@ -1,0 +1,24 @@
+"""What an answer of a batch adds up to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+
+
+def answer_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Sum of `values` `[batch, seq]` over the weighted places of each answer, fp32 `[n]`.
+
+    Each answer is summed by itself and not by scattered additions, whose order a GPU does not keep.
+    """
+    assert batch.answers is not None and batch.signs is not None
+    numbers = torch.arange(len(batch.signs), device=values.device)
+    places = (batch.answers == numbers.view(-1, 1, 1)) & (batch.loss_weights > 0)
+    return torch.where(places, values.float(), 0.0).flatten(1).sum(1)
+
+
+def answer_lengths(batch: Batch) -> Tensor:
+    """Number of weighted places of each answer, fp32 `[n]`."""
+    return answer_sums(torch.ones_like(batch.loss_weights, dtype=torch.float32), batch)

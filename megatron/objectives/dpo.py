@@ -1,0 +1,163 @@
+"""Pairs of answers (DPO and its relatives), with a reference or without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.objectives.coupling import couple_pairs, match_gaps, match_sides
+from megatron.objectives.objective import Objective
+from megatron.objectives.pair_losses import PAIR_LOSSES, Pairs, PairSettings, log_odds
+from megatron.objectives.preference import (
+    TOKEN_METRICS,
+    Answers,
+    mean_of,
+    read_answers,
+    reference_scores,
+    token_accuracy,
+    token_metrics,
+)
+
+# They compare the policy's averages over tokens, never a reference.
+WITHOUT_REFERENCE = ("simpo", "orpo", "sft")
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
+MATCHINGS = {"aot": match_gaps, "aot_unpaired": match_sides}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A weighted sum of losses."""
+
+    weights: Mapping[str, float]
+    settings: PairSettings
+    reference_free: bool
+
+    @property
+    def normalised(self) -> bool:
+        """Whether rewards are of averages over tokens, for want of any sum."""
+        return set(self.weights) <= set(WITHOUT_REFERENCE) and set(self.weights) != {"sft"}
+
+
+def dpo(weights: Mapping[str, float], settings: PairSettings, *, reference_free: bool = False) -> Objective:
+    """The objective of these losses, by name: those of `PAIR_LOSSES`, and "sft", the mean over tokens of the chosen
+    answers' negative log-likelihood.
+
+    Its three parts: over pairs; over tokens of chosen answers (sft); over tokens of chosen answers and their prompts
+    (orpo). reference_free: the policy's own log-probabilities stand for its log-ratios; [sigmoid, sft] is then CPO.
+    """
+    kind = _Kind(weights, settings, reference_free or set(weights) <= set(WITHOUT_REFERENCE))
+    metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
+    differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+    if "sigmoid_norm" in weights:
+        metrics += tuple(name.replace("rewards", "rewards_norm") for name in REWARDS)
+        differences["rewards_norm/margins"] = ("rewards_norm/chosen", "rewards_norm/rejected")
+    if "sft" in weights or "orpo" in weights:
+        metrics += ("nll_loss",)
+    if "orpo" in weights:
+        metrics += ("log_odds_chosen", "log_odds_ratio")
+    matchings = [MATCHINGS[name] for name in weights if name in MATCHINGS]
+    couple = None
+    if matchings:
+        assert len(matchings) == 1, "aot and aot_unpaired match a step's pairs differently"
+        couple = partial(couple_pairs, matching=matchings[0], reference_free=kind.reference_free)
+    weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind)
+    return Objective(weight, loss_sum, metrics, differences, not kind.reference_free, couple)
+
+
+def _chosen(batch: Batch) -> Tensor:
+    """Which answers are chosen ones of real pairs, boolean `[n]`."""
+    assert batch.signs is not None
+    return (batch.signs != 0) & (torch.arange(len(batch.signs), device=batch.signs.device) % 2 == 0)
+
+
+def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Labels and weights `[batch, seq]` that also train what comes before the answers."""
+    assert batch.answers is not None
+    inside = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    inside[:, :-1] = (batch.answers[:, :-1] == batch.answers[:, 1:]) & (batch.answers[:, 1:] >= 0)
+    trained = batch.loss_weights > 0
+    labels = torch.where(trained, batch.labels, torch.where(inside, batch.tokens.roll(-1, 1), 0))
+    return labels, (inside | trained).long()
+
+
+def _weight(batch: Batch, *, kind: _Kind) -> Tensor:
+    chosen = _chosen(batch)
+    weight = torch.zeros(3, device=chosen.device)
+    weight[0] = chosen.sum()
+    if "sft" in kind.weights:
+        weight[1] = _chosen_places(batch, batch.loss_weights).sum()
+    if "orpo" in kind.weights:
+        weight[2] = _chosen_places(batch, _with_prompts(batch)[1]).sum()
+    return weight
+
+
+def _chosen_places(batch: Batch, weights: Tensor) -> Tensor:
+    """`weights` `[batch, seq]` where they belong to chosen answers, else 0."""
+    assert batch.answers is not None
+    return weights * (_chosen(batch)[batch.answers.clamp(min=0)] & (batch.answers >= 0))
+
+
+def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs:
+    score, count = answers.score, answers.count.clamp(min=1.0)
+    above = score if kind.reference_free else score - reference_scores(batch)
+    # Padding has no tokens; an average of 0 would be certainty, whose odds are infinite.
+    policy, average = torch.where(chosen.repeat_interleave(2), score / count, -1.0), above / count
+    anchors = None if batch.anchor is None else (batch.anchor[0::2], batch.anchor[1::2])
+    return Pairs(
+        above[0::2], above[1::2], average[0::2], average[1::2], policy[0::2], policy[1::2],
+        score[0::2] - score[1::2], anchors,
+    )  # fmt: skip
+
+
+def _loss_sum(
+    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind
+) -> tuple[Tensor, dict[str, Tensor]]:
+    labels, with_prompts = batch.labels, batch.loss_weights
+    if "orpo" in kind.weights:
+        labels, with_prompts = _with_prompts(batch)
+    answers = read_answers(logits, batch, labels, group)
+    real = _chosen(batch)[0::2]
+    pairs = _pairs(answers, batch, kind, real)
+    metrics = _metrics(answers, pairs, real, kind)
+    losses = torch.zeros_like(pairs.gap)
+    for name, weight in kind.weights.items():
+        if name in PAIR_LOSSES:
+            losses = losses + weight * PAIR_LOSSES[name](pairs, kind.settings)
+    parts = [torch.where(real, losses, 0.0).sum()]
+    for name, weights in (("sft", batch.loss_weights), ("orpo", with_prompts)):
+        places = _chosen_places(batch, weights)
+        likelihood = -(answers.logprobs * places).sum()
+        parts.append(kind.weights.get(name, 0.0) * likelihood)
+        if name in kind.weights:
+            metrics["nll_loss"] = torch.stack([likelihood.detach(), places.sum().float()])
+    return torch.stack(parts), metrics
+
+
+def _metrics(answers: Answers, pairs: Pairs, real: Tensor, kind: _Kind) -> dict[str, Tensor]:
+    beta, odd = kind.settings.beta, torch.zeros_like(real)
+    chosen, rejected = torch.stack([real, odd], 1).flatten(), torch.stack([odd, real], 1).flatten()
+    sides = (pairs.policy_chosen, pairs.policy_rejected) if kind.normalised else (pairs.chosen, pairs.rejected)
+    metrics = _rewards("rewards", beta, *sides, real)
+    if "sigmoid_norm" in kind.weights:
+        metrics |= _rewards("rewards_norm", beta, pairs.chosen_average, pairs.rejected_average, real)
+    if "orpo" in kind.weights:
+        odds = log_odds(pairs)
+        metrics |= {"log_odds_chosen": mean_of(odds, real), "log_odds_ratio": mean_of(F.logsigmoid(odds), real)}
+    metrics |= token_metrics(answers, answers.average if kind.normalised else answers.score, chosen, rejected)
+    return metrics | {"mean_token_accuracy": token_accuracy(answers, chosen)}
+
+
+def _rewards(name: str, beta: float, chosen: Tensor, rejected: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """A tie counts as wrong."""
+    return {
+        f"{name}/chosen": mean_of(beta * chosen, real),
+        f"{name}/rejected": mean_of(beta * rejected, real),
+        f"{name}/accuracies": mean_of(chosen > rejected, real),
+    }

@@ -1,0 +1,81 @@
+"""Single answers judged good or bad: KTO (arXiv 2402.01306), after KTOTrainer of TRL 1.16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.objectives.coupling import couple_kl
+from megatron.objectives.objective import Objective
+from megatron.objectives.preference import TOKEN_METRICS, mean_of, read_answers, reference_scores, token_metrics
+
+DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+
+
+@dataclass(frozen=True)
+class KtoSettings:
+    """loss_type: "kto", or "apo_zero_unpaired" (arXiv 2408.06266), which has no KL. Weights multiply the losses of good
+    and bad examples; neox: GPT-NeoX's own averages (`compat_kto`)."""
+
+    beta: float = 0.1
+    desirable: float = 1.0
+    undesirable: float = 1.0
+    loss_type: str = "kto"
+    neox: bool = False
+
+
+def kto(settings: KtoSettings) -> Objective:
+    """The objective; its weight is the number of examples."""
+    needs_kl = settings.loss_type == "kto"
+    metrics = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if needs_kl else ()))
+    couple = couple_kl if needs_kl and not settings.neox else None
+    return Objective(_weight, partial(_loss_sum, settings=settings), metrics, DIFFERENCES, True, couple)
+
+
+def _weight(batch: Batch) -> Tensor:
+    assert batch.signs is not None
+    return (batch.signs != 0).sum().float().view(1)
+
+
+def _loss_sum(
+    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, settings: KtoSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    assert batch.signs is not None
+    answers = read_answers(logits, batch, batch.labels, group)
+    good, bad = batch.signs > 0, batch.signs < 0
+    above = answers.score - reference_scores(batch)
+    weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()
+    direction = batch.signs.sign()
+    kl = torch.zeros_like(above)
+    if settings.neox:
+        kl, weights, direction = _neox(above.detach(), batch, weights)
+    elif settings.loss_type == "kto":
+        assert batch.anchor is not None, "Objective.couple comes before the loss"
+        kl = batch.anchor
+    losses = weights * (1 - (settings.beta * direction * (above - kl)).sigmoid())
+    rewards = settings.beta * above
+    metrics = {"rewards/chosen": mean_of(rewards, good), "rewards/rejected": mean_of(rewards, bad)}
+    metrics |= token_metrics(answers, answers.score, good, bad)
+    if settings.loss_type == "kto":
+        metrics["kl"] = mean_of(kl, good | bad)
+    return losses.sum().view(1), metrics
+
+
+def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL, weights and directions as in GPT-NeoX, where an answer is a row: the KL of each half of the micro-batch is
+    the mean over the other half of log-ratios cut at 0; weights are averaged over the half; and a direction is
+    multiplied with the share of its row that is no padding."""
+    assert batch.answers is not None and batch.signs is not None
+    half = len(above) // 2
+    rows, place = batch.answers.shape
+    if len(above) != rows or rows % 2:
+        raise ValueError(f"compat_kto halves micro-batches of one answer a row: {len(above)} answers in {rows} rows")
+    means = [part.clamp(min=0.0).mean().expand(half) for part in (above[half:], above[:half])]
+    averaged = [part.mean().expand(half) for part in (weights[:half], weights[half:])]
+    share = (batch.answers >= 0).sum(1) / place
+    return torch.cat(means), torch.cat(averaged), batch.signs.sign() * share

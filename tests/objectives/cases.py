@@ -1,0 +1,78 @@
+"""Preferences as token ids, and the batches that hold them: padded, one answer a row, or several in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron.data import Batch
+
+VOCAB = 48
+
+
+def _ids(count: int, generator: np.random.Generator) -> list[int]:
+    return generator.integers(4, VOCAB, count).tolist()
+
+
+def _pairs() -> list[tuple[list[int], list[int], list[int]]]:
+    generator = np.random.default_rng(5)
+    sizes = ((3, 5, 8), (7, 2, 3), (1, 9, 4), (5, 6, 6))
+    return [tuple(_ids(count, generator) for count in size) for size in sizes]  # type: ignore[misc]
+
+
+# Prompt, chosen, rejected.
+PAIRS = _pairs()
+# Prompt, answer, whether it is good: two thirds are.
+ANSWERS = [(prompt, chosen, True) for prompt, chosen, _ in PAIRS[:3]] + [
+    (prompt, rejected, False) for prompt, _, rejected in (PAIRS[0], PAIRS[3])
+]
+# Answers to the prompts before, as TRL turns them within a batch.
+MISMATCHED = [(prompt, ANSWERS[i - 1][1]) for i, (prompt, _, _) in enumerate(ANSWERS)]
+
+Document = tuple[list[int], list[int]]  # prompt, answer
+
+
+def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int, signs: Sequence[float]) -> Batch:
+    """A batch whose row r holds the documents numbered `rows[r]`, one after the other, each attending to itself.
+    Places after them are padding, in a document of its own."""
+    tokens, labels, weights, positions = (np.zeros((len(rows), length), np.int64) for _ in range(4))
+    answers = np.full((len(rows), length), -1)
+    starts = np.full((len(rows), length + 1), length, np.int32)
+    for row, numbers in enumerate(rows):
+        at = 0
+        begins = []
+        for number in numbers:
+            prompt, answer = documents[number]
+            ids, end = np.array(prompt + answer), at + len(prompt) + len(answer)
+            begins.append(at)
+            tokens[row, at:end], answers[row, at:end] = ids, number
+            positions[row, at:end] = np.arange(len(ids))
+            first = at + max(len(prompt) - 1, 0)
+            labels[row, first : end - 1] = ids[first - at + 1 :]
+            weights[row, first : end - 1] = 1
+            at = end
+        if at < length:
+            begins.append(at)
+            positions[row, at:] = np.arange(length - at)
+        starts[row, : len(begins)] = begins
+    return Batch(
+        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), answers=torch.from_numpy(answers),
+        signs=torch.tensor(signs),
+    )  # fmt: skip
+
+
+def documents_of(pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> list[Document]:
+    return [(prompt, answer) for prompt, chosen, rejected in pairs for answer in (chosen, rejected)]
+
+
+def padded_pairs(length: int = 16) -> Batch:
+    documents = documents_of(PAIRS)
+    return in_rows(documents, [[i] for i in range(len(documents))], length, [1.0] * len(documents))
+
+
+def packed_pairs(length: int = 48) -> Batch:
+    """Pairs share rows; a pair of padding stands at the end."""
+    documents = documents_of(PAIRS)
+    return in_rows(documents, [[4, 5, 0, 1], [6, 7, 2, 3]], length, [1.0] * len(documents) + [0.0] * 2)

@@ -1,0 +1,36 @@
+"""One optimizer step's loss by the rules of the engine, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.objectives import Objective, answer_sums
+
+Forward = Callable[[Batch], Tensor]  # logits [seq, batch, vocab]
+
+
+@torch.no_grad()
+def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
+    """The answers' log-probabilities, by torch's own log_softmax."""
+    found = []
+    for batch in batches:
+        logprobs = forward(batch).float().log_softmax(-1).transpose(0, 1)
+        found.append(answer_sums(logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1), batch))
+    return found
+
+
+def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss (with its graph) and metrics."""
+    if objective.couple is not None:
+        batches = objective.couple(batches, lambda asked: scores(forward, asked), None)
+    weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0).clamp(min=1.0)
+    loss, total = torch.zeros(()), torch.zeros(len(objective.metrics), 2)
+    for batch in batches:
+        parts, metrics = objective.loss_sum(forward(batch), batch, None)
+        loss = loss + (parts / weight).sum()
+        objective.add_metrics(total, metrics)
+    return loss, objective.means(total)

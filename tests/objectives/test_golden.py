@@ -1,0 +1,112 @@
+"""GPT-NeoX's own numbers: its training.forward_step on fixed logits (golden/posttrain; logits are made from seeds).
+
+Where ours differ: its KTO takes the KL from the other half of the micro-batch, averages class weights over a half and
+multiplies rewards by the share of the row that is no padding; that is compat_kto here. Its log-probabilities and its
+loss over masked labels are right, and equal.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.objectives import KtoSettings, PairSettings, answer_sums, dpo, kto, language_modelling
+from tests.objectives.steps import step_loss
+
+FOLDER = Path(__file__).parents[1] / "data" / "golden" / "posttrain"
+SUMMARY: dict[str, dict[str, Any]] = json.loads((FOLDER / "summary.json").read_text())
+
+
+def logits_of(name: str) -> tuple[Tensor, Tensor]:
+    """The policy's and the reference's, `[batch, seq, vocab]`."""
+    recipe = SUMMARY[name]
+    random = np.random.RandomState(recipe["logits_seed"])
+    shape, scale = recipe["logits_shape"], recipe["logits_scale"]
+    policy, reference = ((random.randn(*shape) * scale).astype(np.float32) for _ in range(2))
+    return torch.from_numpy(policy).requires_grad_(), torch.from_numpy(reference)
+
+
+def read(name: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / name / "io.npz") as found:
+        return dict(found)
+
+
+def with_reference(batch: Batch, logits: Tensor) -> Batch:
+    logprobs = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+    return Batch(**{**vars(batch), "reference": answer_sums(logprobs, batch)})
+
+
+def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
+    """Upstream's rows are all chosen, then all rejected; ours alternate."""
+    rows = [0, 2, 1, 3]
+    tokens, labels, mask = (torch.from_numpy(found[name][rows]) for name in ("tokens", "labels", "loss_mask"))
+    weights = mask.long()
+    answers = torch.arange(4).unsqueeze(1).expand_as(tokens)
+    return Batch(tokens, labels * weights, weights, answers=answers, signs=torch.ones(4)), rows
+
+
+@pytest.mark.parametrize("name", ["dpo_beta0.1", "dpo_beta0.5", "dpo_reference_free"])
+def test_dpo(name: str) -> None:
+    expected = SUMMARY[name]
+    policy, reference = logits_of(name)
+    found = read("dpo_beta0.1")
+    batch, rows = pairs(found)
+    free = expected["args"]["dpo_reference_free"]
+    batch = batch if free else with_reference(batch, reference[rows])
+    objective = dpo({"sigmoid": 1.0}, PairSettings(expected["args"]["dpo_beta"]), reference_free=free)
+    loss, metrics = step_loss(objective, lambda _: policy[rows].transpose(0, 1), [batch])
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
+    names = {
+        "chosen_pos": "logps/chosen", "chosen_neg": "logps/rejected", "chosen_rewards": "rewards/chosen",
+        "rejected_rewards": "rewards/rejected", "reward_acc": "rewards/accuracies", "margins": "rewards/margins",
+    }  # fmt: skip
+    for theirs, value in expected["metrics"].items():
+        if theirs in names:
+            assert float(metrics[names[theirs]]) == pytest.approx(value, rel=1e-5, abs=1e-6), theirs
+    if name == "dpo_beta0.1":
+        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["kto", "kto_weights"])
+def test_kto_of_upstream_behind_its_key(name: str) -> None:
+    expected = SUMMARY[name]
+    policy, reference = logits_of(name)
+    found = read("kto")
+    rewards = torch.from_numpy(found["batch_reward"])
+    weights = torch.from_numpy(found["loss_mask"]).long()
+    answers = torch.where(rewards[:, :-1] != 0, torch.arange(4).unsqueeze(1), -1)
+    batch = Batch(
+        torch.from_numpy(found["tokens"]), torch.from_numpy(found["labels"]) * weights, weights, answers=answers,
+        signs=rewards[:, 0],
+    )  # fmt: skip
+    batch = with_reference(batch, reference)
+    args = expected["args"]
+    settings = KtoSettings(args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True)
+    loss, _ = step_loss(kto(settings), lambda _: policy.transpose(0, 1), [batch])
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
+    if name == "kto":
+        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+
+
+def test_masked_labels() -> None:
+    policy, _ = logits_of("lm_labels")
+    found = read("lm_labels")
+    weights = torch.from_numpy(found["loss_mask"]).long()
+    batch = Batch(torch.from_numpy(found["tokens"]), torch.from_numpy(found["labels"]) * weights, weights)
+    loss, _ = step_loss(language_modelling(), lambda _: policy.transpose(0, 1), [batch])
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(SUMMARY["lm_labels"]["loss"], rel=1e-5)
+    assert policy.grad is not None
+    norms = policy.grad.double().norm(dim=-1).numpy()
+    np.testing.assert_allclose(norms, found["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
+    few = policy.grad[..., :32].numpy()
+    np.testing.assert_allclose(few, found["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)

@@ -1,0 +1,174 @@
+"""Every loss against TRL 1.16: value, gradient of every weight, and metrics; padded and packed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model import Stage, layer_params
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective, build_objective
+from tests.model.stages import Weights, gradients, small, stage_with
+from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, VOCAB, documents_of, in_rows, packed_pairs
+from tests.objectives.steps import Forward, scores, step_loss
+
+FOLDER = Path(__file__).parents[1] / "data" / "posttrain"
+PAIRWISE = {
+    "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked",
+    "pos_train_data_paths": ["pos"], "neg_train_data_paths": ["neg"],
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = json.loads((FOLDER / "trl.json").read_text())
+
+
+@cache
+def arrays() -> dict[str, np.ndarray]:
+    with np.load(FOLDER / "trl.npz") as found:
+        return dict(found)
+
+
+def args_with(**keys: Any) -> NeoXArgs:
+    return small(
+        hidden_size=16, num_attention_heads=2, num_kv_heads=2, norm="rmsnorm", rms_norm_epsilon=1e-5,
+        activation="swiglu", intermediate_size=24, padded_vocab_size=VOCAB, no_weight_tying=True,
+        use_bias_in_attn_linear=False, use_bias_in_mlp=False, max_position_embeddings=64, **keys,
+    )  # fmt: skip
+
+
+def unflat(args: NeoXArgs, values: np.ndarray) -> Weights:
+    """The script's vector by layer and name."""
+    weights: Weights = {}
+    at = 0
+    for layer, specs in sorted(layer_params(args).items()):
+        for spec in sorted(specs, key=lambda spec: spec.name):
+            count = int(np.prod(spec.shape))
+            weights.setdefault(layer, {})[spec.name] = torch.from_numpy(values[at : at + count]).view(spec.shape)
+            at += count
+    assert at == len(values)
+    return weights
+
+
+def keys_of_case(case: dict[str, Any]) -> dict[str, Any]:
+    """TRL's options in our keys."""
+    kind, loss = case["kind"], case.get("loss_type")
+    if kind == "kto":
+        return {
+            "train_impl": "kto", "kto_loss_type": loss, "kto_beta": case["beta"],
+            "kto_desirable_weight": case["desirable_weight"], "kto_undesirable_weight": case["undesirable_weight"],
+            "pack_impl": "unpacked",
+        }  # fmt: skip
+    keys: dict[str, Any] = {**PAIRWISE, "dpo_beta": case["beta"]}
+    if case.get("label_smoothing"):
+        keys["dpo_label_smoothing"] = case["label_smoothing"]
+    if kind == "dpo":
+        return {**keys, "dpo_loss_type": loss, "dpo_loss_weights": case.get("loss_weights")}
+    if kind == "orpo":
+        return {**keys, "dpo_loss_type": "orpo"}
+    if loss == "simpo":
+        return {**keys, "dpo_loss_type": "simpo", "simpo_gamma": case["simpo_gamma"]}
+    losses = [loss or "sigmoid", "sft"]
+    return {**keys, "dpo_loss_type": losses, "dpo_loss_weights": [1.0, case["cpo_alpha"]], "dpo_reference_free": True}
+
+
+def forward_of(stage: Stage) -> Forward:
+    def forward(batch: Batch) -> Tensor:
+        logits = stage(None, batch)
+        assert isinstance(logits, Tensor)
+        return logits
+
+    return forward
+
+
+def kto_batches(packed: bool) -> list[Batch]:
+    documents = [(prompt, answer) for prompt, answer, _ in ANSWERS]
+    signs = [1.0 if good else -1.0 for _, _, good in ANSWERS]
+    if packed:
+        examples = in_rows(documents, [[2, 0], [4, 1, 3]], 40, signs + [0.0])
+        return [replace(examples, kl=in_rows(MISMATCHED, [[1, 4, 0, 3, 2]], 64, [1.0] * len(MISMATCHED)))]
+    first = in_rows(documents[:3], [[0], [1], [2]], 16, signs[:3])
+    second = in_rows(documents[3:], [[0], [1]], 16, signs[3:])
+    others = [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part))
+              for part in (MISMATCHED[:1], MISMATCHED[1:])]  # fmt: skip
+    return [replace(batch, kl=kl) for batch, kl in zip((first, second), others, strict=True)]
+
+
+def pair_batches(packed: bool) -> list[Batch]:
+    if packed:
+        return [packed_pairs()]
+    documents = documents_of(PAIRS)  # two micro-batches, of one pair and of three
+    parts = documents[:2], documents[2:]
+    return [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part)) for part in parts]
+
+
+def lm_batches(packed: bool, assistant_only: bool) -> list[Batch]:
+    documents = [(prompt, chosen) for prompt, chosen, _ in PAIRS]
+    if not assistant_only:
+        documents = [(prompt[:1], prompt[1:] + chosen) for prompt, chosen in documents]
+    rows = [[2, 0, 3, 1]] if packed else [[i] for i in range(len(documents))]
+    return [in_rows(documents, rows, 48 if packed else 16, [1.0] * len(documents))]
+
+
+def with_reference(batches: list[Batch], forward: Forward) -> list[Batch]:
+    found = [replace(batch, reference=sums) for batch, sums in zip(batches, scores(forward, batches), strict=True)]
+    return [batch if batch.kl is None else replace(batch, kl=with_reference([batch.kl], forward)[0]) for batch in found]
+
+
+def step_of(
+    case: dict[str, Any], name: str, packed: bool
+) -> tuple[Tensor, dict[tuple[int, str], Tensor], dict[str, Tensor], Weights]:
+    """Loss, gradients and metrics here, and TRL's gradients."""
+    keys = keys_of_case(case) if case["kind"] != "sft" else {"sft_loss_type": case["loss_type"]}
+    objective: Objective = build_objective(args_with(**keys))
+    args = args_with()
+    policy, reference = (stage_with(args, unflat(args, arrays()[which])) for which in ("policy", "reference"))
+    if case["kind"] == "sft":
+        batches = lm_batches(packed, case["assistant_only"])
+    else:
+        made = kto_batches(packed) if case["kind"] == "kto" else pair_batches(packed)
+        batches = with_reference(made, forward_of(reference))
+    loss, metrics = step_loss(objective, forward_of(policy), batches)
+    loss.backward()
+    return loss.detach(), gradients(policy), metrics, unflat(args, arrays()[f"gradient_{name}"])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
+    case = CASES[name]
+    loss, gradient, metrics, expected = step_of(case, name, packed)
+    assert float(loss) == pytest.approx(case["loss"], rel=1e-5)
+    found = torch.cat([grad.flatten() for grad in gradient.values()])
+    theirs = torch.cat([expected[layer][key].flatten() for layer, key in gradient])
+    assert float((found - theirs).norm() / theirs.norm()) < 1e-5
+    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    if case["kind"] in ("cpo", "orpo"):  # theirs are of all places, padding included
+        metrics = {key: value for key, value in metrics.items() if not key.startswith("logits")}
+    if name == "dpo_sft":  # no reference is read for it here
+        metrics = {key: value for key, value in metrics.items() if not key.startswith("rewards")}
+    shared = set(metrics) & set(case["metrics"])
+    assert case["kind"] == "sft" or {"logps/chosen", "logps/rejected"} <= shared
+    assert case["kind"] == "sft" or name == "dpo_sft" or "rewards/margins" in shared
+    for key in shared:
+        assert float(metrics[key]) == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
+
+
+@pytest.mark.soak
+def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    subprocess.run([sys.executable, "-m", "tests.objectives.trl_reference", str(tmp_path)], check=True)
+    again = json.loads((tmp_path / "trl.json").read_text())
+    assert again.keys() == CASES.keys()
+    with np.load(tmp_path / "trl.npz") as made:
+        for name, case in CASES.items():
+            assert again[name]["loss"] == pytest.approx(case["loss"], rel=1e-6)
+            np.testing.assert_allclose(made[f"gradient_{name}"], arrays()[f"gradient_{name}"], rtol=1e-4, atol=1e-5)

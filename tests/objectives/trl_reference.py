@@ -1,0 +1,189 @@
+"""Losses, gradients and metrics of TRL's trainers for one tiny model and a few token ids: made once, kept in
+tests/data/posttrain. To make them again: `python -m tests.objectives.trl_reference tests/data/posttrain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from tests.model.test_transformers import llama_weights
+from tests.objectives.cases import ANSWERS, PAIRS, VOCAB
+
+ROW = {"prompt": "a b", "chosen": "a c", "rejected": "a d"}
+DPO_TYPES = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
+    "sigmoid_norm"
+).split()
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+
+
+def model(seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    made, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in made.named_parameters():
+            value = 0.3 * torch.randn(param.shape, generator=generator)
+            param.copy_(1 + value if "norm" in name else value)
+    return made.eval()
+
+
+def words() -> PreTrainedTokenizerFast:
+    names = ["<pad>", "<eos>", "<unk>", "<bos>"]
+    vocabulary = {name: i for i, name in enumerate([*names, *(chr(97 + i) for i in range(26))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>"
+    )
+
+
+def flat(tensors: dict[str, Tensor]) -> np.ndarray:
+    """By layer and name as here, one vector."""
+    layers = llama_weights(tensors, 2, 2)
+    parts = [layers[layer][name].flatten() for layer in sorted(layers) for name in sorted(layers[layer])]
+    return torch.cat(parts).detach().numpy().astype(np.float32)
+
+
+def whole(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
+    return {
+        "input_ids": prompt + answer,
+        "attention_mask": [1] * len(prompt + answer),
+        "labels": [-100] * len(prompt) + answer,
+    }
+
+
+def pair_inputs(trainer: Any, kind: str) -> Any:
+    if kind == "dpo":
+        rows: list[Any] = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in PAIRS]
+    else:
+        rows = [
+            {f"{side}_{name}": ids for side, answer in (("chosen", c), ("rejected", r))
+             for name, ids in whole(p, answer).items()}
+            for p, c, r in PAIRS
+        ]  # fmt: skip
+    return trainer.data_collator(rows)
+
+
+def kto_inputs(trainer: Any) -> Any:
+    rows = [{"prompt_ids": p, "completion_ids": a, "label": good} for p, a, good in ANSWERS]
+    for row, before in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        row["KL_completion_ids"] = before["completion_ids"]
+    return trainer.data_collator(rows)
+
+
+def sft_inputs(trainer: Any, assistant_only: bool) -> Any:
+    rows = [whole(p, c) for p, c, _ in PAIRS]
+    return trainer.data_collator([
+        {"input_ids": row["input_ids"], "labels": row["labels" if assistant_only else "input_ids"]} for row in rows
+    ])  # fmt: skip
+
+
+def metrics(trainer: Any) -> dict[str, float]:
+    for store in ("_metrics", "_stored_metrics"):
+        found = getattr(trainer, store, {})
+        for mode in ("eval", "train"):
+            if found.get(mode):
+                return {name: float(values[-1]) for name, values in found[mode].items()}
+    return {}
+
+
+def run(folder: str, name: str, kind: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Loss, gradient and metrics of a case."""
+    policy, reference, tokenizer = model(1), model(2), words()
+    common: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+        "per_device_train_batch_size": 4, "disable_tqdm": True,
+    }  # fmt: skip
+    if kind == "dpo":
+        trainer: Any = DPOTrainer(
+            model=policy, ref_model=reference, args=DPOConfig(**common, **options),
+            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
+        )  # fmt: skip
+        inputs = pair_inputs(trainer, kind)
+    elif kind in ("cpo", "orpo"):
+        config, made = (CPOConfig, CPOTrainer) if kind == "cpo" else (ORPOConfig, ORPOTrainer)
+        trainer = made(
+            model=policy, args=config(**common, **options, remove_unused_columns=False),
+            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
+        )  # fmt: skip
+        inputs = pair_inputs(trainer, kind)
+    elif kind == "kto":
+        rows = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
+        trainer = KTOTrainer(
+            model=policy, ref_model=reference, args=KTOConfig(**common, **options),
+            train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+        )  # fmt: skip
+        inputs = kto_inputs(trainer)
+    else:
+        assistant_only = options.pop("assistant_only")
+        trainer = SFTTrainer(
+            model=policy, args=SFTConfig(**common, **options), train_dataset=Dataset.from_list([{"text": "a b c"}] * 2),
+            processing_class=tokenizer,
+        )  # fmt: skip
+        inputs = sft_inputs(trainer, assistant_only)
+    trainer.model.eval()
+    if getattr(trainer, "ref_model", None) is not None:
+        trainer.ref_model.eval()
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    grads = {name: param.grad for name, param in trainer.model.named_parameters()}
+    return float(loss.detach()), flat(grads), metrics(trainer)  # type: ignore[arg-type]
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Name to trainer and settings."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in DPO_TYPES:
+        smoothing = {"label_smoothing": 0.1} if name in SMOOTHED else {}
+        beta = {"sigmoid_norm": 5.0, "ipo": 0.5}.get(name, 0.1)
+        found[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
+    found["dpo_mix"] = {
+        "kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5], "beta": 0.3,
+    }  # fmt: skip
+    found["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
+    found["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
+    found["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
+    found["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
+    found["orpo"] = {"kind": "orpo", "beta": 0.1}
+    for name in ("kto", "apo_zero_unpaired"):
+        found[f"kto_{name}"] = {
+            "kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2, "undesirable_weight": 0.7,
+        }  # fmt: skip
+    for loss in ("nll", "dft"):
+        for scope in ("full", "assistant"):
+            found[f"sft_{loss}_{scope}"] = {"kind": "sft", "loss_type": loss, "assistant_only": scope == "assistant"}
+    return found
+
+
+def main(folder: Path) -> None:
+    arrays, facts = {}, {}
+    for which, seed in (("policy", 1), ("reference", 2)):
+        arrays[which] = flat(dict(model(seed).named_parameters()))
+    with tempfile.TemporaryDirectory() as place:
+        for name, options in cases().items():
+            loss, gradient, found = run(place, name, **options)
+            arrays[f"gradient_{name}"] = gradient
+            facts[name] = {**options, "loss": loss, "metrics": found}
+            print(name, loss)
+    np.savez_compressed(folder / "trl.npz", **arrays)  # type: ignore[arg-type]
+    (folder / "trl.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
