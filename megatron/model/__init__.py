@@ -5,20 +5,28 @@ Layers take `NeoXArgs` and `ParallelGroups`; nothing is global."""
 from megatron.model.cache import KVCache
 from megatron.model.decoder import Hidden, Stage, build_stage, layer_specs, partition_layers
 from megatron.model.forward import forward_only
+from megatron.model.inference import Model, for_inference, reading
 from megatron.model.init import init_stage
+from megatron.model.trainable import freeze, lowest_trained, trained_parameters
 from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
 
 __all__ = [
     "Hidden",
     "KVCache",
+    "Model",
     "ParamSpec",
     "Stage",
     "build_stage",
+    "for_inference",
     "forward_only",
+    "freeze",
     "init_stage",
     "layer_params",
     "layer_specs",
+    "lowest_trained",
     "partition_layers",
+    "reading",
     "shard",
+    "trained_parameters",
     "unshard",
 ]

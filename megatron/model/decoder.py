@@ -29,6 +29,7 @@ from megatron.model.attention import (
     window_mask,
 )
 from megatron.model.block import Block
+from megatron.model.branches import BranchBatch, branch_distances, visible
 from megatron.model.cache import KVCache
 from megatron.model.norms import build_norm
 from megatron.model.positions import (
@@ -38,6 +39,7 @@ from megatron.model.positions import (
     rope_tables,
     sinusoidal_embedding,
 )
+from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import layer_params
 from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, dropout, mix_seed, scatter_to_sequence
 from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
@@ -61,7 +63,8 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             args.padded_vocab_size, args.hidden_size, groups=groups, sequence_parallel=args.sequence_parallel
         )
-        self.sequence_group = groups.group("tensor") if args.sequence_parallel else None
+        self.group = groups.group("tensor")
+        self.sequence_parallel = args.sequence_parallel
         self.multiplier = args.embedding_multiplier
         self.sinusoidal = args.pos_emb == "sinusoidal"
         self.position_offset = args.opt_pos_emb_offset
@@ -76,14 +79,15 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, seed: int) -> Tensor:
         """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
         x = self.word_embeddings(tokens.t())
+        cut = self.group if self.sequence_parallel else None
         if self.multiplier != 1.0:
             x = x * torch.tensor(self.multiplier, dtype=x.dtype)
         if self.position_embeddings is not None:
             added = self.position_embeddings(positions.t() + self.position_offset)
-            x = x + scatter_to_sequence(added, self.sequence_group)
+            x = x + scatter_to_sequence(added, cut)
         if self.sinusoidal:
             added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
-            x = x + scatter_to_sequence(added, self.sequence_group)
+            x = x + scatter_to_sequence(added, cut)
         return dropout(x, self.dropout, seed + self.seed_offset, self.training)
 
 
@@ -108,7 +112,7 @@ class TiedHead(nn.Module):
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, weight: nn.Parameter | None) -> None:
         super().__init__()
         self.group = groups.group("tensor")
-        self.gather = gather_from_sequence if args.sequence_parallel else copy_to_tensor
+        self.sequence_parallel = args.sequence_parallel
         self.word_embeddings = nn.Module()
         if weight is None:
             rows = args.padded_vocab_size // groups.size("tensor")
@@ -117,7 +121,8 @@ class TiedHead(nn.Module):
         self.word_embeddings.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.gather(x, self.group), self.word_embeddings.weight)  # type: ignore[arg-type]
+        gather = gather_from_sequence if self.sequence_parallel else copy_to_tensor
+        return nn.functional.linear(gather(x, self.group), self.word_embeddings.weight)  # type: ignore[arg-type]
 
 
 # What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
@@ -206,6 +211,7 @@ class Stage(nn.Module):
         self.first_head = self.local_heads * groups.rank("tensor")
         # 0 off, otherwise the number of blocks recomputed together.
         self.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
+        self.lowest_trained = lowest_trained(args)
         layers: dict[str, nn.Module] = {}
         for spec in specs:
             layers[str(spec.index)] = self._build(spec, groups, backend, layers)
@@ -236,12 +242,23 @@ class Stage(nn.Module):
         embedding = built.get("0")
         return TiedHead(self.args, groups, embedding.word_embeddings.weight if embedding else None)  # type: ignore[union-attr,arg-type]
 
-    def empty_cache(self, rows: int, length: int) -> KVCache:
-        """For `rows` texts of up to `length` tokens, in the dtype of the weights."""
-        kv_heads = self.args.kv_heads * self.local_heads // self.args.num_attention_heads
-        blocks = [spec.index for spec in self.specs if spec.kind == "block"]
+    def empty_cache(self, blocks: int, block_size: int) -> KVCache:
+        """So many blocks of `block_size` tokens each, in the dtype of the weights."""
+        layers, kv_heads = self._cached
         dtype = next(self.parameters()).dtype
-        return KVCache.empty(blocks, (rows, kv_heads, length, self.args.head_dim), dtype, self.device_of_groups)
+        return KVCache.empty(layers, (blocks, block_size, kv_heads, self.args.head_dim), dtype, self.device_of_groups)
+
+    @property
+    def cache_bytes(self) -> int:
+        """That one token takes in a cache on this rank."""
+        layers, kv_heads = self._cached
+        return 2 * len(layers) * kv_heads * self.args.head_dim * next(self.parameters()).dtype.itemsize
+
+    @property
+    def _cached(self) -> tuple[list[int], int]:
+        """Blocks, and key-value heads of each."""
+        kv_heads = self.args.kv_heads * self.local_heads // self.args.num_attention_heads
+        return [spec.index for spec in self.specs if spec.kind == "block"], kv_heads
 
     def _attention_inputs(
         self,
@@ -273,14 +290,33 @@ class Stage(nn.Module):
         bias = self._bias(seq, device, columns)
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        elif columns is not None and mask is not None:  # else every block would make its own of it
+            hidden = torch.zeros_like(mask, dtype=next(self.parameters()).dtype)
+            mask = hidden.masked_fill_(~mask, float("-inf"))
         return AttentionInputs(rope, mask, columns=columns)
 
-    def _bias(self, seq: int, device: torch.device, columns: Tensor | None) -> Tensor | None:
+    def _branch_inputs(self, batch: BranchBatch, kind: LayerKind) -> AttentionInputs:
+        """Of a batch with branches."""
+        assert batch.branches is not None and batch.positions is not None
+        device, positions, rope = batch.tokens.device, batch.positions, None
+        if kind.rotary:
+            length = positions.amax(1, keepdim=True) + 1
+            rope = rope_tables(positions, *rope_frequencies(self.args, length, device, kind.local))
+        distance, mask = branch_distances(positions), visible(batch.branches)
+        if kind.window is not None:
+            mask = mask & (distance >= -kind.window)
+        bias = self._bias(batch.tokens.shape[1], device, None, distance)
+        return AttentionInputs(rope, mask if bias is None else bias.masked_fill(~mask, float("-inf")))
+
+    def _bias(
+        self, seq: int, device: torch.device, columns: Tensor | None, distance: Tensor | None = None
+    ) -> Tensor | None:
         if self.args.pos_emb == "alibi":
-            return alibi_bias(seq, self.args.num_attention_heads, self.first_head, self.local_heads, device, columns)
+            heads = self.args.num_attention_heads, self.first_head, self.local_heads
+            return alibi_bias(seq, *heads, device, columns, distance)
         if self.args.pos_emb == "rpe":
             first = next(spec for spec in self.specs if spec.kind == "block")
-            return self.layers[str(first.index)].attention.rpe(seq, columns)  # type: ignore[union-attr,operator]
+            return self.layers[str(first.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
         return None
 
     def _run_blocks(
@@ -300,17 +336,25 @@ class Stage(nn.Module):
                 x = self.layers[str(spec.index)](x, own, seeds, cache.layers[spec.index] if cache else None)
             return x
 
+        frozen = sum(spec.index < self.lowest_trained for spec in specs)
+        with torch.no_grad():
+            x = run(x, 0, frozen)
         if not self.recompute or not torch.is_grad_enabled():
-            return run(x, 0, len(specs))
+            return run(x, frozen, len(specs))
         on_gpu = self.device_of_groups.type == "cuda"
         with save_on_cpu(pin_memory=on_gpu) if self.args.checkpoint_in_cpu else nullcontext():
-            for first in range(0, len(specs), self.recompute):
+            for first in range(frozen, len(specs), self.recompute):
                 # Masks of dropout are functions of their seeds, so no generator state need be kept.
                 x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
         return x
 
     def forward(
-        self, hidden: Hidden | None, batch: Batch, cache: KVCache | None = None, last: Tensor | None = None
+        self,
+        hidden: Hidden | None,
+        batch: Batch,
+        cache: KVCache | None = None,
+        last: Tensor | None = None,
+        every: bool = False,
     ) -> Hidden | Tensor:
         """One micro-batch through this stage.
 
@@ -319,7 +363,9 @@ class Stage(nn.Module):
 
         For generation, without sequence parallelism, documents and gradients: cache, filled by a batch without
         positions (rows padded on the right) and continued by batches that have them; last: `[batch]` indices of the
-        tokens whose logits are wanted, which come as `[1, batch, vocab/T]`.
+        rows' last tokens, whose logits alone come, as `[1, batch, vocab/T]`, unless those of every token are wanted.
+
+        For scoring, a `BranchBatch`.
         """
         if cache is not None or last is not None:
             assert not self.args.sequence_parallel and batch.cu_seqlens is None
@@ -329,17 +375,26 @@ class Stage(nn.Module):
             positions = seq.unsqueeze(0).expand_as(batch.tokens)
         blocks = [spec for spec in self.specs if spec.kind == "block"]
         if self.specs[0].kind == "embedding":
-            x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"))
+            with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
+                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"))
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states
+            if self.specs[0].index <= self.lowest_trained:
+                x = x.detach()  # a pipeline's input asks for a gradient
         kinds = dict.fromkeys(layer_kind(self.args, spec.index) for spec in blocks)
-        inputs = {kind: self._attention_inputs(batch, positions, cache, last, kind) for kind in kinds}
+        scoring = batch if isinstance(batch, BranchBatch) else None
+        if scoring is not None and scoring.branches is not None:
+            inputs = {kind: self._branch_inputs(scoring, kind) for kind in kinds}
+        else:
+            inputs = {kind: self._attention_inputs(batch, positions, cache, last, kind) for kind in kinds}
         x = self._run_blocks(blocks, x, inputs, batch.seed, cache)
         if self.specs[-1].kind != "head":
             return Hidden(x)
-        if last is not None:
+        if last is not None and not every:
             x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
+        if scoring is not None and scoring.wanted is not None:
+            x = x.transpose(0, 1).flatten(0, 1)[scoring.wanted].unsqueeze(1)
         norm, head = self.specs[-2:]
         return self.layers[str(head.index)](self.layers[str(norm.index)].norm(x))  # type: ignore[operator]
 

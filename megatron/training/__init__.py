@@ -1,8 +1,9 @@
 """Training: the DeepSpeed engine behind one class, optimizers and schedules, checkpoints of a run, the loop and its
-callbacks. `start(args, process)` builds everything in order; `train(training)` runs it to the end."""
+callbacks. `start(args, process)` builds everything in order; `train(training, callbacks)` runs it to the end."""
 
+from megatron.training.callbacks import Callback, Step
 from megatron.training.guards import NonFiniteError
 from megatron.training.loop import train
 from megatron.training.setup import Training, start
 
-__all__ = ["NonFiniteError", "Training", "start", "train"]
+__all__ = ["Callback", "NonFiniteError", "Step", "Training", "start", "train"]

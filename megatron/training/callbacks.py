@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
-from megatron.data import has_curriculum
+from megatron.data import SampleSet, has_curriculum, rows_per_sample
 from megatron.training.engine import StepResult
-from megatron.training.evaluation import evaluate
+from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.flops import model_flops, neox_flops, readable_flops
 from megatron.training.loggers import MetricLogger, metrics
 from megatron.training.probes import Probe
@@ -24,7 +25,8 @@ from megatron.training.setup import Training
 @dataclass
 class Step:
     """One finished optimizer step. seq_length: tokens it read of each sample, row_length: in rows of so many, of which
-    the run has read row_tokens; row: its metrics, filled by callbacks."""
+    the run has read row_tokens; row: its metrics, filled by callbacks; stopping: whether a stop signal has come to this
+    rank, so that what takes long had better be given up."""
 
     iteration: int
     consumed_samples: int
@@ -34,12 +36,25 @@ class Step:
     row_length: int = 0
     row_tokens: int = 0
     row: dict[str, float | int] = field(default_factory=dict)
+    stopping: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.row["iteration"] = self.iteration
         self.row["consumed_samples"] = self.consumed_samples
         whole = self.consumed_samples * self.seq_length
         self.row["consumed_tokens"] = whole if self.consumed_tokens is None else self.consumed_tokens
+
+
+class Callback(Protocol):
+    """Something that follows some steps, on all ranks together. Step 0 is what a run is before its first step."""
+
+    def is_due(self, step: Step) -> bool:
+        """Whether `on_step_end` is called after this step; the same on every rank."""
+        ...
+
+    def on_step_end(self, step: Step) -> None:
+        """Do it, and add metrics to `step.row`, which is logged afterwards. Its time is none of the step's."""
+        ...
 
 
 class Reading:
@@ -101,7 +116,9 @@ class LogCallback:
         self.tokens, self.length = 0, 0.0
         self.rows, self.row_length = 0, 0.0
         self.losses: list[torch.Tensor] = []
+        self.metrics: dict[str, list[torch.Tensor]] = {}  # the objective's, of the steps since the last line
         self.norm: torch.Tensor | float | None = None
+        self.measured: list[str] = []
         self.probed: list[str] = []
         self.pending: tuple[Step, Reading, float] | None = None
         self.told_memory = False
@@ -116,11 +133,16 @@ class LogCallback:
         self.skipped += int(step.result.skipped)
         if not step.result.skipped:
             self.losses.append(step.result.loss)
+            for name, value in step.result.metrics.items():
+                self.metrics.setdefault(name, []).append(value)
         if step.iteration % self.training.args.log_interval:
             return
         norm = step.result.grad_norm
         on_device = [*self.losses, torch.as_tensor(math.nan if norm is None else norm, device=step.result.loss.device)]
         self.probed, values = [], [torch.stack([value.float() for value in on_device])]
+        self.measured = list(self.metrics)
+        if self.measured:
+            values.append(torch.stack([torch.stack(found) for found in self.metrics.values()]).nanmean(1))
         for probe in self.probes:
             names, found = probe.values()
             self.probed += names
@@ -128,7 +150,7 @@ class LogCallback:
         reading = Reading(torch.cat(values))
         self.pending = (step, reading, self.stopwatch.lap() / self.steps)
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
-        self.losses, self.steps, self.tokens, self.rows = [], 0, 0, 0
+        self.losses, self.metrics, self.steps, self.tokens, self.rows = [], {}, 0, 0, 0
 
     def settle(self, write: bool = True) -> None:
         """Finish the step whose values were on their way: its line, and its row unless the caller adds to it."""
@@ -137,14 +159,17 @@ class LogCallback:
         (step, reading, seconds), self.pending = self.pending, None
         values = reading.read()
         end = len(values) - len(self.probed)
-        *losses, norm = values[:end]
+        first = end - len(self.measured)
+        *losses, norm = values[:first]
         losses = losses or [math.nan]
+        means = {name: value for name, value in zip(self.measured, values[first:end], strict=True) if value == value}
         self._fill(step, losses[-1], norm, seconds)
+        step.row.update({f"train/{name}": value for name, value in means.items()})
         step.row.update(zip(self.probed, values[end:], strict=True))
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
             with self.bar.external_write_mode():
-                self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds))
+                self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds, means))
                 self._memory(step.iteration)
         self.skipped = 0
         if write:
@@ -169,7 +194,8 @@ class LogCallback:
         row["runtime/iteration_time"] = seconds
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds
         row["runtime/steps_per_sec"] = 1.0 / seconds
-        row["runtime/tokens_per_sec"] = args.train_batch_size * self.length / seconds
+        rows = args.train_batch_size * rows_per_sample(args)
+        row["runtime/tokens_per_sec"] = rows * self.length / seconds
         if has_curriculum(args):
             row["curriculum_seqlen"], row["curriculum_tokens"] = step.row_length, step.row_tokens
         hardware, model = self._flops_per_second(seconds)
@@ -187,7 +213,7 @@ class LogCallback:
         hardware, model = (neox_flops(args, count, self.length, self.row_length) for count in (factor, 3))
         return hardware / (seconds * world), model / (seconds * world)
 
-    def _line(self, step: Step, loss: float, seconds: float) -> str:
+    def _line(self, step: Step, loss: float, seconds: float, means: Mapping[str, float]) -> str:
         args, row = self.training.args, step.row
         line = f" samples/sec: {row['runtime/samples_per_sec']:.3f} |"
         line += f" iteration {step.iteration:8d}/{args.train_iters:8d} |"
@@ -198,6 +224,7 @@ class LogCallback:
             line += f" MFU: {row['runtime/model_flops_utilization'] * 100:.2f}% |"
             line += f" HFU: {row['runtime/hardware_flops_utilization'] * 100:.2f}% |"
         line += f" lm_loss: {loss:.6E} |"
+        line += "".join(f" {name}: {value:.6E} |" for name, value in means.items())
         if "train/loss_scale" in row:
             line += f" loss scale: {row['train/loss_scale']:.1f} |"
         line += f" number of skipped iterations: {self.skipped:3d} |"
@@ -225,6 +252,9 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
     if dataset is None or args.eval_iters == 0:
         return
     name, samples = "validation" if which == "valid" else "test", args.eval_iters * args.train_batch_size
+    if training.engine.objective.metrics:
+        _validate_objective(training, dataset, name, samples, iteration, row, bar)
+        return
     with training.watchdog.phase(f"computing the {name} loss"):
         detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
         found = evaluate(training.engine, dataset, samples, args, training.groups, training.tokenizer.eod, detokenize)
@@ -236,14 +266,38 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
     if found.character_perplexity is not None:
         row[f"{name}/lm_loss_char_lvl_ppl"] = found.character_perplexity
         line += f"lm_loss_char_lvl_ppl value: {found.character_perplexity:.6E} | "
+    _say_framed(training, bar, line, f" unigram entropy of these {name} tokens: {found.unigram_entropy:.4f} nats")
+
+
+def _validate_objective(
+    training: Training,
+    dataset: SampleSet,
+    name: str,
+    samples: int,
+    iteration: int,
+    row: dict[str, float | int],
+    bar: tqdm,
+) -> None:
+    """The same of an objective that has metrics of its own: its loss and these."""
+    with training.watchdog.phase(f"computing the {name} loss"):
+        loss, means = evaluate_objective(
+            training.engine, dataset, samples, training.args, training.groups, training.tokenizer.eod
+        )
+    shown = {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
+    row.update({f"{name}/{metric}": value for metric, value in shown.items()})
+    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in shown.items())
+    _say_framed(training, bar, f" {name} results at iteration {iteration} |{values} ")
+
+
+def _say_framed(training: Training, bar: tqdm, line: str, *after: str) -> None:
+    rule = "-" * (len(line) + 1)
     with bar.external_write_mode():
-        for text in ("-" * (len(line) + 1), line, "-" * (len(line) + 1)):
+        for text in (rule, line, rule, *after):
             training.logger.info(text)
-        training.logger.info(f" unigram entropy of these {name} tokens: {found.unigram_entropy:.4f} nats")
 
 
 class ValidationCallback:
-    """Validation loss every `eval_interval` steps and after the last, which is also tested."""
+    """Validation loss before the first step, every `eval_interval` steps and after the last, which is also tested."""
 
     def __init__(self, training: Training, bar: tqdm) -> None:
         self.training, self.bar = training, bar

@@ -16,6 +16,7 @@ from megatron.checkpointing import (
     Manifest,
     OptimizerFiles,
     check_model,
+    describe_files,
     load_weights,
     model_file,
     read_manifest,
@@ -27,12 +28,12 @@ from megatron.checkpointing import (
     zero_file,
 )
 from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
-from megatron.model import layer_params
-from megatron.mpu import together, together_local
+from megatron.model import layer_params, trained_parameters
+from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
 from megatron.training.saving import Progress, Saver
 from megatron.training.schedules import resumed_schedule
-from megatron.training.sources import earlier_checkpoint
+from megatron.training.sources import Source, earlier_checkpoint
 
 __all__ = ["Checkpointer", "Progress"]
 
@@ -75,6 +76,13 @@ class Checkpointer(Saver):
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
 
+    def load_weights_of(self, source: Source) -> None:
+        """The weights that another source has, before `resume`; those of no source are there already."""
+        if source.path is not None and source.is_hf:
+            self._load_weights(source.path, None, load_hf_weights)
+        elif source.path is not None:
+            self._load_weights(source.path, self._verified(source.path))
+
     def _verified(self, path: Path) -> Manifest | None:
         """The manifest after checking every file against it, the work shared out over ranks."""
         manifest = read_manifest(path)
@@ -102,6 +110,8 @@ class Checkpointer(Saver):
             ),
         )
         self.engine.set_weights(loaded)
+        if manifest is None and load is load_weights:
+            self.logger.info(f"{path}: {describe_files(path, self.args)}")
 
     def _restore(self, path: Path, goes_on: bool) -> Progress:
         args = self.args
@@ -123,6 +133,7 @@ class Checkpointer(Saver):
             self._resume_schedule(state.get("lr_scheduler"), str(path))
             files = OptimizerFiles(path)
             if files:
+                on_rank_zero(self.groups, lambda: self._check_trained(files))
                 self._load_by_parameter(files)
                 self.engine.state.set_loss_scaler(state.get("loss_scaler", {}))
             else:
@@ -180,9 +191,10 @@ class Checkpointer(Saver):
         if not self.args.allow_changed_data:
             changed = _changed(manifest.data["files"], self.data) + _changed(manifest.data["order"], self.order)
             if changed:
+                anew = "restart: true to begin anew" if goes_on else "finetune: true to begin anew with these weights"
                 raise CheckpointError(
                     f"{path}: {what}: the training data or its order is not what it was trained on: "
-                    f"{'; '.join(changed)}; set allow_changed_data: true to go on with the new data"
+                    f"{'; '.join(changed)}; set {anew}, or allow_changed_data: true to go on with the new data"
                 )
         if manifest.tokenizer is not None and manifest.tokenizer != self.tokenizer.fingerprint():
             raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
@@ -202,6 +214,21 @@ class Checkpointer(Saver):
                 f"{path}: optimizer state of another layout ({'; '.join(other)}); "
                 "use that layout, or set no_load_optim: true to go on with the weights alone"
             )
+
+    def _check_trained(self, files: OptimizerFiles) -> None:
+        """The optimizer's state is that of the parameters trained here, no more and no fewer."""
+        specs = layer_params(self.args)
+        shared = {spec.name for spec in specs[2] if spec.shared}
+        there = {(layer, name) for layer, name in files.names(specs) if layer <= 2 or name not in shared}
+        now = trained_parameters(self.args)
+        for names, where in ((now - there, "here"), (there - now, "there")):
+            if names:
+                told = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise CheckpointError(
+                    f"{files.path}: was saved with another `trainable`: {told}{more} trained {where} only; set it as "
+                    "it was, or set no_load_optim: true to go on from its weights with a fresh optimizer"
+                )
 
     def _load_by_parameter(self, files: OptimizerFiles) -> None:
         """Moments, step counts and fp32 master weights, cut for this rank."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -31,13 +32,14 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from megatron.checkpointing import FileRecord, load_tensors, save_tensors
+from megatron.checkpointing import FileRecord, load_tensors, restore_rng, rng_state, save_tensors
 from megatron.data import Batch
-from megatron.model import Hidden, Stage, forward_only, layer_params, shard
+from megatron.model import Hidden, Model, Stage, for_inference, forward_only, layer_params, reading, shard
 from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups, together_local, token_logprobs
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective
+from megatron.objectives import Objective, answer_sums
+from megatron.tokenizer import Tokenizer
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
 from megatron.training.engine_state import EngineState
 from megatron.training.guards import GradientWatch, SpikeGuard
@@ -49,17 +51,19 @@ from megatron.training.optimizers import (
     set_learning_rate,
 )
 from megatron.training.owned import OwnedParts
+from megatron.training.pipeline import TiedGradient, cut_backward
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens (not yet read from the
-    device); grad_norm: before clipping; skipped: gradients were not finite, weights are unchanged."""
+    """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens or pairs (not yet read
+    from the device); grad_norm: before clipping; skipped: gradients were not finite, weights are unchanged."""
 
     loss: Tensor
     grad_norm: Tensor | float | None
     skipped: bool
     spike: bool = False  # left out by skip_step_above_sigma
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # the objective's means; NaN where nothing counted
 
 
 class CheckpointEngine(TorchCheckpointEngine):
@@ -118,6 +122,7 @@ class _PipeStage(nn.Module):
         self.batches: Iterator[Batch] = iter(())
         self.batch: Batch | None = None
         self.loss_scale: Tensor | None = None
+        self.metrics = torch.zeros(len(objective.metrics), 2, device=groups.device)
 
     def forward(self, received: Any) -> Any:
         batch = next(self.batches)
@@ -128,18 +133,9 @@ class _PipeStage(nn.Module):
 
     def loss(self, logits: Tensor, _: Any) -> Tensor:
         assert self.batch is not None and self.loss_scale is not None
-        loss_sum = self.objective.loss_sum(logits, self.batch, self.groups.group("tensor"))
-        return loss_sum * self.loss_scale * self.watch.note_loss(loss_sum)
-
-
-class _TiedGradient:
-    """Where a tied weight's gradient is: ZeRO with fp16 or offloaded bf16 weights keeps it in `grad_accum`, while the
-    pipeline engine sums `grad` over the copies (without this: none, and they drift apart)."""
-
-    def __init__(self, param: nn.Parameter) -> None:
-        accumulated = getattr(param, "grad_accum", None)
-        self.grad = param.grad if accumulated is None else accumulated
-        self._hp_grad = getattr(param, "_hp_grad", None)
+        parts, metrics = self.objective.loss_sum(logits, self.batch, self.groups.group("tensor"))
+        self.objective.add_metrics(self.metrics, metrics)
+        return (parts * self.loss_scale).sum() * self.watch.note_loss(parts.sum())
 
 
 class _TiedPipelineModule(PipelineModule):
@@ -147,8 +143,8 @@ class _TiedPipelineModule(PipelineModule):
 
     tied: list[tuple[nn.Parameter, Any]] = []
 
-    def get_tied_weights_and_groups(self) -> list[tuple[_TiedGradient, Any]]:
-        return [(_TiedGradient(param), group) for param, group in self.tied]
+    def get_tied_weights_and_groups(self) -> list[tuple[TiedGradient, Any]]:
+        return [(TiedGradient(param), group) for param, group in self.tied]
 
 
 def attach_deepspeed() -> None:
@@ -171,7 +167,8 @@ class Engine:
         self._pipe_shape: torch.Size | None = None
         self.files = CheckpointEngine()
         self.watch = GradientWatch(
-            [(name.removeprefix("layers."), p) for name, p in stage.named_parameters()], groups.device
+            [(name.removeprefix("layers."), p) for name, p in stage.named_parameters() if p.requires_grad],
+            groups.device,
         )
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         optimizer = together_local(groups, lambda: build_optimizer(stage, args, DeepSpeedCPUAdam))
@@ -186,7 +183,7 @@ class Engine:
             log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._pipe = self._wrap_pipeline() if groups.size("pipe") > 1 else None
+            self._pipe = self._wrap_pipeline(ordered) if groups.size("pipe") > 1 else None
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else self._module,
                 optimizer=optimizer,
@@ -203,17 +200,24 @@ class Engine:
             self._judge_steps()
         if self.spikes is not None:
             self._guard_steps(optimizer, self.spikes)
+        if self._pipe is not None:
+            cut_backward(self._ds, stage, ordered)
         self._params = stage_parameters(stage)
-        named = {id(param): (layer, name, param) for layer, name, param in self._params}
-        self.state = EngineState(self._ds, [named[id(p)] for p in ordered], groups, self.dtype, self.zero_stage)
+        named = {id(item[2]): item for item in self._params}
+        trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders
+        size = sum(math.prod(getattr(p, "ds_shape", p.shape)) for _, _, p in self._params)
+        self.state = EngineState(self._ds, trained, groups, self.dtype, self.zero_stage, size)
         self.owned = OwnedParts(self._params, self._ds.optimizer, groups, self.zero_stage)
         self.on_gradients: Callable[[], None] | None = None  # asked in every step, between backward and clipping
+        # Gives micro-batches (on this rank's device) their `reference`, and `kl.reference`; all ranks ask together.
+        self.fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
         if self.dtype != torch.float32:
             self._master_from_init()
 
-    def _wrap_pipeline(self) -> _PipeStage:
-        groups = self.groups
+    def _wrap_pipeline(self, optimized: list[nn.Parameter]) -> _PipeStage:
+        groups, own = self.groups, {id(param) for param in self.stage.parameters()}
         pipe = _PipeStage(self.stage, self.objective, groups, self.watch)
+        pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
         topology = PipeModelDataParallelTopology(
             num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
         )
@@ -229,7 +233,7 @@ class Engine:
         for param, _ in tied:
             # Counted once in the gradient norm. Set here because PipelineModule clears the mark of what it is given.
             param.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
-        self._module.tied = tied
+        self._module.tied = [(param, group) for param, group in tied if param.requires_grad]
         return pipe
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -237,26 +241,48 @@ class Engine:
     def train_step(self, batches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over this rank's micro-batches of it."""
         self.watch.clear()
-        batches = [batch.to(self.groups.device) for batch in batches]
-        weight = torch.stack([self.objective.weight(batch) for batch in batches]).sum()
+        batches = self.complete(batches)
+        weight = torch.stack([self.objective.weight(batch) for batch in batches]).sum(0)
         if self.groups.group("data") is not None:
             dist.all_reduce(weight, group=self.groups.group("data"))
-        # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's tokens instead.
+        # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight instead.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         loss = self._pipe_step(batches, scale) if self._pipe is not None else self._plain_step(batches, scale)
+        metrics = self._mean_metrics()
         spike = self.spikes is not None and self.spikes.skips
         if self.zero_stage == 0:
-            return StepResult(loss, self._norm, self._skipped, spike)
-        return StepResult(loss, self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow), spike)
+            return StepResult(loss, self._norm, self._skipped, spike, metrics)
+        return StepResult(loss, self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow), spike, metrics)
+
+    def complete(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches with what the objective wants to know of them before their forward pass."""
+        batches = [batch.to(self.groups.device) for batch in batches]
+        if self.fill_reference is not None:
+            batches = self.fill_reference(batches)
+        if self.objective.couple is not None:
+            batches = self.objective.couple(batches, self.scores, self.groups.group("data"))
+        return batches
+
+    def _mean_metrics(self) -> dict[str, Tensor]:
+        if not self.objective.metrics:
+            return {}
+        sums, groups = self._metrics if self._pipe is None else self._pipe.metrics, self.groups
+        if groups.group("data") is not None:
+            dist.all_reduce(sums, group=groups.group("data"))
+        if groups.group("pipe") is not None:
+            dist.broadcast(sums, src=groups.members["pipe"][-1], group=groups.group("pipe"))
+        return self.objective.means(sums)
 
     def _plain_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
         self._ds.train()
         self._total = torch.zeros((), device=self.groups.device)
+        self._metrics = torch.zeros(len(self.objective.metrics), 2, device=self.groups.device)
         for i, batch in enumerate(batches):
             logits = self._ds(None, batch)
-            loss_sum = self.objective.loss_sum(logits, batch, self.groups.group("tensor"))
-            loss = loss_sum * scale * self.watch.note_loss(loss_sum)
+            parts, metrics = self.objective.loss_sum(logits, batch, self.groups.group("tensor"))
+            self.objective.add_metrics(self._metrics, metrics)
+            loss = (parts * scale).sum() * self.watch.note_loss(parts.sum())
             self._total += loss.detach()
             self._ds.backward(loss)
             if self.zero_stage == 0 and i == len(batches) - 1:
@@ -339,6 +365,7 @@ class Engine:
     def _pipe_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
         assert self._pipe is not None
         self._pipe.batches, self._pipe.loss_scale = iter(batches), scale
+        self._pipe.metrics.zero_()
         if self._pipe_shape != batches[0].tokens.shape:
             self._pipe_shape = batches[0].tokens.shape
             self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
@@ -368,6 +395,24 @@ class Engine:
 
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
+    def scores(self, batches: list[Batch]) -> list[Tensor]:
+        """The sums `[n]` fp32 of `token_logprobs` over each answer of each micro-batch."""
+        return [answer_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
+
+    @contextlib.contextmanager
+    def inference(self, tokenizer: Tokenizer, columns: int | None = None) -> Iterator[Model]:
+        """The model as it is now, to generate and to score with; training goes on as if it had not been.
+
+        columns: as of `Model`. All ranks enter it together. Random generators are what they were afterwards.
+        """
+        args, random = for_inference(self.args), rng_state(self.groups.device)
+        lockstep = self.zero_stage == 3
+        try:
+            with reading(self.stage, args):
+                yield Model(args, self.groups, tokenizer, self.stage, self.dtype, columns, lockstep)
+        finally:
+            restore_rng(random, self.groups.device, "before inference")
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _master_from_init(self) -> None:
@@ -375,25 +420,31 @@ class Engine:
         specs = layer_params(self.args)
         rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
         for layer, name, param in self._params:
+            if not param.requires_grad:
+                continue
             spec = next(s for s in specs[layer] if s.name == name)
             whole = initial_value(spec, layer, self.args, self.groups.device)
             safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Give every parameter of this stage its value (local part, any float type), fp32 master weights included."""
+        """Give parameters of this stage their values (local part, any float type), fp32 master weights included."""
         for layer, name, param in self._params:
+            if name not in weights.get(layer, {}):
+                continue
             value = weights[layer][name].to(self.groups.device)
             with self._gathered([param], modifier_rank=0):
                 param.data.copy_(value)
-            safe_set_full_fp32_param(param, value.float().contiguous())
+            if param.requires_grad:
+                safe_set_full_fp32_param(param, value.float().contiguous())
 
     def read_each(self, read: Callable[[int, str], Tensor]) -> dict[int, dict[str, Tensor]]:
-        """A value for every parameter of this stage, for `set_weights`; a problem of one rank is raised on all."""
+        """A value for every trained parameter of this stage, for `set_weights`; a problem of one rank is raised on
+        all."""
 
         def all_of_them() -> dict[int, dict[str, Tensor]]:
             found: dict[int, dict[str, Tensor]] = {}
-            for layer, name, _ in self._params:
+            for layer, name, _ in self.state.parts.params:
                 found.setdefault(layer, {})[name] = read(layer, name)
             return found
 
@@ -401,12 +452,13 @@ class Engine:
 
     @torch.no_grad()
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        """This rank's part of every parameter of its stage, on CPU; fp32 master values if asked for.
+        """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if asked for.
         All ranks of a data group call it together; one that does not `keep` them only helps to gather."""
         found: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
             with self._gathered([param]):
-                value = safe_get_full_fp32_param(param) if master and self.zero_stage > 0 else param
+                has_master = master and self.zero_stage > 0 and param.requires_grad
+                value = safe_get_full_fp32_param(param) if has_master else param
                 if keep:
                     found.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
         return found

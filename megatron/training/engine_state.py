@@ -21,7 +21,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class EngineState:
-    """params: (layer, name, parameter) in order of the optimizer's groups; with ZeRO, as they were before it."""
+    """params: (layer, name, trained parameter) in order of the optimizer's groups; with ZeRO, as they were before it.
+    stage_size: elements of this rank's part of its stage, trained or not."""
 
     def __init__(
         self,
@@ -30,9 +31,10 @@ class EngineState:
         groups: ParallelGroups,
         dtype: torch.dtype,
         zero_stage: int,
+        stage_size: int,
     ) -> None:
         self._ds, self.groups, self.dtype, self.zero_stage = ds, groups, dtype, zero_stage
-        self._ordered = [param for _, _, param in params]
+        self._ordered, self._stage_size = [param for _, _, param in params], stage_size
         self.parts = OptimizerParts(params, ds.optimizer, groups, dtype, zero_stage)
 
     def model_state(self) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class EngineState:
         """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
         elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._ordered)
         first = self.groups.rank("data") == 0
-        weights = elements * torch.finfo(self.dtype).bits // 8 if first else 0
+        weights = self._stage_size * torch.finfo(self.dtype).bits // 8 if first else 0
         if not optimizer:
             return weights
         if self.zero_stage == 0:

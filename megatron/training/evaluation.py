@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.data import Batch, SampleSet, collation, eval_batches
 from megatron.mpu import ParallelGroups
@@ -74,6 +75,41 @@ def evaluate(
     loss, tokens, characters = totals.tolist()
     per_character = tokens / max(1.0, characters) if detokenize is not None else None
     return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character)
+
+
+def evaluate_objective(
+    engine: Engine, dataset: SampleSet, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
+) -> tuple[float, dict[str, float]]:
+    """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one step's
+    loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in training."""
+    objective = engine.objective
+    found: list[Tensor] = []
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        parts, metrics = objective.loss_sum(logits, batch, groups.group("tensor"))
+        sums = torch.zeros(len(objective.metrics), 2, device=parts.device)
+        objective.add_metrics(sums, metrics)
+        return torch.cat([sums.flatten(), parts, objective.weight(batch)])
+
+    def shape(batch: Batch) -> tuple[int]:
+        return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
+
+    batches = eval_batches(
+        dataset,
+        num_samples,
+        args.train_micro_batch_size_per_gpu,
+        groups.rank("data"),
+        groups.size("data"),
+        collation(args, eod),
+    )
+    for chunk in _chunks(batches, args.gradient_accumulation_steps or 1):
+        found += engine.forward_only(engine.complete(chunk), read, shape)
+    total = torch.stack(found).double().sum(0)
+    if groups.group("data") is not None:
+        dist.all_reduce(total, group=groups.group("data"))
+    sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
+    means = objective.means(sums.view(-1, 2))
+    return float((parts / weights.clamp(min=1.0)).sum()), {name: float(value) for name, value in means.items()}
 
 
 def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -6,22 +6,34 @@ read in, which attention spans (a mean); None: as many.
 
 from __future__ import annotations
 
+import torch
+
+from megatron.data import rows_per_sample
+from megatron.model import layer_params, lowest_trained, trained_parameters
+from megatron.model.trainable import EMBEDDING
 from megatron.neox_arguments import NeoXArgs
 
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
-    """Matrix products of one iteration of the global batch, forward and backward (twice the forward).
+    """Matrix products of one iteration of the global batch, forward and backward (twice the forward where all is
+    trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
 
     Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; attention counts the causal
     half of its square, packed documents or not; recomputation does not count.
     """
     seq = seq_length or args.seq_length
-    hidden, query, kv = args.hidden_size, args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
-    attention = hidden * (query + 2 * kv) + query * hidden
-    mlp = args.ffn_size * hidden * (3 if args.is_gated else 2)
-    scores_and_values = (row_length or seq) * query  # two products of half a square each
-    multiplications = args.num_layers * (attention + mlp + scores_and_values) + hidden * args.padded_vocab_size
-    return 3.0 * 2.0 * args.train_batch_size * seq * multiplications
+    scores_and_values = (row_length or seq) * args.num_attention_heads * args.head_dim  # two products of half a square
+    trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
+    multiplications = 0.0
+    for layer in range(2, args.num_layers + 2):
+        sizes = {(layer, s.name): torch.Size(s.shape).numel() for s in specs[layer] if s.weight_decay and not s.shared}
+        forward, own = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
+        multiplications += forward + scores_and_values + own
+        multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
+    head = args.num_layers + 4
+    own = ((head, "final_linear.weight") if args.no_weight_tying else EMBEDDING) in trained
+    multiplications += args.hidden_size * args.padded_vocab_size * (1 + own + (lowest < head))
+    return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 
 def neox_flops(
@@ -34,7 +46,7 @@ def neox_flops(
     """
     layers, hidden, seq = args.num_layers, args.hidden_size, seq_length or args.seq_length
     brackets = 1.0 + (row_length or seq) / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)
-    return 24.0 * factor * args.train_batch_size * seq * layers * hidden**2 * brackets
+    return 24.0 * factor * args.train_batch_size * rows_per_sample(args) * seq * layers * hidden**2 * brackets
 
 
 def readable_flops(value: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.places import is_remote
 
 Row = Mapping[str, float | int]
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
@@ -171,9 +172,11 @@ def _cannot_start(args: NeoXArgs, key: str, problem: Exception, mode: str) -> Co
 
 
 def log_directory(args: NeoXArgs) -> Path | None:
-    """`log_dir`, else `<save>/logs`; None when neither is set."""
+    """`log_dir`, else `<save>/logs`, or `logs` where that is remote; None when neither is set."""
     if args.log_dir is not None:
         return Path(args.log_dir).expanduser()
+    if is_remote(args.save):
+        return Path("logs")
     return Path(args.save).expanduser() / "logs" if args.save is not None else None
 
 
@@ -199,10 +202,16 @@ def build_loggers(
             raise ConfigError([f"{args.origin(key)}: {key}: {folder}: {problem.strerror}"]) from problem
     if directory is not None:
         loggers.append(JsonlLogger(directory / "metrics.jsonl", iteration, run_id))
+    return loggers + build_trackers(args, iteration, run_id, config)
+
+
+def build_trackers(args: NeoXArgs, iteration: int, run_id: str, config: Mapping[str, Any]) -> list[MetricLogger]:
+    """The loggers that keep runs side by side: TensorBoard, Weights & Biases, Comet. Raises ConfigError."""
+    loggers: list[MetricLogger] = []
     if args.tensorboard_dir is not None:
         loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration, config))
     if args.use_wandb:
-        loggers.append(WandbLogger(args, run_id, rank, config))
+        loggers.append(WandbLogger(args, run_id, 0, config))
     if args.use_comet:
         loggers.append(CometLogger(args, run_id, config))
     return loggers

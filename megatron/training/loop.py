@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from megatron.checkpointing import replace_file
-from megatron.data import Batch, DataError, has_curriculum, row_length, step_length, train_loader
+from megatron.data import Batch, DataError, has_curriculum, row_length, rows_per_sample, step_length, train_loader
 from megatron.mpu import on_rank_zero, together_local
-from megatron.training.callbacks import LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback, validate
+from megatron.training.callbacks import Callback, LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback
 from megatron.training.engine import StepResult
 from megatron.training.facts import facts_line, run_facts
 from megatron.training.guards import NonFiniteError, report
@@ -51,9 +51,12 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
     )
 
 
-def train(training: Training) -> None:
+def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     """Train to `train_iters`, or until told to stop: log, validate and save on the way, validate, test and save at
-    the end. Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf."""
+    the end. callbacks: asked after validation and before saving, at step 0 and at the end of every step.
+
+    Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf.
+    """
     args, progress, logger = training.args, training.progress, training.logger
     if progress.iteration >= args.train_iters:
         logger.info(f"nothing left to do: train_iters is {args.train_iters}")
@@ -69,19 +72,20 @@ def train(training: Training) -> None:
     facts = run_facts(args, training.groups, training.engine.stage)
     logger.info(facts_line(facts))
     probes = build_probes(training)
-    profiler = StepProfiler(args, training.groups, logger)
+    profiler = StepProfiler(args, training.groups, logger, stop.settle)
     loggers = together_local(
         training.groups,
         lambda: build_loggers(args, progress.iteration, run_id, facts, training.groups.world_rank),
     )
     stopwatch = Stopwatch()
     log = LogCallback(training, bar, stopwatch, loggers, probes)
-    validation, save = ValidationCallback(training, bar), SaveCallback(training)
+    save = SaveCallback(training)
+    callbacks = [ValidationCallback(training, bar), *callbacks]
     reason: str | None = None
     _write_status(training, "running", None)
     try:
         if progress.iteration == 0:
-            _before_first_step(training, log, save, bar)
+            _before_first_step(training, callbacks, log, save, bar, stop)
         batches = batches_of(training)
         training.watchdog.now("in the first step")
         overflows = 0
@@ -104,7 +108,7 @@ def train(training: Training) -> None:
             row = row_length(args, progress.iteration)
             step = Step(
                 progress.iteration, progress.consumed_samples, length, result, progress.consumed_tokens, row,
-                progress.row_tokens.get(row, 0),
+                progress.row_tokens.get(row, 0), stopping=stop.signalled,
             )  # fmt: skip
             log.on_step_end(step)
             reason, timed_save = stop.ask(progress.iteration)
@@ -112,10 +116,11 @@ def train(training: Training) -> None:
                 training.checkpointer.wait()  # raises what the writer ran into
             saves = reason is not None or timed_save or save.is_due(step.iteration)
             for_now = not saves and save.is_due_for_now(step.iteration)
-            if saves or for_now or validation.is_due(step):
+            due = [callback for callback in callbacks if callback.is_due(step)]
+            if saves or for_now or due:
                 log.settle(write=False)
                 with stopwatch.pause():
-                    validation.on_step_end(step)
+                    _call(due, step, bar)
                     log.write(step)
                     progress.validation_loss = step.row.get("validation/lm_loss")
                     if saves:
@@ -147,13 +152,23 @@ def train(training: Training) -> None:
     _finish(training, text, "finished" if done else "stopped", None if done else reason)
 
 
-def _before_first_step(training: Training, log: LogCallback, save: SaveCallback, bar: tqdm) -> None:
+def _before_first_step(
+    training: Training, callbacks: Sequence[Callback], log: LogCallback, save: SaveCallback, bar: tqdm,
+    stop: StopCondition,
+) -> None:
     """What a run looks like before it has learned anything."""
-    step = Step(0, 0, training.args.seq_length, None)
-    validate(training, "valid", 0, step.row, bar)
+    step = Step(0, 0, training.args.seq_length, None, stopping=stop.signalled)
+    _call([callback for callback in callbacks if callback.is_due(step)], step, bar)
     log.write(step)
     if save.is_due(0):
         save.save()
+
+
+def _call(due: Sequence[Callback], step: Step, bar: tqdm) -> None:
+    for callback in due:
+        bar.clear()  # they may have bars of their own
+        callback.on_step_end(step)
+    bar.refresh()
 
 
 def _advance(training: Training, result: StepResult) -> None:
@@ -161,7 +176,8 @@ def _advance(training: Training, result: StepResult) -> None:
     progress.iteration += 1
     progress.validation_loss = None
     progress.consumed_samples += training.args.train_batch_size
-    tokens = training.args.train_batch_size * step_length(training.args, progress.iteration)
+    rows = training.args.train_batch_size * rows_per_sample(training.args)
+    tokens = rows * step_length(training.args, progress.iteration)
     progress.consumed_tokens += tokens
     if has_curriculum(training.args):
         row, following = (row_length(training.args, progress.iteration + n) for n in (0, 1))
@@ -210,7 +226,7 @@ def _write_status(training: Training, status: str, reason: str | None) -> None:
 
 def _status_file(training: Training, status: str, reason: str | None) -> None:
     args = training.args
-    if args.save is None:
+    if args.save_dir is None:
         return
     state = {
         "status": status,
@@ -220,6 +236,6 @@ def _status_file(training: Training, status: str, reason: str | None) -> None:
         "run_id": training.checkpointer.run_id,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = Path(args.save) / "status.json"
+    path = Path(args.save_dir) / "status.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(state, indent=1) + "\n").encode())

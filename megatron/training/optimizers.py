@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.model import Stage, layer_params
+from megatron.model import Stage, layer_params, trained_parameters
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -17,12 +17,21 @@ from megatron.training.deepspeed_config import offload
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
-    """NeoX's two groups: with weight decay, and without it for norms and biases; in registration order."""
+    """NeoX's two groups: with weight decay, and without it for norms and biases; in registration order.
+
+    Of trained parameters alone. Where a pipeline stage has none of a group that others have, one zero without gradient
+    stands for them: DeepSpeed refuses an empty group.
+    """
     specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for layer, name, param in stage_parameters(stage):
+        if not param.requires_grad:
+            continue
         (decayed if specs[layer, name].weight_decay else plain).append(param)
+    for group, decays in ((decayed, True), (plain, False)):
+        if not group and any(specs[found].weight_decay == decays for found in trained_parameters(args)):
+            group.append(nn.Parameter(torch.zeros(1, device=stage.device_of_groups)))
     groups = [
         {"name": "weight_decay_params", "params": decayed, "weight_decay": args.weight_decay},
         {"name": "no_weight_decay_params", "params": plain, "weight_decay": 0.0},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.model import layer_params
+from megatron.model import layer_params, trained_parameters
 from megatron.mpu import ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
@@ -19,17 +19,19 @@ class ParameterNorms:
     """`log_param_norm`, `log_grad_norm`, `log_grad_pct_zeros`, `log_optimizer_states` under NeoX's metric names; a
     parameter is called as in NeoX's pipeline, `2.attention.dense.weight`.
 
-    Gradients are those of the global batch before clipping: their squares add up to the square of train/grad_norm.
+    Of trained parameters. Gradients are those of the global batch before clipping: their squares add up to the square
+    of train/grad_norm.
     Weights and optimizer state are fp32, after the update.
     """
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> None:
         self.args, self.groups, self.engine = args, groups, engine
+        trained = trained_parameters(args)  # one parameter of all blocks is named after the first
         specs = {
             (layer, spec.name): spec
             for layer, found in layer_params(args).items()
             for spec in found
-            if layer <= 2 or not spec.shared  # one parameter of all blocks is named after the first
+            if (layer, spec.name) in trained
         }
         self._names = list(specs)
         self._sizes = torch.tensor([float(torch.Size(spec.shape).numel()) for spec in specs.values()])

@@ -38,11 +38,15 @@ from megatron.checkpointing import (
     optimizer_file,
     publish,
     rng_state,
+    step_tag,
     write_bytes,
     zero_file,
 )
 from megatron.checkpointing.families import hf_config
 from megatron.checkpointing.huggingface import CARRIED, carried_files, export_hf
+from megatron.checkpointing.layout import is_state
+from megatron.checkpointing.remote import Store, fetch, thin
+from megatron.checkpointing.staging import save_store
 from megatron.data import data_fingerprint, data_seed
 from megatron.mpu import ParallelGroups, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
@@ -106,6 +110,7 @@ class Saver:
         self._lock: Any = None
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
         self._temporary = Path()
+        self._store: Store | None = save_store(args)
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
         self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
         self.layout = Layout(
@@ -122,14 +127,16 @@ class Saver:
     def save(self, progress: Progress, *, beside: bool = True, ephemeral: bool = False) -> None:
         """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole. With
         `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the next one."""
-        save = self.args.save
+        save = self.args.save_dir
         assert save is not None
         if self.saved_at == progress.iteration:
             return
         self.wait()
         beside = self._check_space(Path(save)) and beside
         with self._no_half_checkpoint(Path(save) / "begin"):
-            self._temporary = temporary = on_rank_zero(self.groups, lambda: begin(save, progress.iteration))
+            self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
+            if self._store is not None:  # each machine has a folder of its own
+                together(self.groups, lambda: temporary.mkdir(parents=True, exist_ok=True))
         manifest, configs, states = self._manifest(progress), self.args.config_files, self._states(progress, ephemeral)
         keep = Retention(
             self.args.keep_last_n_checkpoints, self.args.keep_checkpoints_every, self.args.keep_best_n_checkpoints
@@ -137,8 +144,9 @@ class Saver:
 
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
-            path = publish(temporary, save, manifest.iteration, replace(manifest, files=files), configs, keep)
-            self.logger.info(f"saved checkpoint {path}")
+            whole = replace(manifest, files=files)
+            path = publish(temporary, save, manifest.iteration, whole, configs, keep, self._store)
+            self.logger.info(f"saved checkpoint {path if self._store is None else f'{self._store.url}/{path.name}'}")
             if is_hf_due(self.args, manifest.iteration):
                 self._export(path)
 
@@ -156,12 +164,31 @@ class Saver:
 
     def _export(self, path: Path) -> None:
         """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
-        folder = path.parent / CARRIED / path.name
+        folder: Path | str = path.parent / CARRIED / path.name
         try:
+            if self._store is not None:  # the ranks' files are there alone
+                fetch(self._store, path.name, path, lambda name: not is_state(name))
             export_hf(path, self.args, folder, check=False)
+            if self._store is not None:
+                folder = self._send_hf(Path(folder))
+                thin(path)
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
+
+    def _send_hf(self, folder: Path) -> str:
+        """Send an exported folder to the store, and delete it here; its address."""
+        assert self._store is not None
+        beside = Store(f"{self._store.url}/{CARRIED}", self._store.patience)
+        beside.send_folder(folder, folder.name)
+        shutil.rmtree(folder)
+        return f"{beside.url}/{folder.name}"
+
+    def _begin(self, save: str, iteration: int) -> Path:
+        temporary = begin(save, iteration)
+        if self._store is not None:
+            self._store.begin(step_tag(iteration))
+        return temporary
 
     @property
     def writing(self) -> bool:
@@ -210,8 +237,9 @@ class Saver:
             if self.groups.world_rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+            where = temporary.parent if self._store is None else self._store.url
             raise CheckpointError(
-                f"{temporary.parent}: the checkpoint could not be written ({reason}); earlier ones are untouched"
+                f"{where}: the checkpoint could not be written ({reason}); earlier ones are untouched"
             ) from problem
 
     def _check_space(self, save: Path) -> bool:
@@ -223,16 +251,20 @@ class Saver:
         )
         needed = sum(size for _, size, _ in found)
 
-        def check() -> None:
+        def check(needed: int) -> None:
             save.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(save).free
             if free < needed:
                 raise CheckpointError(
                     f"{save}: a checkpoint takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
-                    "make room, or set keep_last_n_checkpoints"
+                    + ("make room, or set keep_last_n_checkpoints" if self._store is None else "set remote_staging")
                 )
 
-        on_rank_zero(self.groups, check)
+        if self._store is None:
+            on_rank_zero(self.groups, lambda: check(needed))
+        else:
+            own = sum(size for machine, size, _ in found if machine == platform.node())
+            together(self.groups, lambda: check(own))
         if self._writer is None:
             return False
         for machine in sorted({machine for machine, _, _ in found}):
@@ -250,10 +282,17 @@ class Saver:
         """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
         if self.args.save is not None:
             together(self.groups, self._take_lock)
+            if self._store is not None:
+                together(self.groups, self._clear_staging)
 
     def _take_lock(self) -> None:
         if self.groups.world_rank == 0:
-            self._lock = _lock(Path(self.args.save or ""))
+            self._lock = _lock(Path(self.args.save_dir or ""))
+
+    def _clear_staging(self) -> None:
+        """What an interrupted save left on any machine."""
+        for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _states(self, progress: Progress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
         """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are. Ranks
@@ -304,6 +343,10 @@ class Saver:
                     files.records.append(write_bytes(state, path / name, name))
                 else:
                     files.save(state, str(path / name))
+                if self._store is not None:
+                    self._store.upload(path / name, f"{path.name.removeprefix('.tmp_')}/{name}")
+                    if name != EPHEMERAL:
+                        (path / name).unlink()
             except (OSError, CheckpointError) as found:
                 problem = found
         if problem is not None:

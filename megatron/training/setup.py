@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpointing.huggingface import exported_rows
 from megatron.data import (
     DataError,
     Datasets,
@@ -18,10 +20,11 @@ from megatron.data import (
     data_notes,
     epoch_iterations,
 )
-from megatron.model import Stage, build_stage, init_stage
+from megatron.model import Model, Stage, build_stage, freeze, init_stage, lowest_trained, trained_parameters
+from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups, Process, Watchdog, configure_logging, join, on_rank_zero, together
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
-from megatron.objectives import language_modelling
+from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
@@ -30,8 +33,9 @@ from megatron.training.engine import Engine
 from megatron.training.gate import check_deepspeed
 from megatron.training.optimizers import on_cpu_adam
 from megatron.training.profiling import record_memory_history
+from megatron.training.reference import resume_with_reference
 from megatron.training.schedules import Schedule, build_schedule
-from megatron.training.sources import adopt_vocabulary, choose_source
+from megatron.training.sources import adopt_vocabulary, choose_source, stage
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Training:
     logger: logging.Logger
     watchdog: Watchdog
 
+    def inference(self) -> AbstractContextManager[Model]:
+        """The model as it is now, to generate and to score with (`Engine.inference`)."""
+        rows = exported_rows(self.checkpointer.carried, self.tokenizer.vocab_size)
+        return self.engine.inference(self.tokenizer, rows)
+
     def close(self) -> None:
         """Release the engine and leave the process group."""
         self.engine.close()
@@ -57,16 +66,28 @@ class Training:
         self.watchdog.close()
 
 
+def _backward_reach(args: NeoXArgs) -> str:
+    lowest = lowest_trained(args)
+    if lowest > 0:
+        return f"layers below {lowest} run forwards alone"
+    if args.no_weight_tying or not (args.trainable and args.trainable["head"]):
+        return "all layers run backwards, down to the embedding"
+    return "the head is the embedding, so all layers run backwards; trainable.embedding_gradient: false leaves that out"
+
+
 def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None) -> Engine:
     """A freshly initialised model under its engine; `args` knows its world and vocabulary."""
     say = logger.info if logger is not None else None
     stage: Stage = build_stage(args, groups, log=say)
     init_stage(stage, args, groups)
+    freeze(stage_parameters(stage), args)
     if say is not None and zero_stage_used(args) != args.zero_stage:
         say("ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)")
+    if say is not None and args.trainable is not None:
+        say(f"trainable: {_backward_reach(args)}")
     if say is not None and on_cpu_adam(args):
         say("optimizer: DeepSpeedCPUAdam (AdamW on the CPU)")
-    return Engine(args, groups, stage, language_modelling(args.z_loss))
+    return Engine(args, groups, stage, build_objective(args))
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
@@ -99,6 +120,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     deepspeed_config(args)  # raises for what DeepSpeed cannot do, before anything is built
     check_curriculum(args)
     make_deterministic(args, logger.info)
+    stage(args)
     watchdog = Watchdog(args, process.world_size, logger)
     groups = join(args, process, logger)
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
@@ -108,6 +130,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
+    trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")
     once = _on_writers(args, groups, process)
     epochs = args.train_epochs
@@ -123,6 +146,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
     for note in on_rank_zero(groups, lambda: data_notes(args)):
         logger.info(note)
     datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs)
+    for note in datasets.notes:
+        logger.info(note)
     record_memory_history(args, groups)
     watchdog.now("building the model")
     engine = build_engine(args, groups, logger)
@@ -132,6 +157,6 @@ def start(args: NeoXArgs, process: Process) -> Training:
     order = datasets.train.order if datasets.train is not None else {}
     checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, order, source, logger)
     watchdog.now("loading a checkpoint")
-    progress = checkpointer.resume()
+    datasets, progress = resume_with_reference(args, groups, datasets, engine, checkpointer, logger, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
     return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger, watchdog)

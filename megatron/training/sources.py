@@ -17,6 +17,7 @@ from megatron.checkpointing import (
     step_of,
 )
 from megatron.checkpointing.huggingface import adopted_rows, find_hf, is_hf
+from megatron.checkpointing.staging import bring, refresh, remote_folders
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -32,17 +33,55 @@ class Source:
 
 def choose_source(args: NeoXArgs) -> Source:
     """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises CheckpointError."""
-    same = bool(args.load and args.save) and Path(args.load or "").resolve() == Path(args.save or "").resolve()
-    if args.save is not None and not args.restart and (read_latest(args.save) or list_checkpoints(args.save)):
-        found = find_checkpoint(args.save, args.iteration if same or args.load is None else None)
+    save, load = args.save_dir, args.load_dir
+    same = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
+    if save is not None and not args.restart and (read_latest(save) or list_checkpoints(save)):
+        found = _own(Path(save), args.iteration if same or load is None else None)
         return Source(_with_manifest(found, args), True)
-    if args.load is None or (same and (args.restart or not list_checkpoints(args.load))):
+    if load is None or (same and (args.restart or not list_checkpoints(load))):
         if args.iteration is not None:
             raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
         return Source(None, False)
-    if is_hf(args.load):
-        return Source(find_hf(args.load), False, is_hf=True)
-    return Source(_with_manifest(find_checkpoint(args.load, args.iteration), args), False)
+    return _given(args, load)
+
+
+def _own(save: Path, iteration: int | None) -> Path:
+    there = list_checkpoints(save)
+    if iteration is None and len(there) == 1 and read_latest(save) is None and read_manifest(there[0]) is not None:
+        return there[0]  # whole, as its name says; the run ended before it could write its first `latest`
+    return find_checkpoint(save, iteration)
+
+
+def original_source(args: NeoXArgs) -> Source:
+    """What a run that goes on from its own `save` once started from. Raises CheckpointError."""
+    load, save = args.load_dir, args.save_dir
+    if load is None or Path(load).resolve() == Path(save or "").resolve():
+        return Source(None, False)
+    return _given(args, load)
+
+
+def _given(args: NeoXArgs, load: str) -> Source:
+    if is_hf(load):
+        return Source(find_hf(load), False, is_hf=True)
+    return Source(_with_manifest(find_checkpoint(load, args.iteration), args), False)
+
+
+def stage(args: NeoXArgs) -> None:
+    """Fetch what the run will start from, if that is remote, with `load_fallback` the first whole one. Done by each
+    machine, before its ranks wait for others."""
+    if not remote_folders(args):
+        return
+    refresh(args, writes=True)
+    path = choose_source(args).path
+    while path is not None:
+        try:
+            return bring(args, path)
+        except DamagedError as problem:
+            earlier = earlier_checkpoint(path) if args.load_fallback else None
+            if earlier is None:
+                raise
+            logging.getLogger("megatron").warning(f"{problem}; load_fallback: fetching {earlier.name} too")
+            path = earlier
 
 
 def earlier_checkpoint(path: Path) -> Path | None:

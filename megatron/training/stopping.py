@@ -67,6 +67,11 @@ class Agreement:
         self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return agreed
 
+    def settle(self) -> None:
+        """Wait for what is under way; the next `exchange` hands it on all the same."""
+        if self._work is not None:
+            self._work.wait()
+
     def close(self) -> None:
         """Take up what is still under way."""
         if self._work is not None:
@@ -86,6 +91,10 @@ class StopCondition:
         self._agreement = Agreement(groups)
         self._decides = groups.world_rank == 0  # whose clock counts
         self._begun = self._saved = time.monotonic()
+
+    def signalled(self) -> bool:
+        """Whether a stop signal has come to this rank."""
+        return bool(self._signals.received)
 
     def ask(self, iteration: int) -> tuple[str | None, bool]:
         """(why the run stops after this iteration or None, whether a timed save is due); the same on every rank."""
@@ -109,6 +118,10 @@ class StopCondition:
     def note_save(self) -> None:
         """A checkpoint was written; the next timed one is due an interval later."""
         self._saved = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait for the exchange under way; what it brings comes out of the next `ask` as ever."""
+        self._agreement.settle()
 
     def close(self) -> None:
         """Give the signals back and end the exchange under way."""

@@ -129,7 +129,7 @@ FORK_FILES: dict[str, tuple[str, str]] = {
     ),
     "neox_7b_dashes": (PLAIN.replace("train_iters", "train-iters").replace("num_layers", "num-layers"), "trained"),
     "olmo": (OLMO, "trained"),
-    "neox_7b_eval_tasks": (NATIVE + "eval_tasks: [piqa, wmdp_bio]\n", "later"),
+    "neox_7b_eval_tasks": (NATIVE + "eval_tasks: [piqa, wmdp_bio]\n", "trained"),
     "neox_7b_ascent": (NATIVE + ASCENT, "later"),
     "neox_7b_difference": (NATIVE + ASCENT + "gd_mode: true\ngd_retain_dataset: /projects/site/data/keep\n", "later"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_files_are_neox_and_whole(trained: Path) -> None:
     assert state["lr_scheduler"]["start_lr"] == 1e-3 and state["args"]["hidden_size"] == 32
     manifest = read_manifest(trained / "global_step4")
     assert manifest is not None and manifest.consumed_samples == 32 and manifest.layout.tensor == 1
+
+
+def test_a_run_that_ended_before_its_first_latest_goes_on(trained: Path, tmp_path: Path) -> None:
+    def weights() -> dict[str, Any]:
+        return {p.name: load_tensors(p) for p in (trained / "global_step4").glob("layer_*")}
+
+    through, first = weights(), (trained / "global_step2" / "manifest.json").read_bytes()
+    shutil.rmtree(trained / "global_step4")
+    (trained / "latest").unlink()
+    run(values(tmp_path))
+    assert (trained / "latest").read_text() == "global_step4" and steps(trained) == ["global_step2", "global_step4"]
+    assert (trained / "global_step2" / "manifest.json").read_bytes() == first, "it did not start afresh"
+    assert bit_equal(through, weights())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -28,6 +28,7 @@ ENGINE = {
     },
     "deepspeed/runtime/zero/stage3.py": {"step", "unscale_and_clip_grads", "_get_norm_groups", "get_grad_norm_direct"},
     "torch/optim/optimizer.py": None,
+    "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
 DROP = {"megatron/training/engine.py": {"_clip_or_drop"}}  # ZeRO 0: what the ZeRO optimizers do in their step
 READ = {"megatron/training/callbacks.py": {"read"}}

@@ -187,3 +187,26 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert {k: v for k, v in first[0].items() if k != "id"} == {"resume": "allow", "project": "p", "group": "g"}
     assert [call[0] for call in first[1:-1]] == [1, 2] and [call[0] for call in second[1:-1]] == [3, 4]
     assert "train/lm_loss" in first[1][1] and first[-1] == second[-1] == "finish"
+
+
+def test_metrics_of_an_objective() -> None:
+    """Means over the steps of a line, in the line and in the row; what was never counted is left out."""
+    args = NeoXArgs.from_dict(config(NEOX, log_interval=3, padded_vocab_size=384))
+    lines: list[str] = []
+    training = SimpleNamespace(
+        args=args,
+        groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
+        schedule=lambda step: 1e-4 * step,
+        engine=SimpleNamespace(loss_scale=None),
+        logger=SimpleNamespace(info=lines.append),
+        watchdog=SimpleNamespace(restarts=0),
+    )
+    bar: Any = __import__("tqdm").tqdm(disable=True)
+    log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
+    nan = float("nan")
+    for i, accuracy, kl in ((1, 0.5, nan), (2, nan, nan), (3, 1.0, nan)):
+        metrics = {"rewards/accuracies": torch.tensor(accuracy), "kl": torch.tensor(kl)}
+        log.on_step_end(step := Step(i, 8 * i, 32, StepResult(torch.tensor(2.0), 1.5, False, metrics=metrics)))
+    log.settle()
+    assert " lm_loss: 2.000000E+00 | rewards/accuracies: 7.500000E-01 | number of skipped" in lines[0]
+    assert step.row["train/rewards/accuracies"] == 0.75 and "train/kl" not in step.row

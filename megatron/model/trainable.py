@@ -1,0 +1,87 @@
+"""Which parameters a run trains (`trainable`), and from which layer on gradients are needed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron.model.weight_map import layer_params
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+Name = tuple[int, str]
+"""(NeoX's layer index, name in the weight map); what all blocks share is layer 2's."""
+
+EMBEDDING: Name = (0, "word_embeddings.weight")
+_NEAR = 4  # names shown for a pattern that finds none
+
+
+def trained_parameters(args: NeoXArgs) -> frozenset[Name]:
+    """The parameters that are trained: all without `trainable`. A tied head is the embedding.
+
+    Raises ConfigError for a pattern that finds no parameter, and where none is left to train.
+    """
+    every = [
+        (layer, spec.name)
+        for layer, specs in layer_params(args).items()
+        for spec in specs
+        if layer <= 2 or not spec.shared
+    ]
+    asked = args.trainable
+    if asked is None:
+        return frozenset(every)
+    found: set[Name] = set()
+    if asked["last_layers"]:
+        blocks = range(args.num_layers + 2 - asked["last_layers"], args.num_layers + 2)
+        shared = {spec.name for spec in layer_params(args)[2] if spec.shared}
+        found |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
+    if asked["head"]:
+        found.add((args.num_layers + 4, "final_linear.weight") if args.no_weight_tying else EMBEDDING)
+    known = {f"{layer}.{name}": (layer, name) for layer, name in every}
+    problems = []
+    for pattern in asked["names"] or ():
+        matched = {item for text, item in known.items() if re.search(pattern, text)}
+        if not matched:
+            near = difflib.get_close_matches(pattern.replace("\\", ""), {name for _, name in every}, _NEAR, 0.0)
+            problems.append(
+                f"{args.origin('trainable.names')}: trainable.names: {pattern} finds no parameter; near it: "
+                f"{', '.join(near)}; blocks are layers 2 to {args.num_layers + 1}"
+            )
+        found |= matched
+    if not found and not problems:
+        problems.append(f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names")
+    if asked["embedding_gradient"] is False and not problems:
+        problems += _embedding_problems(args, found)
+    if problems:
+        raise ConfigError(problems)
+    return frozenset(found)
+
+
+def _embedding_problems(args: NeoXArgs, found: set[Name]) -> Iterable[str]:
+    place = f"{args.origin('trainable.embedding_gradient')}: trainable.embedding_gradient: false"
+    if args.no_weight_tying or EMBEDDING not in found:
+        yield f"{place} is for a tied head that is trained; remove it"
+    elif (0, "position_embeddings.weight") in found:
+        yield f"{place}: position_embeddings.weight is trained, which needs that gradient; remove one of them"
+
+
+def lowest_trained(args: NeoXArgs) -> int:
+    """NeoX's index of the lowest layer that needs gradients: what lies below runs forwards alone."""
+    if args.trainable is None:
+        return 0
+    found = trained_parameters(args)
+    if args.trainable["embedding_gradient"] is False:
+        return min([layer for layer, _ in found if layer > 0], default=args.num_layers + 4)
+    return min(layer for layer, _ in found)
+
+
+def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> None:
+    """Mark what is not trained among a stage's parameters; before an optimizer or an engine sees them."""
+    if args.trainable is None:
+        return
+    trained = trained_parameters(args)
+    shared = {spec.name for spec in layer_params(args)[2] if spec.shared}
+    for layer, name, param in params:
+        param.requires_grad_((2 if name in shared else layer, name) in trained)

@@ -1,0 +1,303 @@
+"""The reference of preference training: the model as the run began, beside the one that is trained.
+
+Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in every
+step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more before the run
+goes on from a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError, replace_file
+from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
+from megatron.data.answers import AnswerDataset, Answers
+from megatron.data.blending import BlendedDataset
+from megatron.data.references import (
+    SCORES,
+    AnswerRow,
+    ReferencedDataset,
+    Scores,
+    all_answer_rows,
+    padding_sample,
+    samples_of,
+)
+from megatron.model import build_stage, forward_only
+from megatron.model.init import stage_parameters
+from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local, token_logprobs
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import answer_sums
+from megatron.training.checkpoints import Checkpointer, Progress
+from megatron.training.engine import Engine
+from megatron.training.reference_cache import add_scores, cache_folder, describe_reference, digest_of, read_scores
+from megatron.training.sources import Source, original_source
+
+_RECORD = "reference.json"  # in `save`: what the run's reference is
+_TOKENS_AT_ONCE = 1 << 19  # a data-parallel rank; what an interruption loses
+_CHECKED = 8  # cached rows that are scored again
+# Mean difference of a token that other layouts, packings and devices make.
+_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
+_SAY_EVERY = 30.0  # seconds
+
+
+def resume_with_reference(
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    datasets: Datasets,
+    engine: Engine,
+    checkpointer: Checkpointer,
+    logger: logging.Logger,
+    watchdog: Watchdog,
+) -> tuple[Datasets, Progress]:
+    """`Checkpointer.resume`, and the reference that the objective needs: in the datasets, or filled in by the engine.
+
+    Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
+    """
+    if not engine.objective.needs_reference or (args.precompute_model_name is not None and args.train_impl == "dpo"):
+        return datasets, checkpointer.resume()
+    goes_on, progress = checkpointer.source.goes_on, None
+    source = on_rank_zero(groups, lambda: original_source(args)) if goes_on else checkpointer.source
+    about = describe_reference(args, source, checkpointer.tokenizer, groups)
+    digest = digest_of(about)
+    if goes_on:
+        on_rank_zero(groups, lambda: _check_record(args, source, digest))
+    else:
+        progress = checkpointer.resume()
+        if progress.iteration > 0:
+            raise ConfigError(
+                [f"{args.origin('load')}: load: goes on from iteration {progress.iteration}, and its weights would be "
+                 "the reference; set finetune: true to begin preference training with them"]
+            )  # fmt: skip
+        on_rank_zero(groups, lambda: _write_record(args, source, digest))
+    weights_are_there = [not goes_on]
+
+    def have_weights() -> None:
+        if not weights_are_there[0]:
+            logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
+            checkpointer.load_weights_of(source)
+            weights_are_there[0] = True
+
+    if args.dpo_reference == "on_the_fly":
+        have_weights()
+        engine.fill_reference = frozen_copy(args, groups, engine)
+        logger.info("reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly)")
+    else:
+        folder = cache_folder(args, digest)
+        cache = _Cache(args, groups, engine, folder, about, have_weights, logger, watchdog)
+        if not goes_on:
+            cache.check(datasets)
+        datasets = cache.fill(datasets)
+        watchdog.now("loading a checkpoint")
+    return datasets, checkpointer.resume() if progress is None else progress
+
+
+def _record(args: NeoXArgs) -> Path | None:
+    return None if args.save_dir is None else Path(args.save_dir) / _RECORD
+
+
+def _write_record(args: NeoXArgs, source: Source, digest: str) -> None:
+    path = _record(args)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        where = None if source.path is None else str(source.path)
+        replace_file(path, (json.dumps({"weights": where, "digest": digest}, indent=1) + "\n").encode())
+
+
+def _check_record(args: NeoXArgs, source: Source, digest: str) -> None:
+    path = _record(args)
+    assert path is not None
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: missing, so it is not known which weights the run in `save` began with, the reference; set save "
+            "to a new folder, and load to these weights with finetune: true"
+        )
+    known = json.loads(path.read_text())
+    if known["digest"] != digest:
+        raise CheckpointError(
+            f"{path}: the run began with {known['weights'] or 'initial values'} as reference, which is not what "
+            f"{source.path or 'initialisation'} gives now: other weights, model keys, tokenizer or precision; set load "
+            "as it was, or restart: true"
+        )
+
+
+def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
+    """`Engine.fill_reference` by the weights that the engine has now."""
+    weights = engine.weights()
+    stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
+    with torch.no_grad():
+        for layer, name, param in stage_parameters(stage, copies=True):
+            param.copy_(weights[layer][name])
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        return token_logprobs(logits, batch.labels.t(), groups.group("tensor")).t()
+
+    def fill(batches: list[Batch]) -> list[Batch]:
+        found = forward_only(
+            stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
+        )
+        filled = [replace(b, reference=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
+        others = [batch.kl for batch in filled if batch.kl is not None]
+        if not others:
+            return filled
+        return [replace(batch, kl=kl) for batch, kl in zip(filled, fill(others), strict=True)]
+
+    return fill
+
+
+class _Cache:
+    """The scores in a folder, and the making of those that are missing. All ranks call every method together."""
+
+    def __init__(
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        engine: Engine,
+        folder: Path,
+        about: dict,
+        have_weights: Callable[[], None],
+        logger: logging.Logger,
+        watchdog: Watchdog,
+    ) -> None:
+        self.args, self.groups, self.engine, self.logger, self.watchdog = args, groups, engine, logger, watchdog
+        self.folder, self.about, self.have_weights = folder, about, have_weights
+        self.scores = Scores(on_rank_zero(groups, lambda: read_scores(folder)))
+        self.collate = collation(args, None)
+
+    def check(self, datasets: Datasets) -> None:
+        """Score some rows again. Raises DataError where the cache says something else."""
+        dataset, random = datasets.train, np.random.default_rng(self.args.seed)
+        if dataset is None or not len(self.scores):
+            return
+        numbers = random.choice(len(dataset), min(len(dataset), _CHECKED), replace=False).tolist()
+        rows = []
+        for answers in together_local(self.groups, lambda: [_rows_of(dataset, number) for number in numbers]):
+            rows.append(answers[int(random.integers(len(answers)))])
+        there, places = self.scores.find(row.name for row in rows)
+        rows, known = [row for row, found in zip(rows, there, strict=True) if found], self.scores.rows[places[there]]
+        if not rows:
+            return
+        found = self._score(rows)
+        together(self.groups, lambda: self._compare(rows, known, found))
+        self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
+
+    def _compare(self, rows: Sequence[AnswerRow], known: np.ndarray, found: np.ndarray) -> None:
+        for row, kept, now in zip(rows, known, found.tolist(), strict=True):
+            within = _TOLERANCE[self.args.params_dtype] * max(1, row.count)
+            if kept["count"] != row.count or not abs(float(kept["sum"]) - now) <= within:
+                raise DataError(
+                    f"{self.folder}: a row of {row.count} trained tokens has the log-probability {kept['sum']:.4f} "
+                    f"there, the model gives {now:.4f}: of another model or version; delete this folder, it is made "
+                    "again"
+                )
+
+    def fill(self, datasets: Datasets) -> Datasets:
+        """The datasets with references. What is not there is computed, kept and said."""
+        per_eval = self.args.eval_iters * self.args.train_batch_size
+        wanted = {"train": None, "valid": per_eval, "test": per_eval}
+        sets = {name: getattr(datasets, name) for name in wanted}
+        counts = [0, 0]
+        for name, dataset in sets.items():
+            most = wanted[name]
+            if dataset is not None and most != 0:
+                size = len(dataset) if most is None else min(most, len(dataset))
+                for i, count in enumerate(self._fill_one(name, dataset, size)):
+                    counts[i] += count
+        computed, there = counts
+        self.logger.info(f"reference: {computed} rows computed, {there} found in {self.folder}")
+        train, valid, test = (self._referenced(dataset) for dataset in sets.values())
+        return replace(datasets, train=train, valid=valid, test=test)
+
+    def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
+        assert dataset is None or isinstance(dataset, AnswerDataset | BlendedDataset)
+        return None if dataset is None else ReferencedDataset(dataset, self.scores)
+
+    def _fill_one(self, name: str, dataset: SampleSet, size: int) -> tuple[int, int]:
+        """Distinct rows of the first `size` samples: (computed, found)."""
+        rank, ranks = self.groups.rank("data"), self.groups.size("data")
+        tokens = rows_per_sample(self.args) * (self.args.seq_length + 1)
+        step = max(1, _TOKENS_AT_ONCE // tokens) * ranks
+        seen: set[bytes] = set()
+        computed, said = 0, time.monotonic()
+        for first in range(0, size, step):
+            self.watchdog.now("computing reference log-probabilities")
+            own = range(first + rank, min(first + step, size), ranks)
+            rows = together_local(self.groups, lambda own=own: _named(dataset, own))  # type: ignore[misc]
+            everyone = self._from_data_ranks(list(rows))
+            there, _ = self.scores.find(rows)
+            # Each row is the work of the first rank that has it
+            before = {name for names in everyone[:rank] for name in names}
+            missing = [
+                row for (name, row), known in zip(rows.items(), there, strict=True) if not known and name not in before
+            ]
+            seen.update(*everyone)
+            computed += self._add(missing)
+            if time.monotonic() - said > _SAY_EVERY:
+                self.logger.info(f"reference: {min(first + step, size)} of {size} samples of the {name} set")
+                said = time.monotonic()
+        return computed, len(seen) - computed
+
+    def _add(self, rows: list[AnswerRow]) -> int:
+        """Score rows, keep them, and say how many all ranks had."""
+        counts = self._from_data_ranks(len(rows))
+        if not sum(counts):
+            return 0
+        self.have_weights()
+        sums = self._score(rows)
+        own = np.array([(row.name, value, row.count) for row, value in zip(rows, sums, strict=True)], SCORES)
+        new = np.concatenate(self._from_data_ranks(own))
+        together_local(self.groups, lambda: _check_finite(new))
+        on_rank_zero(self.groups, lambda: add_scores(self.folder, self.about, new))
+        self.scores = Scores(np.concatenate([self.scores.rows, new]))
+        return sum(counts)
+
+    def _score(self, rows: list[AnswerRow]) -> np.ndarray:
+        """The sum of each row, float32. Data ranks may have different numbers of rows."""
+        samples, order = samples_of(rows, self.args.seq_length + 1, self.args.pack_impl != "unpacked")
+        size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
+        batches = max(self._from_data_ranks(-(-len(samples) // size)))
+        samples += [padding_sample(self.args.seq_length + 1)] * (batches * size - len(samples))
+        sums = [torch.zeros(0)]
+        for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
+            sums += [found.cpu() for found in self.engine.scores([self.collate(items) for items in chunk])]
+        found = np.empty(len(rows), np.float32)
+        found[order] = torch.cat(sums).numpy()
+        return found
+
+    def _chunks(self, batches: list[list]) -> Iterator[list[list]]:
+        """As many micro-batches at once as keep the stages of a pipeline busy."""
+        at_once = 4 * self.groups.size("pipe")
+        return (batches[i : i + at_once] for i in range(0, len(batches), at_once))
+
+    def _from_data_ranks(self, value: object) -> list:
+        if self.groups.group("data") is None:
+            return [value]
+        everyone: list = [None] * self.groups.size("data")
+        dist.all_gather_object(everyone, value, group=self.groups.group("data"))
+        return everyone
+
+
+def _named(dataset: SampleSet, numbers: range) -> dict[bytes, AnswerRow]:
+    """The distinct rows of these samples."""
+    return {row.name: row for number in numbers for row in _rows_of(dataset, number)}
+
+
+def _rows_of(dataset: SampleSet, number: int) -> list[AnswerRow]:
+    sample = dataset[number]
+    assert isinstance(sample, Answers)
+    return all_answer_rows(sample)
+
+
+def _check_finite(rows: np.ndarray) -> None:
+    bad = int((~np.isfinite(rows["sum"])).sum())
+    if bad:
+        raise DataError(f"reference: the model gives {bad} of {len(rows)} answers no finite log-probability")

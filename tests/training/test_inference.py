@@ -1,0 +1,151 @@
+"""Scores in the middle of a run: the same in every layout, and the run is bit for bit what it is without them."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partialmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.generation.scoring import Request, Scored, score
+from megatron.training import Callback, Step, Training, train
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config
+
+TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
+# All of it cut up, also what is as small as here.
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+LEARNED = {"pos_emb": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}
+# layout: ranks, its keys, the model
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one process": (1, {}, LLAMA),
+    "dp2": (2, {}, NEOX | LEARNED),
+    "tp2+sp": (2, TP2 | SP, LLAMA),
+    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP, NEOX | LEARNED),
+    "dp2 x pp2": (4, PP2, LLAMA),
+    "dp2 zero1 bf16": (2, {"zero_optimization": {"stage": 1}, "precision": "bfloat16"}, LLAMA),
+    "dp2 zero3": (2, {"zero_optimization": ZERO3}, RPE | {"no_weight_tying": False}),
+    "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
+}
+STEPS, EVERY = 4, 2
+# An odd number of contexts, so that data-parallel ranks have unequally much to do.
+CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
+REQUESTS: list[Request] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
+
+
+class Looking(Callback):
+    """Scores before the first step and at every second one, and does what else an evaluation may do."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.found: dict[int, list[Scored]] = {}
+
+    def is_due(self, step: Step) -> bool:
+        return step.iteration % EVERY == 0
+
+    def on_step_end(self, step: Step) -> None:
+        before = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        stage = self.training.engine.stage
+        modes = [module.training for module in stage.modules()]
+        with self.training.inference() as model:
+            assert not model.args.sequence_parallel and not model.stage.training
+            self.found[step.iteration] = score(model, REQUESTS, batch_size=1)
+            torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        after = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+        assert [module.training for module in stage.modules()] == modes
+        assert stage.args.sequence_parallel == self.training.args.sequence_parallel
+        step.row["looked"] = step.iteration
+
+
+class Ran(NamedTuple):
+    losses: list[float]
+    weights: dict[int, dict[str, Tensor]]
+    found: dict[int, list[Scored]]
+
+
+def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
+    """For the pool: a run without scores, and one with."""
+    ran = []
+    for looks in (False, True):
+        training = begin(values)
+        callback = Looking(training)
+        losses: list[float] = []
+        step_of = training.engine.train_step
+
+        def noting(*args: Any, step_of: Any = step_of, losses: list[float] = losses) -> Any:
+            result = step_of(*args)
+            losses.append(float(result.loss))
+            return result
+
+        training.engine.train_step = noting  # type: ignore[method-assign]
+        train(training, [callback] if looks else [])
+        weights = {
+            layer: {name: value.clone() for name, value in tensors.items()}
+            for layer, tensors in training.engine.weights(master=True).items()
+        }
+        ran.append(Ran(losses, weights, callback.found))
+        training.engine.close()
+    return ran[0], ran[1]
+
+
+def values_of(model: dict[str, Any], layout: dict[str, Any], ranks: int) -> dict[str, Any]:
+    data = ranks // layout.get("model_parallel_size", 1) // layout.get("pipe_parallel_size", 1)
+    micro = {"train_micro_batch_size_per_gpu": 4 // data}
+    return config(model, layout, micro, train_iters=STEPS, eval_iters=1, eval_interval=3)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_does_not_notice(name: str) -> None:
+    ranks, layout, model = LAYOUTS[name]
+    everyone = run_ranks(run, ranks, values_of(model, layout, ranks), timeout=120)
+    for plain, looked in everyone:
+        assert looked.losses == plain.losses and len(plain.losses) == STEPS
+        assert bit_equal(looked.weights, plain.weights)
+        assert list(looked.found) == [0, 2, 4] and not plain.found
+        assert looked.found == everyone[0][1].found, "every rank knows the scores"
+        assert looked.found[0] != looked.found[2]
+    if layout.get("precision") or ranks == 1:
+        return
+    one = run_ranks(run, 1, values_of(model, {}, 1))[0][1]
+    for ours, theirs in zip(everyone[0][1].found[0], one.found[0], strict=True):
+        assert ours.greedy == theirs.greedy
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-5)
+
+
+def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
+    values = values_of(LLAMA, {}, 1) | {"log_dir": str(tmp_path)}
+    run_ranks(run, 1, values)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("looked") for row in rows if row["iteration"] % EVERY == 0][-3:] == [0, 2, 4]
+    assert not any("looked" in row for row in rows if row["iteration"] % EVERY)
+
+
+def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, int, list[Scored], list[Scored]]:
+    """For the pool: graphs made before and after a run, and the scores of compiled and of plain blocks."""
+    from torch._dynamo.utils import counters
+
+    real = nn.Module.compile
+    nn.Module.compile = partialmethod(real, backend="eager")  # type: ignore[assignment]
+    training = begin(values)
+    callback = Looking(training)
+    before = counters["stats"]["unique_graphs"]
+    train(training, [callback])
+    after_run = counters["stats"]["unique_graphs"]
+    plain = Looking(begin({**values, "compile": False}))
+    plain.on_step_end(Step(0, 0, 32, None))
+    return before, after_run, callback.found[0], plain.found[0]
+
+
+def test_compiled_blocks_are_not_compiled_again() -> None:
+    """However long the texts are: one graph is made, that of the steps."""
+    values = values_of(LLAMA, {"compile": "block"}, 1) | {"eval_iters": 0}
+    before, graphs, ours, theirs = run_ranks(compiled, 1, values, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})[0]
+    assert (before, graphs) == (0, 1)
+    assert ours == theirs

@@ -1,0 +1,58 @@
+"""Preferences from files to trained weights: what a run reads, that it learns, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data import IndexedDatasetWriter
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
+from tests.training.test_resume import losses, stop_after
+
+
+def pairs(folder: Path, count: int = 40) -> dict[str, Any]:
+    """Chosen answers are even tokens, rejected ones odd; prompts tell nothing."""
+    random, paths = np.random.default_rng(0), {}
+    prompts = [random.integers(0, 300, random.integers(1, 6)) for _ in range(count)]
+    for side, rest in (("pos", 0), ("neg", 1)):
+        for kind in ("", "_label"):
+            with IndexedDatasetWriter(str(folder / f"{side}{kind}"), np.int32) as writer:
+                answers = np.random.default_rng(rest)
+                for prompt in prompts:
+                    answer = answers.integers(0, 150, answers.integers(2, 8)) * 2 + rest
+                    masked = np.full_like(prompt, -100) if kind else prompt
+                    writer.add_document(np.concatenate([masked, answer]).astype(np.int32))
+            paths[f"{side}_train{kind}_data_paths"] = [str(folder / f"{side}{kind}")]
+            paths[f"{side}_valid{kind}_data_paths"] = [str(folder / f"{side}{kind}")]
+    return paths
+
+
+RUNS = {
+    "simpo packed": (1, {"pack_impl": "best_fit", "dpo_loss_type": "simpo"}),
+    "simpo padded pp2": (2, {"pack_impl": "unpacked", "dpo_loss_type": "simpo", "pipe_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    ranks, changes = RUNS[name]
+    common = config(
+        LLAMA, ADAMW, pairs(tmp_path), {"data_path": None, "split": "100,0,0", "eod_mask_loss": False},
+        train_impl="dpo", dataset_impl="pairwise", dpo_beta=2.0, train_batch_size=4, train_micro_batch_size_per_gpu=2,
+        train_iters=12, checkpoint_factor=6, eval_iters=1, eval_interval=12, **changes,
+    )  # fmt: skip
+    common = {key: value for key, value in common.items() if value is not None}
+    common.pop("split")
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
+    stopped = {**common, "save": str(resumed), "load": str(resumed)}
+    run_ranks(stop_after, ranks, stopped, 6)
+    went_on = run_ranks(run_to_end, ranks, stopped)
+    assert losses(resumed) == losses(through)
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
+    found = losses(through)
+    assert found[12] < 0.7 * found[1]

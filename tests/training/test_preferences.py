@@ -1,0 +1,175 @@
+"""Preferences under the training engine: the same step in every layout, ln 2 where the policy is its own reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
+from megatron.training.engine import Engine
+from megatron.training.evaluation import evaluate_objective
+from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
+from tests.model.stages import groups_of, random_weights, small, stage_with
+from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows
+from tests.objectives.steps import scores, step_loss
+from tests.pool import run_ranks
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in range(4)},
+}
+OBJECTIVES: dict[str, Objective] = {
+    "dpo": dpo({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, PairSettings(0.3)),
+    "sigmoid": dpo({"sigmoid": 1.0}, PairSettings()),
+    "unpaired": dpo({"aot_unpaired": 1.0}, PairSettings(0.3)),
+    "orpo": dpo({"orpo": 1.0}, PairSettings()),
+    "kto": kto(KtoSettings(0.3, 1.5)),
+}
+LOOK = {"packed": True, "padded": False}
+
+
+class Run(NamedTuple):
+    """One rank's: the loss where the policy is its own reference; a step against another."""
+
+    at_start: float
+    step: Step
+    metrics: dict[str, float]
+    validation: float  # the same step's, without gradients
+    validation_metrics: dict[str, float]
+
+
+def pair_batches(packed: bool) -> list[Batch]:
+    """Four micro-batches of a pair each; the third's reference is far off."""
+    found = []
+    documents = documents_of(PAIRS)
+    for i in range(4):
+        rows, length = ([[0, 1]], 28) if packed else ([[0], [1]], 16)
+        batch = in_rows(documents[2 * i : 2 * i + 2], rows, length, [1.0, 1.0])
+        found.append(replace(batch, reference=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
+    return found
+
+
+def kto_batches(packed: bool) -> list[Batch]:
+    found = []
+    for i in range(4):
+        prompt, answer, good = ANSWERS[i]
+        batch = in_rows([(prompt, answer)], [[0]], 20, [1.0 if good else -1.0])
+        others = in_rows(MISMATCHED[i : i + 2], [[1, 0]] if packed else [[0], [1]], 32, [1.0, float(i != 2)])
+        others = replace(others, reference=torch.tensor([-60.0, -80.0]))
+        found.append(replace(batch, reference=torch.tensor([-25.0 - 5 * i]), kl=others))
+    return found
+
+
+def from_policy(engine: Engine) -> Any:
+    def fill(batches: list[Batch]) -> list[Batch]:
+        found = [replace(b, reference=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
+        return [b if b.kl is None else replace(b, kl=fill([b.kl])[0]) for b in found]
+
+    return fill
+
+
+def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, packed: bool) -> list[Run]:
+    """For the pool."""
+    found = []
+    for layout in layouts:
+        data = world_size // (layout.get("model_parallel_size", 1) * layout.get("pipe_parallel_size", 1))
+        keys = {**LLAMA, **SGD, **layout, "gradient_accumulation_steps": 4 // data, "seq_length": 32}
+        args = small(**keys).for_world(world_size)
+        groups = groups_of(args, world_size)
+        engine = Engine(args, groups, stage_with(args, random_weights(args), groups), OBJECTIVES[name])
+        batches = (kto_batches if name == "kto" else pair_batches)(packed)[groups.rank("data") :: data]
+        engine.fill_reference = from_policy(engine)
+        start = float(engine.train_step(batches, 0.0).loss)
+        engine.fill_reference = None
+        with mock.patch("megatron.training.evaluation.eval_batches", lambda *_, batches=batches: iter(batches)):
+            evaluated = evaluate_objective(engine, [], 0, args, groups, None)  # type: ignore[arg-type]
+        result = engine.train_step(batches, LR)
+        step = Step(result.loss.detach(), [], groups.rank("tensor"), engine.weights())
+        found.append(Run(start, step, {key: float(value) for key, value in result.metrics.items()}, *evaluated))
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[tuple[str, bool], Run]:
+    """One process, by objective and packing."""
+    looks = [(name, packed) for name in OBJECTIVES for packed in LOOK.values()]
+    return {look: run_ranks(run, 1, [{}], *look)[0][0] for look in looks}
+
+
+@pytest.mark.parametrize("look", LOOK)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]) -> None:
+    expected = single[name, False]  # padded: packing changes nothing either
+    args = small(**LLAMA, **SGD, seq_length=32)
+    weights = whole_weights(args, [expected.step])
+    for size in (1, 2, 4):
+        layouts = [layout for world, layout in LAYOUTS.values() if world == size]
+        ranks = run_ranks(run, size, layouts, name, LOOK[look], timeout=60)
+        for i in range(len(layouts)):
+            runs = [rank[i] for rank in ranks]
+            for own in runs:
+                torch.testing.assert_close(own.step.loss, expected.step.loss, rtol=1e-5, atol=1e-6)
+                assert own.validation == pytest.approx(float(expected.step.loss), rel=1e-5)
+                assert own.validation_metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+                assert own.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+                assert own.at_start == pytest.approx(expected.at_start, abs=1e-6)
+            for key, value in whole_weights(args, [own.step for own in runs]).items():
+                torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=2e-5, msg=str(key))
+
+
+def test_a_policy_that_is_its_reference(single: dict[tuple[str, bool], Run]) -> None:
+    for packed in LOOK.values():  # of the other layouts, `test_layouts_agree` says it
+        assert single["sigmoid", packed].at_start == pytest.approx(math.log(2), abs=1e-6)
+        # Desirable ones weigh 1.5: three of them and an undesirable one.
+        assert single["kto", packed].at_start == pytest.approx(0.5 * (3 * 1.5 + 1) / 4, abs=1e-6)
+
+
+def far_longer(generator: torch.Generator, length: int) -> tuple[list[int], list[int], list[int]]:
+    ids = torch.randint(4, 60, (3, length), generator=generator).tolist()
+    return ids[0][:20], ids[1], ids[2][: length // 2]
+
+
+def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
+    """DPO of pairs of up to 360 tokens; policy and reference have bf16 weights and activations of `dtype`.
+    sums: bfloat16 for a loss from log-probabilities that torch made and added up in it."""
+    args = small(**LLAMA, seq_length=400, max_position_embeddings=512)
+    generator = torch.Generator().manual_seed(7)
+    documents = documents_of([far_longer(generator, 360) for _ in range(4)])
+    batch = in_rows(documents, [[i] for i in range(8)], 400, [1.0] * 8)
+    reference, policy = (stage_with(args, random_weights(args)) for _ in range(2))
+    with torch.no_grad():
+        for param in policy.parameters():
+            param += 0.02 * torch.randn(param.shape, generator=generator)
+        for param in [*reference.parameters(), *policy.parameters()]:
+            param.copy_((param / 4 if param.dim() > 1 else param).bfloat16())
+        reference.to(dtype), policy.to(dtype)
+        if sums == torch.bfloat16:
+            found = []
+            for stage in (policy, reference):
+                logprobs = stage(None, batch).log_softmax(-1).transpose(0, 1)
+                own = logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+                found.append((own * batch.loss_weights).sum(1))
+            above = (found[0] - found[1]).float()
+            return -torch.nn.functional.logsigmoid(0.1 * (above[0::2] - above[1::2])).mean()
+        batch = replace(batch, reference=scores(lambda b: reference(None, b), [batch])[0])
+        return step_loss(dpo({"sigmoid": 1.0}, PairSettings(0.1)), lambda b: policy(None, b), [batch])[0]
+
+
+def test_sums_are_in_fp32_under_bf16() -> None:
+    """TRL up to 1.10 summed log-probabilities in bf16: 18 % off."""
+    exact, rounded = loss_in(torch.float32), loss_in(torch.bfloat16)
+    assert rounded.dtype == torch.float32
+    assert float(rounded) == pytest.approx(float(exact), rel=5e-3)
+    control = loss_in(torch.bfloat16, torch.bfloat16)
+    assert abs(float(control / exact) - 1) > 0.02, "these pairs do not tell"

@@ -1,0 +1,215 @@
+"""The reference of preference training: ln 2 at the first step in every layout, what is computed and what is found
+again, and runs that go on bit for bit against the weights they began with."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.checkpointing import CheckpointError
+from megatron.data import DataError, IndexedDatasetWriter
+from megatron.data.references import SCORES
+from megatron.launch import process_info
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training import Training, start
+from megatron.training.loop import batches_of
+from megatron.training.reference_cache import add_scores, read_scores
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
+from tests.training.test_resume import losses, stop_after
+
+PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
+FLY = {"dpo_reference": "on_the_fly"}
+BOTH = {"model_parallel_size": 2, "pipe_parallel_size": 2}
+
+
+def pairs(folder: Path, count: int = 40) -> dict[str, Any]:
+    """More of them only add to the first ones."""
+    random, rows = np.random.default_rng(0), []
+    for _ in range(count):
+        prompt, *answers = (random.integers(1, 300, random.integers(2, 9)) for _ in range(3))
+        rows.append((prompt, answers))
+    paths = {}
+    for which, side in enumerate(("pos", "neg")):
+        for kind in ("", "_label"):
+            name = str(folder / f"{side}{kind}_{count}")
+            with IndexedDatasetWriter(name, np.int32) as writer:
+                for prompt, answers in rows:
+                    masked = np.full_like(prompt, -100) if kind else prompt
+                    writer.add_document(np.concatenate([masked, answers[which]]).astype(np.int32))
+            paths[f"{side}_train{kind}_data_paths"] = [name]
+    return paths
+
+
+def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: Any) -> dict[str, Any]:
+    values = config(
+        LLAMA, ADAMW, pairs(folder, count), {"train_impl": "dpo", "dataset_impl": "pairwise", "num_layers": 2},
+        {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "train_iters": 12, "eval_interval": 12},
+        {"reference_cache_dir": str(folder / "references"), "index_cache_dir": str(folder / "index_cache")},
+        *parts, **more,
+    )  # fmt: skip
+    if values.get("dpo_reference") == "on_the_fly":
+        del values["reference_cache_dir"]
+    return {key: value for key, value in values.items() if key not in ("data_path", "split", "eod_mask_loss")}
+
+
+def begin(values: dict[str, Any]) -> tuple[Training, str]:
+    """A run up to its first step, and what it says of its reference."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        training = start(NeoXArgs.from_dict(values), process_info())
+    logging.getLogger("megatron").handlers = []
+    return training, "\n".join(re.findall(r"reference: .*", said.getvalue()))
+
+
+def first_losses(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
+    """For the pool."""
+    found = []
+    for values in runs:
+        training, _ = begin(values)
+        found.append(float(training.engine.train_step(next(batches_of(training)), 0.0).loss))
+        training.engine.close()
+    return found
+
+
+def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
+    """For the pool."""
+    found = []
+    for values in runs:
+        training, said = begin(values)
+        next(batches_of(training))
+        training.engine.close()
+        found.append(said)
+    return found
+
+
+def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
+    layouts = {**LAYOUTS, "tp2 pp2": (4, BOTH)}
+    single = [(*LAYOUTS["plain"], more, 1e-6) for more in (PADDED, PACKED | FLY, PADDED | FLY)]
+    single += [(1, {"precision": "bfloat16"}, more | FLY, 1e-6) for more in (PADDED, PACKED)]
+    looks = [(ranks, layout, more, 1e-6) for ranks, layout in layouts.values() for more in (PADDED, PACKED | FLY)]
+    looks = single + [look for look in looks if look[0] > 1]
+    looks += [(*LAYOUTS[name], PACKED, 2e-5) for name in ("plain", "zero3")]  # rows are packed otherwise there
+    for size in (1, 2, 4):
+        own = [look for look in looks if look[0] == size]
+        runs = [
+            preferences(tmp_path, layout, more, reference_cache_dir=str(tmp_path / f"{size} {i}"))
+            for i, (_, layout, more, _) in enumerate(own)
+        ]
+        for found in run_ranks(first_losses, size, runs, timeout=120):
+            for loss, (_, layout, more, within) in zip(found, own, strict=True):
+                assert loss == pytest.approx(math.log(2), abs=within), (layout, more)
+
+
+@pytest.mark.parametrize("more", [PADDED, PACKED, PADDED | FLY], ids=str)
+def test_kto_at_the_first_step(more: dict[str, Any], tmp_path: Path) -> None:
+    """With the KL of answers to other prompts, which is 0 then."""
+    values = preferences(tmp_path, more, train_impl="kto", kto_desirable_weight=1.0)
+    for found in run_ranks(first_losses, 2, [values]):
+        assert found == pytest.approx([0.5], abs=2e-5)
+
+
+def test_only_new_rows_are_computed(tmp_path: Path) -> None:
+    once = preferences(tmp_path, PADDED)
+    other = {**once, "data_seed": 7, **PACKED}
+    more = preferences(tmp_path, PACKED, count=45)
+    seed = {**once, "seed": 99, "data_seed": 1234}
+    said = run_ranks(what_it_says, 2, [once, other, more, once, seed])[0]
+    found = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in said]
+    counts = [tuple(map(int, match.groups())) for match in found if match]
+    assert counts == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0)]
+    checked = ["cached rows are what the model gives" in text for text in said]
+    assert checked == [False, True, True, True, False]
+    assert len(list((tmp_path / "references").iterdir())) == 2
+
+
+def damage(rank: int, world_size: int, values: dict[str, Any]) -> str:
+    """For the pool."""
+    try:
+        begin(values)
+    except (DataError, CheckpointError) as problem:
+        return str(problem)
+    return ""
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    values = preferences(tmp_path, PACKED)
+    run_ranks(first_losses, 1, [values])
+    (folder,) = (tmp_path / "references").iterdir()
+    rows = read_scores(folder)
+    assert len(rows) == 80 and rows["count"].min() >= 2
+    for file in folder.glob("rows-*"):
+        file.unlink()
+    rows["sum"] -= 0.01 * rows["count"]
+    add_scores(folder, {}, rows)
+    (said,) = run_ranks(damage, 1, values)
+    assert re.search(r"a row of \d+ trained tokens has the log-probability -[\d.]+ there, the model gives", said)
+    (file,) = folder.glob("rows-*")
+    file.write_bytes(file.read_bytes()[:-8])
+    (said,) = run_ranks(damage, 1, values)
+    assert f"{file}: damaged" in said
+    np.save(file, rows[:1])
+    (said,) = run_ranks(damage, 1, values)
+    assert f"{file}: damaged; delete it" in said
+    assert rows.dtype == SCORES
+
+
+RUNS = {
+    "cache": (2, PACKED | LAYOUTS["zero2"][1]),
+    "cache lost": (2, PADDED | LAYOUTS["zero3"][1]),
+    "on the fly": (2, PADDED | FLY | LAYOUTS["pp2"][1]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Path) -> None:
+    ranks, changes = RUNS[name]
+    earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))
+    run_ranks(run_to_end, 1, config(LLAMA, ADAMW, num_layers=2, train_iters=2, checkpoint_factor=2, save=str(earlier)))
+    paths = pairs(tmp_path)
+    valid = {key.replace("train", "valid"): value for key, value in paths.items()}
+    common = preferences(
+        tmp_path, changes, valid, load=str(earlier), finetune=True, train_iters=6, checkpoint_factor=3, eval_iters=1,
+        eval_interval=6,
+    )  # fmt: skip
+    whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
+    stopped = {**common, "save": str(resumed)}
+    run_ranks(stop_after, ranks, stopped, 3)
+    if name == "cache lost":
+        shutil.rmtree(tmp_path / "references")
+    went_on = run_ranks(run_to_end, ranks, stopped)
+    assert losses(resumed) == losses(through) and len(losses(through)) == 6
+    assert losses(through)[1] == pytest.approx(math.log(2), abs=2e-5) != losses(through)[6]
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
+    if name == "cache":
+        again = {**stopped, "train_iters": 8}
+        said = run_ranks(damage, ranks, {**again, "load": None})[0]
+        assert "reference.json: the run began with" in said and "set load as it was" in said
+        (resumed / "reference.json").unlink()
+        assert "not known which weights the run in `save` began with" in run_ranks(damage, ranks, again)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: is for log-probabilities of a reference, but no reference"),
+        ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*but precompute_model_name has them"),
+        ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: only dpo_reference: cache reads it"),
+        ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated makes answers of each micro-batch"),
+        ({"load": "s3://bucket/run", "save": "out"}, "load: is the reference"),
+    ],
+)
+def test_keys_that_contradict_each_other(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    values = preferences(tmp_path, PACKED)
+    del values["reference_cache_dir"]
+    with pytest.raises(ConfigError, match=message):
+        NeoXArgs.from_dict(values | changes)

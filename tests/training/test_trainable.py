@@ -1,0 +1,279 @@
+"""`trainable`: what is not trained stays bit for bit, the rest trains as in torch, in every layout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.manifest import Layout
+from megatron.checkpointing.resharding import reshard
+from megatron.data import Batch
+from megatron.model import build_stage, freeze, init_stage, layer_params, lowest_trained, trained_parameters
+from megatron.model.init import initial_value, stage_parameters
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.flops import model_flops
+from tests.pool import run_ranks
+from tests.training.runs import (
+    ADAMW,
+    LAYOUTS,
+    LLAMA,
+    NEOX,
+    RPE,
+    Curve,
+    begin,
+    bit_equal,
+    config,
+    curves,
+    furthest,
+    run_to_end,
+    whole,
+)
+from tests.training.test_resume import losses
+
+STEPS = 3
+UNTIED = {"no_weight_tying": True}
+# Model, key, and what it trains, said once more in other words. Four blocks: layers 2 to 5.
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "last 2 and the tied head": (LLAMA, {"last_layers": 2, "head": True}, r"[450]\.(?!position)"),
+    "last 2 and the tied head alone": (
+        LLAMA,
+        {"last_layers": 2, "head": True, "embedding_gradient": False},
+        r"[450]\.(?!position)",
+    ),
+    "the head": (NEOX | UNTIED, {"head": True}, r"8\.final_linear\.weight"),
+    "weights of the first block": (NEOX | UNTIED, {"names": [r"^2\..*linear\d"]}, r"2\.mlp\.linear\d"),
+    "norms and biases": (NEOX, {"names": [r"mlp.*bias$", "norm"]}, r".*(mlp\.linear\d\.bias|norm\.\w+)$"),
+    "last block under a table for all": (RPE, {"last_layers": 1}, r"5\.(?!attention\.rpe)"),
+}
+LAYOUTS_HERE = {
+    **{name: layout for name, layout in LAYOUTS.items() if name != "zero1"},  # which pp2 runs on, and 16 bits below
+    "tp2 x pp2 +sp": (
+        4,
+        {"model_parallel_size": 2, "pipe_parallel_size": 2, "sequence_parallel": True, "checkpoint_activations": True},
+    ),
+}
+
+
+def values(name: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+    model, trainable, _ = SETS[name]
+    return config(ADAMW, model, layout, trainable=trainable, train_micro_batch_size_per_gpu=2, **more)
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def with_torch(rank: int, world_size: int, names: list[str]) -> list[Found]:
+    """For the pool: losses, norms and weights of the whole model under torch's AdamW and clipping, where everything
+    that is not named is `requires_grad_(False)`; backward through all of it."""
+    from megatron.training.loop import batches_of
+
+    found = []
+    for name in names:
+        model, trainable, trained = SETS[name]
+        training = begin(config(ADAMW, model, train_micro_batch_size_per_gpu=8))
+        stage, batches, args = training.engine.stage, batches_of(training), training.args
+        params = {f"{layer}.{own}": p for layer, own, p in stage_parameters(stage)}
+        for full, param in params.items():
+            param.requires_grad_(re.match(trained, full) is not None)
+        embedding = stage.layers["0"]
+        if trainable.get("embedding_gradient") is False:
+            embedding.register_forward_hook(lambda _, __, out: out.detach())
+        mine = [p for p in params.values() if p.requires_grad]
+        groups = [
+            {"params": [p for p in mine if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in mine if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, eps=1e-6)
+        losses, norms = [], []
+        stage.train()
+        for _ in range(STEPS):
+            (batch,) = next(batches)
+            logits = stage(None, batch).transpose(0, 1).flatten(0, 1).float()
+            each = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+            loss = (each * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
+            losses.append(float(loss))
+            if args.z_loss:
+                z = torch.logsumexp(logits, -1).square() * batch.loss_weights.flatten()
+                loss = loss + args.z_loss * z.sum() / batch.loss_weights.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(mine, ADAMW["gradient_clipping"])))
+            optimizer.step()
+        found.append(Found(losses, norms, {full: p.detach().clone() for full, p in params.items()}))
+        training.engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Curve]:
+    """Of torch."""
+    made = run_ranks(with_torch, 1, list(SETS), timeout=120)[0]
+    found = {}
+    for name, (curve, norms, params) in zip(SETS, made, strict=True):
+        weights: dict[int, dict[str, Tensor]] = {}
+        for full, value in params.items():
+            layer, _, own = full.partition(".")
+            weights.setdefault(int(layer), {})[own] = value
+        found[name] = Curve(curve, norms, weights)
+    return found
+
+
+def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dtype) -> None:
+    args = NeoXArgs.from_dict({**given, "padded_vocab_size": 384})
+    for layer, specs in layer_params(args).items():
+        for spec in specs:
+            start, now = initial_value(spec, layer, args, torch.device("cpu")), found.weights[layer][spec.name]
+            trained = re.match(SETS[name][2], f"{2 if spec.shared else layer}.{spec.name}") is not None
+            assert now.equal(start.to(dtype)) is not trained, (name, layer, spec.name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_HERE)
+def test_trains_as_torch_and_leaves_the_rest(
+    layout: str, references: dict[str, Curve], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks, keys = LAYOUTS_HERE[layout]
+    configs = [values(name, keys) for name in SETS]
+    everyone = run_ranks(curves, ranks, configs, STEPS, timeout=120)
+    for i, name in enumerate(SETS):
+        found = whole([parts[i] for parts in everyone], configs[i])
+        check_frozen(name, found, configs[i], torch.float32)
+        differences = furthest(found, references[name])
+        with capsys.disabled():
+            print(f"\n  {layout:14s} {name:34s} " + " ".join(f"{value:.1e}" for value in differences), end=" ")
+        assert max(differences[:2]) <= 1e-5 and differences[2] <= 1e-4, name
+
+
+BF16 = ("last 2 and the tied head alone", "weights of the first block")
+
+
+def test_in_16_bits() -> None:
+    """Frozen weights are the rounded first ones; trained ones have fp32 masters, as ever."""
+    reference: dict[str, Curve] = {}
+    for ranks, layout in (LAYOUTS[name] for name in ("zero1", "zero3", "pp2")):
+        configs = [values(name, layout, precision="bfloat16") for name in BF16]
+        everyone = run_ranks(curves, ranks, configs, STEPS)
+        for i, name in enumerate(BF16):
+            found = whole([parts[i] for parts in everyone], configs[i])
+            check_frozen(name, found, configs[i], torch.bfloat16)
+            differences = furthest(found, reference.setdefault(name, found))
+            assert differences[0] <= 1e-3 and differences[1] <= 1e-2, (name, layout, differences)
+
+
+def going_on(save: Path, layout: str, **more: Any) -> dict[str, Any]:
+    name = "last 2 and the tied head alone"
+    return values(
+        name, LAYOUTS[layout][1], save=str(save), train_iters=3, checkpoint_factor=2, precision="bfloat16", **more
+    )
+
+
+def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    through = run_ranks(run_to_end, 2, going_on(there, "pp2"))
+    start = {"load": str(there), "iteration": 2}
+    run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
+    again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "as if it had not been interrupted"
+    args = NeoXArgs.from_dict({**going_on(there, "plain"), "padded_vocab_size": 384})
+    cut = reshard(there / "global_step2", tmp_path / "cut", args, Layout(1, 2, 1, 0, "bf16", 2))
+    run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
+    for name in ("zero3", "one"):
+        found, known = losses(tmp_path / name), losses(there)
+        assert sorted(found) == [3] and max(abs(found[i] - known[i]) / known[i] for i in found) <= 1e-3
+    problem = r"another `trainable`: 3\.attention\.dense\.weight.* trained here only; .*no_load_optim: true"
+    other = {**start, "trainable": {"last_layers": 3, "head": True}}
+    with pytest.raises(AssertionError, match=problem):
+        run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other})
+    with pytest.raises(AssertionError, match=r"another `trainable`: 0\.word_embeddings\.weight.* trained there only"):
+        run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other, "trainable": {"last_layers": 2}})
+
+
+def kept_bytes(**keys: Any) -> int:
+    """That a forward pass keeps for its backward pass, parameters not counted."""
+    args = NeoXArgs.from_dict(config(LLAMA, padded_vocab_size=384, **keys)).for_world(1)
+    groups = ParallelGroups.single()
+    stage = build_stage(args, groups)
+    init_stage(stage, args, groups)
+    freeze(stage_parameters(stage), args)
+    parameters = {param.data_ptr() for param in stage.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        if value.data_ptr() not in parameters:
+            kept[value.data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    tokens = torch.arange(64).view(2, 32)
+    alive = []  # or an address could be used twice
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: (alive.append(value), keep(value))[1], lambda x: x):
+        stage(None, Batch(tokens, tokens, torch.ones_like(tokens))).sum().backward()
+    assert all((param.grad is not None) is param.requires_grad for param in stage.parameters())
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize(
+    "trainable", [{"last_layers": 2}, {"last_layers": 2, "head": True, "embedding_gradient": False}]
+)
+def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, Any]) -> None:
+    found = [kept_bytes(num_layers=layers, trainable=trainable, **more) for layers in (2, 3, 8)]
+    assert found[0] == found[1] == found[2] > 0, "however many they are"
+    assert kept_bytes(num_layers=8, **more) > found[2]
+    with_lookup = kept_bytes(num_layers=8, trainable={"last_layers": 2, "head": True}, **more)
+    assert with_lookup > found[2], "the embedding's own gradient goes through all blocks"
+
+
+def test_flops_of_what_is_done() -> None:
+    args = NeoXArgs.from_dict(config(LLAMA, UNTIED, padded_vocab_size=384)).for_world(1)
+    whole_step, half = model_flops(args), model_flops(args.replace(trainable={"last_layers": 2}))
+    forward = whole_step / 3
+    head = 2 * args.train_batch_size * args.seq_length * args.hidden_size * 384
+    assert half == pytest.approx(forward + (forward - head) / 2 * 2 + head)
+    assert model_flops(args.replace(trainable={"names": ["."]})) == pytest.approx(whole_step)
+    assert model_flops(args.replace(trainable={"head": True})) == pytest.approx(forward + head)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "model", "message"),
+    [
+        (
+            {"names": ["mlp.linear3"]},
+            {},
+            r"names: mlp\.linear3 finds no parameter; near it: mlp\.linear\d\..*blocks are layers 2 to 5",
+        ),
+        ({"names": ["("]}, {}, r"trainable\.names: \( is no regular expression"),
+        ({}, {}, "trains nothing; set last_layers, head or names"),
+        ({"last_layers": 5}, {}, "at most all blocks, got 5 of num_layers 4"),
+        ({"last_layers": 1, "embedding_gradient": False}, {}, "is for a tied head that is trained; remove it"),
+        ({"head": True, "embedding_gradient": False}, UNTIED, "is for a tied head that is trained; remove it"),
+        (
+            {"names": ["^0"], "embedding_gradient": False},
+            {"pos_emb": "learned"},
+            r"position_embeddings\.weight is trained, which needs that gradient",
+        ),
+        ({"last_layer": 1}, {}, "last_layer"),
+    ],
+)
+def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trained_parameters(NeoXArgs.from_dict(config(NEOX, model, trainable=trainable, padded_vocab_size=384)))
+
+
+def test_the_lowest_trained_layer() -> None:
+    def lowest(model: dict[str, Any], **trainable: Any) -> int:
+        return lowest_trained(NeoXArgs.from_dict(config(model, trainable=trainable, padded_vocab_size=384)))
+
+    assert lowest(NEOX, last_layers=2) == 4
+    assert lowest(NEOX, last_layers=2, head=True) == 0, "a tied head is the embedding"
+    assert lowest(NEOX, last_layers=2, head=True, embedding_gradient=False) == 4
+    assert lowest(NEOX | UNTIED, head=True) == 8
+    assert lowest(NEOX, head=True, embedding_gradient=False) == 8
+    assert lowest(RPE, names=["rpe"]) == 2
