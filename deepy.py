@@ -2,6 +2,7 @@
 """Start a script on the ranks of this machine: python deepy.py train.py a.yml b.yml."""
 
 import sys
+from collections.abc import Mapping
 
 from megatron.launch import LaunchError, launch_local
 from megatron.neox_arguments import ConfigError
@@ -9,9 +10,16 @@ from megatron.neox_arguments.cli import parse_deepy
 from megatron.neox_arguments.report import print_config
 
 
+def hf_model_keys(name: str) -> Mapping[str, object]:
+    """What `--hf-model` says."""
+    from megatron.generation.adopting import hf_model_keys
+
+    return hf_model_keys(name)
+
+
 def main() -> int:
     try:
-        command = parse_deepy()
+        command = parse_deepy(adopt=hf_model_keys)
         if command.print_config:
             print(print_config(command.args))
             return 0

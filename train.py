@@ -22,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_script(argv, "train.py").check_training()
         if args.load is not None and is_hf(args.load):
             find_hf(args.load)  # may download, which is done before ranks wait for each other
+        if args.eval_tasks:
+            from megatron.evaluation import InTraining, need_harness
+
+            need_harness(args)
         process = enter(args)
         import torch
 
@@ -30,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.training import NonFiniteError, start, train
 
         training = start(args, process)
+        callbacks = [InTraining(training)] if args.eval_tasks else []
         try:
-            train(training)
+            train(training, callbacks)
         except NonFiniteError as problem:
             print(f"train.py: error: {problem}", file=sys.stderr)
             return 1

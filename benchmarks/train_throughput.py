@@ -148,7 +148,10 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
     init_stage(stage, args, groups)
     stage.to(dtype).train()
     return plain_step(
-        stage, dtype, args, lambda: LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None) / batch.tokens.numel()
+        stage,
+        dtype,
+        args,
+        lambda: LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None)[0] / batch.tokens.numel(),
     )
 
 

@@ -31,12 +31,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, soak tests unless
-    asked for."""
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak and "soak" not in config.option.markexpr:
-        items[:] = [item for item in items if item not in soak]
-        config.hook.pytest_deselected(items=soak)
+    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, soak and
+    real tests unless asked for."""
+    for mark in ("soak", "real"):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and mark not in config.option.markexpr:
+            items[:] = [item for item in items if item not in marked]
+            config.hook.pytest_deselected(items=marked)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         if item not in on_gpu:

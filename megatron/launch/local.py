@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.watch import Outcome, watch_ranks
+from megatron.neox_arguments.places import is_remote
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 ARGS_FLAG = "--neox-args"
+_WITHOUT_BATCH = ("eval", "generate", "serve")  # scripts that need none, and may run where training's does not fit
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ def plan_local(script: str | Path, args: "NeoXArgs", script_args: Sequence[str] 
     if args.hostfile and wanted is None:
         wanted = hostfile_slots(args.hostfile)
     world_size, devices = choose_ranks(visible_gpus(os.environ), wanted, args.include, args.exclude)
-    if script.stem != "generate":  # which needs no batch; what does not fit is refused once, not by every rank
+    if script.stem not in _WITHOUT_BATCH:  # what does not fit is refused once, not by every rank
         args = args.for_world(world_size)
     port = None if args.origin("master_port") == "default" else args.master_port
-    log_dir = Path(args.log_dir or (Path(args.save) / "logs" if args.save else "logs"))
+    local = args.save if not is_remote(args.save) else None
+    log_dir = Path(args.log_dir or (Path(local) / "logs" if local else "logs"))
     log_dir.mkdir(parents=True, exist_ok=True)
     # A name of its own: runs may share log_dir, and ranks read the file seconds later.
     started = time.strftime("%Y%m%d-%H%M%S")
@@ -102,7 +105,7 @@ def run_local(run: LocalRun, restarts: int = 0) -> Outcome:
 def _latest(args: "NeoXArgs") -> int | None:
     """When the run last finished a checkpoint, in ns; None before the first."""
     try:
-        return (Path(args.save) / "latest").stat().st_mtime_ns if args.save else None
+        return (Path(args.save_dir) / "latest").stat().st_mtime_ns if args.save_dir else None
     except FileNotFoundError:
         return None
 

@@ -150,7 +150,7 @@ def _coerce_one(member: Any, value: Any) -> Any:
 
 
 def _check_bounds(key: Key, value: Any) -> None:
-    inside = (
+    inside = isinstance(value, str) or (  # a number or auto
         (key.ge is None or value >= key.ge)
         and (key.gt is None or value > key.gt)
         and (key.le is None or value <= key.le)

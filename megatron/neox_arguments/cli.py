@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +39,19 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
     (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
     (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),
+    (("--host", "--serve_host"), "serve_host", {"metavar": "ADDRESS", "help": "serving: where to listen"}),
+    (("--port", "--serve_port"), "serve_port", {"metavar": "N", "type": int, "help": "serving: port"}),
     (("--wandb_group",), "wandb_group", {"metavar": "NAME", "help": "Weights & Biases group"}),
     (("--wandb_run_name",), "wandb_run_name", {"metavar": "NAME", "help": "Weights & Biases run name"}),
     (("--wandb_team",), "wandb_team", {"metavar": "NAME", "help": "Weights & Biases entity"}),
     (("--eval_tasks",), "eval_tasks", {"metavar": "TASK", "nargs": "+", "help": "evaluation tasks"}),
     (("--eval_results_prefix",), "eval_results_prefix", {"metavar": "NAME", "help": "prefix of result files"}),
+    (("--eval_limit",), "eval_limit", {"metavar": "N", "type": float, "help": "evaluation: documents of each task"}),
+    (("--eval_num_fewshot",), "eval_num_fewshot", {"metavar": "N", "type": int, "help": "evaluation: examples"}),
+    (("--eval_include_path",), "eval_include_path", {"metavar": "DIR", "nargs": "+", "help": "folders of own tasks"}),
+    (("--eval_output_dir",), "eval_output_dir", {"metavar": "DIR", "help": "folder of result files"}),
+    (("--compare-hf", "--compare_hf"), "eval_compare_hf",
+     {"action": "store_const", "const": True, "help": "evaluation: lm-eval's hf backend beside ours"}),
 )
 
 
@@ -58,31 +66,38 @@ class DeepyCommand(NamedTuple):
     print_config: bool
 
 
-def parse_deepy(argv: Sequence[str] | None = None) -> DeepyCommand:
+Adopt = Callable[[str], Mapping[str, Any]]
+"""Gives the keys of a HuggingFace model, which `--hf-model` puts in the place of files. This room cannot read one."""
+
+
+def parse_deepy(argv: Sequence[str] | None = None, adopt: Adopt | None = None) -> DeepyCommand:
     """Command line of deepy.py (without its name). Raises ConfigError."""
-    parser = _parser("deepy.py", _DEEPY, "Start a script on the ranks of this machine.", with_script=True)
+    description = "Start a script on the ranks of this machine."
+    parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=adopt is not None)
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
         raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
-    assignments = _assignments(parsed)
-    if not parsed.conf_file:
+    assignments = _assignments(parsed, adopt)
+    if not (parsed.conf_file or assignments and parsed.hf_model):
         raise ConfigError(["no configuration files; usage: deepy.py SCRIPT CONF [CONF ...]"])
     return DeepyCommand(parsed.user_script, _load(parsed, assignments), parsed.print_config)
 
 
-def parse_script(argv: Sequence[str] | None, prog: str) -> NeoXArgs:
+def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = None) -> NeoXArgs:
     """Command line of a script such as train.py (without its name). Raises ConfigError.
 
     Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config prints
     and exits.
     """
-    parser = _parser(prog, _SCRIPT.format(prog=prog), "Run on this rank; usually started by deepy.py or torchrun.")
+    description = "Run on this rank; usually started by deepy.py or torchrun."
+    parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=adopt is not None)
     parser.add_argument("--neox-args", metavar="FILE", help="resolved configuration, instead of files (from deepy.py)")
     parsed = parser.parse_intermixed_args(argv)
-    assignments = _assignments(parsed)
-    if (parsed.neox_args is None) == (not parsed.conf_file):
-        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if parsed.conf_file else "")])
-    args = _load(parsed, assignments) if parsed.conf_file else _from_launcher(parsed, assignments)
+    assignments = _assignments(parsed, adopt)
+    given = bool(parsed.conf_file or parsed.hf_model)
+    if (parsed.neox_args is None) != given:
+        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if given else "")])
+    args = _load(parsed, assignments) if given else _from_launcher(parsed, assignments)
     if parsed.print_config:
         sys.stdout.write(print_config(args) + "\n")
         raise SystemExit(0)
@@ -119,7 +134,9 @@ def _file(name: str) -> str:
     return name if name.endswith(_SUFFIXES) else name + ".yml"
 
 
-def _parser(prog: str, examples: str, description: str, with_script: bool = False) -> argparse.ArgumentParser:
+def _parser(
+    prog: str, examples: str, description: str, with_script: bool = False, with_model: bool = False
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -132,6 +149,10 @@ def _parser(prog: str, examples: str, description: str, with_script: bool = Fals
         "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
         help="override keys, last of all; dotted paths reach into sections, values are YAML, null removes",
     )  # fmt: skip
+    if with_model:
+        parser.add_argument("--hf-model", metavar="DIR", help="a HuggingFace model: its keys and weights, over files")
+    else:
+        parser.set_defaults(hf_model=None)
     parser.add_argument("--print-config", action="store_true", help="print all values with their origins and exit")
     parser.add_argument("--help-config", metavar="KEY", action=_HelpConfig, help="print what a key means and exit")
     parser.add_argument(
@@ -143,8 +164,10 @@ def _parser(prog: str, examples: str, description: str, with_script: bool = Fals
     return parser
 
 
-def _assignments(parsed: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    found = []
+def _assignments(parsed: argparse.Namespace, adopt: Adopt | None) -> list[tuple[str, Any, str]]:
+    found: list[tuple[str, Any, str]] = []
+    if adopt is not None and parsed.hf_model is not None:
+        found += [(key, value, "--hf-model") for key, value in adopt(parsed.hf_model).items()]
     for names, key, _ in _FLAGS:
         value = getattr(parsed, key)
         if value is not None:

@@ -69,8 +69,8 @@ class DataKeys:
     )
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
         "gpt2",
-        "Kind of dataset; pairwise: pos_..._data_paths and neg_..._data_paths, for train_impl dpo and rm",
-        later_values={"pairwise": "post-training", "online": "training with rewards"},
+        "Kind of dataset; pairwise: pos_..._data_paths and neg_..._data_paths, for train_impl dpo, kto and rm",
+        later_values={"online": "training with rewards"},
     )
     allow_chopped: bool = key(
         True, "Samples of whole documents: cut those longer than seq_length + 1 tokens; false: leave them out"
@@ -101,6 +101,9 @@ class DataKeys:
         True,
         "All machines see the same files; false: each makes its own index maps",
         differs="in GPT-NeoX false has effect with data_path only (#919)",
+    )
+    limit_samples: int | None = key(
+        None, "Use only this many documents, or pairs, of each set: for a first try", ge=1, source="new"
     )
     data_seed: int | None = key(None, "Seed of shuffling and blending; unset: seed", ge=0, lt=2**32, source="new")
     index_cache_dir: str | None = key(

@@ -47,7 +47,9 @@ class LoggingKeys:
     log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale (McCandlish et al. 2018)")
     gradient_noise_scale_n_batches: int = key(5, "Steps that estimate is made over", ge=2)
     gradient_noise_scale_cpu_offload: bool = key(False, "Keep its buffers in host memory")
-    profile: bool = key(False, "Record a torch profiler trace of some iterations")
+    profile: bool = key(
+        False, "Record a torch profiler trace of some iterations; Python stacks in it only where NCCL is used (GPUs)"
+    )
     profile_step_start: int = key(10, "The trace begins after this iteration", ge=0)
     profile_step_stop: int = key(12, "Last iteration of the trace", ge=1)
     memory_profiling: bool = key(False, "Record a memory snapshot of those iterations")
@@ -56,15 +58,31 @@ class LoggingKeys:
 
 @dataclass(frozen=True)
 class TextgenKeys:
-    text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute"] = key(
+    text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute", "score"] = key(
         None,
-        "Where prompts come from, interactive: the terminal; unset: input-file if sample_input_file is set",
-        later_values={"precompute": "writing log-probabilities"},
+        "Where prompts come from, interactive: the terminal; unset: input-file if sample_input_file is set. score: the "
+        "log-probability of each token of sample_input_file, lines of JSON; precompute: of the data sets, beside them "
+        "(precompute_model_name)",
     )
     return_logits: bool = key(False, "Write the logits of generated tokens too", later="writing logits")
+    return_logprobs: int | None = key(
+        None, "Write each generated token's log-probability, and those of so many most likely ones (0: none)",
+        ge=0, source="new",
+    )  # fmt: skip
     temperature: float = key(0.0, "Divides the logits; 0: always the most likely token", ge=0)
     top_p: float = key(0.0, "Sample from the smallest set with this probability; 0: all tokens", ge=0, le=1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all tokens", ge=0)
+    min_p: float = key(
+        0.0, "Sample from tokens at least so likely, of the most likely one; 0: all tokens", source="new", ge=0, le=1
+    )
+    repetition_penalty: float = key(
+        1.0, "Divides positive and multiplies negative logits of tokens that came already; 1: off", source="new", gt=0
+    )
+    frequency_penalty: float = key(
+        0.0, "Subtracted from a token's logit as often as it was generated; 0: off", source="new"
+    )
+    presence_penalty: float = key(0.0, "Subtracted from the logits of generated tokens; 0: off", source="new")
+    stop_strings: tuple[str, ...] = key((), "A text ends before the first of these", source="new")
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
     prompt_end: str = key("\n", "What separates prompts in the input file, and ends one at the terminal")
     sample_input_file: str | None = key(None, "File with prompts")
@@ -73,5 +91,17 @@ class TextgenKeys:
     )
     num_samples: int = key(1, "Samples to generate without prompts", ge=1)
     recompute: bool = key(False, "Generate without a cache: every token runs the text before it again (slow)")
-    eval_tasks: tuple[str, ...] | None = key(None, "Tasks of lm-eval to run", later="evaluation")
-    eval_results_prefix: str = key("", "Prefix of result files", later="evaluation")
+    chat: bool = key(
+        False,
+        "text_gen_type interactive: prompts are a user's turns in a conversation, put through the chat template",
+        source="new",
+    )
+    system_prompt_file: str | None = key(None, "File with what such a conversation begins with", source="new")
+    kv_cache_gb: Literal["auto"] | float = key(
+        "auto", "Size of the cache of keys and values on each rank; auto: a share of free memory", source="new", gt=0
+    )
+    chat_template: str | None = key(
+        None,
+        "File with a Jinja template of conversations; unset: the one beside vocab_file, else the loaded model's",
+        source="new",
+    )

@@ -23,6 +23,12 @@ class ModelKeys:
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
     num_attention_heads: int = key(REQUIRED, "Number of attention heads", ge=1)
     num_kv_heads: int | None = key(None, "Number of key-value heads (GQA, MQA); unset: num_attention_heads", ge=1)
+    compat_gqa_rows: Literal["pre1315", "post1315"] | None = key(
+        None,
+        "num_kv_heads in GPT-NeoX's checkpoints: query, key and value rows as before its #1315 (November 2024), or as "
+        "since; unset: as since, and under the names of before mid-2024 as before. Own checkpoints tell it themselves",
+        source="new",
+    )
     head_dim: int = key(None, "Width of a head; unset: hidden_size / num_attention_heads", ge=1, source="new")
     seq_length: int = key(REQUIRED, "Tokens of one sample", ge=1)
     max_position_embeddings: int = key(REQUIRED, "Longest sequence the model can read; rows of learned positions", ge=1)

@@ -5,8 +5,13 @@ from typing import Literal
 
 from megatron.neox_arguments.declare import key
 
-_POST, _RL, _UNLEARN = "post-training", "training with rewards", "unlearning"
+_REWARD, _RL, _UNLEARN = "the reward model", "training with rewards", "unlearning"
 Paths = tuple[str, ...] | None
+PairLoss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "simpo", "orpo",
+]  # fmt: skip
+_SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,13 @@ class PostTrainingKeys:
     train_impl: Literal["normal", "dpo", "rm", "kto", "reinforce"] = key(
         "normal",
         "What is trained: language modelling, or an objective of post-training",
-        later_values={"dpo": _POST, "rm": _POST, "kto": _POST, "reinforce": _RL},
+        later_values={"rm": _REWARD, "reinforce": _RL},
+    )
+    sft_loss_type: Literal["nll", "dft"] = key(
+        "nll",
+        "train_impl normal: the tokens' negative log-likelihood; dft: each times the token's own probability (dynamic "
+        "fine-tuning); validation is nll",
+        source="new",
     )
     train_label_data_paths: Paths = key(
         None, "Labels of train_data_paths, one for each: the tokens, -100 where they are not trained"
@@ -38,13 +49,82 @@ class PostTrainingKeys:
     neg_test_data_paths: Paths = key(None, "Prompts with rejected answers, the test set of dataset_impl: pairwise")
     pos_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
     neg_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
-    dpo_beta: float = key(0.1, "DPO: strength of the reference", later=_POST)
-    dpo_fp32: bool = key(True, "DPO: losses in fp32", later=_POST)
-    dpo_reference_free: bool = key(False, "DPO without a reference model", later=_POST)
-    kto_beta: float = key(0.1, "KTO: strength of the reference", later=_POST)
-    kto_fp32: bool = key(True, "KTO: losses in fp32", later=_POST)
-    kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", later=_POST)
-    kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", later=_POST)
+    max_length: int | None = key(
+        None,
+        "Preferences: tokens that are used of an answer with its prompt; what is longer loses its end, or with "
+        "allow_chopped: false is left out",
+        ge=2,
+        source="new",
+    )
+    max_prompt_length: int | None = key(
+        None,
+        "Preferences: tokens that are used of what comes before the first trained one; a longer prompt loses its "
+        "beginning",
+        ge=1,
+        source="new",
+    )
+    dpo_loss_type: PairLoss | tuple[PairLoss, ...] = key(
+        "sigmoid",
+        "Loss of a pair, or a list of losses, as TRL spells them; sigmoid_norm: on averages over tokens (OLMo 3, "
+        "Tulu 3); sft: likelihood of the chosen answer; [sigmoid, sft] with dpo_reference_free is CPO; simpo and orpo "
+        "need no reference. aot and aot_unpaired compare all pairs of a step, TRL those of a micro-batch",
+        source="new",
+    )
+    dpo_loss_weights: tuple[float, ...] | None = key(
+        None, "Weight of each loss of dpo_loss_type; unset: 1", source="new"
+    )
+    dpo_label_smoothing: float = key(
+        0.0,
+        "Share of pairs taken for mislabelled, in sigmoid (conservative DPO; TRL ignores it there), sigmoid_norm, "
+        "robust, exo_pair (needs it), aot, aot_unpaired and simpo",
+        ge=0,
+        lt=0.5,
+        source="new",
+    )
+    discopop_tau: float = key(0.05, "dpo_loss_type: discopop: width of its switch", gt=0, source="new")
+    simpo_gamma: float = key(0.5, "dpo_loss_type: simpo: margin of the rewards", ge=0, source="new")
+    dpo_beta: float = key(
+        0.1,
+        "DPO: strength of the reference: 0.1 for summed log-probabilities, 5 for sigmoid_norm, 2 for simpo are common",
+        gt=0,
+    )
+    dpo_fp32: bool = key(True, "DPO: losses in fp32", no_effect=_SIXTEEN_BIT)
+    dpo_reference_free: bool = key(False, "DPO without a reference model: as if it gave every answer the same")
+    dpo_reference: Literal["cache", "on_the_fly"] = key(
+        "cache",
+        "Where the reference's log-probabilities come from, in DPO and KTO; it is the model as the run began (load). "
+        "cache: all are made before the first step and kept; on_the_fly: a frozen copy, whole on every data-parallel "
+        "rank, makes them in each step",
+        source="new",
+    )
+    reference_cache_dir: str | None = key(
+        None,
+        "dpo_reference: cache: folder of the log-probabilities, by model and content, for all runs; unset: "
+        "reference_cache beside the index maps",
+        source="new",
+    )
+    kto_loss_type: Literal["kto", "apo_zero_unpaired"] = key(
+        "kto", "Loss of a judged answer, as TRL spells it; apo_zero_unpaired has no KL", source="new"
+    )
+    kto_kl: Literal["drawn", "rotated"] = key(
+        "drawn",
+        "Answers to other prompts, for the KL: drawn: of the whole set; rotated: of the example before in the "
+        "micro-batch (TRL), with pack_impl: unpacked",
+        source="new",
+    )
+    kto_beta: float = key(
+        0.1,
+        "KTO: strength of the reference",
+        gt=0,
+        differs="GPT-NeoX takes the KL from the other half of the micro-batch, averages class weights over a half and "
+        "multiplies rewards by the share of the row that is no padding: compat_kto",
+    )
+    compat_kto: bool = key(
+        False, "KTO with GPT-NeoX's KL and averages, one answer a row (pack_impl: unpacked)", source="new"
+    )
+    kto_fp32: bool = key(True, "KTO: losses in fp32", no_effect=_SIXTEEN_BIT)
+    kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", gt=0)
+    kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", gt=0)
     fp32_reinforce: bool = key(True, "REINFORCE: losses in fp32", later=_RL)
     kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "REINFORCE: form of the KL term", later=_RL)
     kl_div_beta: float = key(0.1, "REINFORCE: strength of the KL term", later=_RL)
@@ -54,7 +134,9 @@ class PostTrainingKeys:
     online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Servers of fresh samples", later=_RL)
     online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports", later=_RL)
     precompute_model_name: str | None = key(
-        None, "Pairs: `PATH_NAME` holds a reference model's log-probabilities, float32 for each token or document"
+        None,
+        "Pairs: `PATH_NAME` holds a reference model's log-probabilities, float32 for each token or document; "
+        "text_gen_type: precompute writes it",
     )
 
 

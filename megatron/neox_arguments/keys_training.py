@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.neox_arguments.declare import key
-from megatron.neox_arguments.sections import Optimizer
+from megatron.neox_arguments.sections import Optimizer, Trainable
 
 
 @dataclass(frozen=True)
 class OptimizerKeys:
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
+    trainable: Mapping[str, Any] | None = key(
+        None, "Parameters that are trained, all others stay as they are; unset: all", section=Trainable, source="new"
+    )
     use_bnb_optimizer: bool = key(False, "Adam, AdamW: keep moments in 8 bits (needs bitsandbytes)")
     lr_scaling: Literal["none", "linear", "sqrt"] = key(
         "none", "Multiply lr and min_lr by the data-parallel size, or by its root", source="new"
@@ -88,7 +91,9 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    save: str | None = key(None, "Folder that checkpoints are written to")
+    save: str | None = key(
+        None, "Folder that checkpoints are written to; also s3://BUCKET/FOLDER and whatever fsspec reaches"
+    )
     load: str | None = key(
         None, "Folder that a checkpoint is read from; hf://ORG/NAME or a HuggingFace folder: its weights, at the start"
     )
@@ -133,8 +138,19 @@ class CheckpointKeys:
     checkpoint_validation_with_forward_pass: bool = key(
         False, "Keep the logits of a fixed batch in checkpoints, and compare them after loading"
     )
-    s3_path: str | None = key(None, "Also write checkpoints to this bucket", later="writing checkpoints to S3")
-    s3_chunk_size: int = key(104857600, "Bytes of one part of an upload", later="writing checkpoints to S3", gt=0)
+    remote_staging: str | None = key(
+        None, "Local folder of each machine for what goes to and comes from a remote `save` or `load`; "
+        "unset: in the temporary folder (TMPDIR)", source="new",
+    )  # fmt: skip
+    remote_patience: float = key(
+        600.0, "Seconds that a remote store which does not answer is tried again before that fails", ge=0, source="new"
+    )
+    s3_path: str | None = key(
+        None, "Also write checkpoints to this bucket", refuse="save itself may be s3://BUCKET/FOLDER; remove it"
+    )
+    s3_chunk_size: int = key(
+        104857600, "Bytes of one part of an upload", refuse="the parts are chosen by s3fs; remove it", gt=0
+    )
     no_load_optim: bool = key(False, "Do not load the optimizer's state")
     no_load_rng: bool = key(False, "Do not load the states of the random number generators")
     restart: bool = key(

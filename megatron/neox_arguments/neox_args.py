@@ -21,22 +21,32 @@ from megatron.neox_arguments.keys_architectures import (
 )
 from megatron.neox_arguments.keys_data import DataKeys, TokenizerKeys
 from megatron.neox_arguments.keys_deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
+from megatron.neox_arguments.keys_evaluation import EvaluationKeys
 from megatron.neox_arguments.keys_logging import LoggingKeys, TextgenKeys
 from megatron.neox_arguments.keys_model import ModelKeys, PrecisionKeys
 from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, RunnerKeys
 from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
+from megatron.neox_arguments.keys_serving import ServingKeys
 from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
 from megatron.neox_arguments.notes import notes
+from megatron.neox_arguments.places import is_remote, staging_folder
 from megatron.neox_arguments.read import Given, parse_overrides, read_deepspeed_config, read_files
 from megatron.neox_arguments.refusals import refusals
-from megatron.neox_arguments.validate import validate, validate_generation, validate_training
+from megatron.neox_arguments.validate import (
+    validate,
+    validate_evaluation,
+    validate_generation,
+    validate_serving,
+    validate_training,
+)
 
 
 @dataclass(frozen=True)
 class NeoXArgs(
     DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
-    TransformerEngineKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys,
-    OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys, RunnerKeys,
+    TransformerEngineKeys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
+    CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys,
+    RunnerKeys,
 ):  # fmt: skip
     """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`, `for_world`."""
 
@@ -110,16 +120,28 @@ class NeoXArgs(
 
     def check_generation(self) -> "NeoXArgs":
         """This object, if it has all that text generation needs. Raises ConfigError."""
-        self._check(validate_generation(self))
+        # Text is written and scored alike, however the weights are trained.
+        self._check(validate_generation(self), but=("train_impl", "dataset_impl"))
+        return self
+
+    def check_evaluation(self) -> "NeoXArgs":
+        """This object, if it has all that evaluation needs. Raises ConfigError."""
+        self._check(validate_evaluation(self))
+        return self
+
+    def check_serving(self) -> "NeoXArgs":
+        """This object, if it has all that tools/serve.py needs. Raises ConfigError."""
+        self._check(validate_serving(self))
         return self
 
     def refusals(self) -> dict[str, str]:
         """What a run refuses, by dotted path, with the reason and what to do; empty for what can run."""
         return refusals(self)
 
-    def _check(self, problems: Problems) -> None:
+    def _check(self, problems: Problems, but: Sequence[str] = ()) -> None:
         for path, reason in self.refusals().items():
-            problems.add(path, reason)
+            if path not in but:
+                problems.add(path, reason)
         problems.raise_if_any()
 
     def to_json(self) -> str:
@@ -168,6 +190,19 @@ class NeoXArgs(
     def params_dtype(self) -> str:
         """fp32, fp16 or bf16."""
         return {"bfloat16": "bf16"}.get(self.precision, self.precision)
+
+    @property
+    def save_dir(self) -> str | None:
+        """`save`, or the folder of this machine that stands for a remote one."""
+        return self._local(self.save)
+
+    @property
+    def load_dir(self) -> str | None:
+        """`load`, or the folder of this machine that stands for a remote one."""
+        return self._local(self.load)
+
+    def _local(self, place: str | None) -> str | None:
+        return staging_folder(place, self.remote_staging) if place is not None and is_remote(place) else place
 
     @property
     def optimizer_name(self) -> str:

@@ -48,6 +48,22 @@ _DEVICE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class Trainable:
+    last_layers: int = key(0, "All of the last blocks, so many", ge=0)
+    head: bool = key(False, "The output layer; of a tied one the embedding's weight, which it is")
+    names: tuple[str, ...] | None = key(
+        None,
+        "Regular expressions, searched in LAYER.NAME with GPT-NeoX's layer index (0 the embedding, 2 the first block, "
+        "num_layers + 3 the final norm) and names, as '^[45]\\.mlp' or 'layernorm'",
+    )
+    embedding_gradient: bool = key(
+        True,
+        "Of a tied head: also the gradient of its use as embedding, for which all blocks run backwards; false: that of "
+        "the output layer alone",
+    )
+
+
+@dataclass(frozen=True)
 class OffloadOptimizer:
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "In page-locked memory")

@@ -3,11 +3,14 @@
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.places import is_remote, problem_of
 from megatron.neox_arguments.read import show
-from megatron.neox_arguments.validate_model import at, validate_model, validate_parallel
+from megatron.neox_arguments.validate_model import at, validate_model, validate_parallel, validate_trainable
 from megatron.neox_arguments.validate_packing import validate_packing
+from megatron.neox_arguments.validate_pairs import validate_pairs
+from megatron.neox_arguments.validate_preferences import validate_preferences
 from megatron.neox_arguments.validate_schedule import validate_schedule
-from megatron.neox_arguments.validate_weights import validate_pairs, validate_weights
+from megatron.neox_arguments.validate_weights import validate_weights
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
@@ -18,12 +21,15 @@ def validate(args: "NeoXArgs") -> Problems:
     problems = Problems(args.origins)
     validate_model(args, problems)
     validate_parallel(args, problems)
+    validate_trainable(args, problems)
     validate_schedule(args, problems)
     _logging(args, problems)
+    _evaluation(args, problems)
     _gradients(args, problems)
     _checkpoints(args, problems)
     _data(args, problems)
     validate_packing(args, problems)
+    validate_preferences(args, problems)
     return problems
 
 
@@ -49,8 +55,18 @@ def validate_generation(args: "NeoXArgs") -> Problems:
     if args.load is None and args.save is None:
         problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
     _vocab_file(args, problems)
-    if args.text_gen_type == "input-file" and args.sample_input_file is None:
-        problems.add("sample_input_file", "is required by text_gen_type: input-file (or use -i FILE)")
+    if args.text_gen_type in ("input-file", "score") and args.sample_input_file is None:
+        problems.add("sample_input_file", f"is required by text_gen_type: {args.text_gen_type} (or use -i FILE)")
+    if args.text_gen_type == "precompute" and args.precompute_model_name is None:
+        problems.add("precompute_model_name", "is required by text_gen_type: precompute: what its files are named by")
+    if args.text_gen_type in ("score", "precompute"):
+        return problems
+    if args.chat and args.text_gen_type != "interactive":
+        problems.add("chat", "is a conversation at the terminal; set text_gen_type: interactive")
+    if args.system_prompt_file is not None and not args.chat:
+        problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
+    if "" in args.stop_strings:
+        problems.add("stop_strings", "an empty string would end every text at once; remove it")
     if not args.prompt_end:
         problems.add("prompt_end", 'is empty; it separates prompts, as "\\n" (in double quotes) does')
     if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
@@ -59,6 +75,33 @@ def validate_generation(args: "NeoXArgs") -> Problems:
             f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
             f"{at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
         )
+    return problems
+
+
+def validate_evaluation(args: "NeoXArgs") -> Problems:
+    """Problems of evaluation."""
+    problems = Problems(args.origins)
+    if args.load is None and args.save is None:
+        problems.add("load", "is required for evaluation: the folder of the checkpoint (`save` serves too)")
+    if not args.eval_tasks:
+        problems.add("eval_tasks", "is required for evaluation: names of tasks (or use --eval_tasks TASK ...)")
+    _vocab_file(args, problems)
+    return problems
+
+
+def _evaluation(args: "NeoXArgs", problems: Problems) -> None:
+    if args.eval_system_prompt is not None and args.eval_system_prompt_file is not None:
+        problems.add("eval_system_prompt_file", f"eval_system_prompt is {at(args, 'eval_system_prompt')}; remove one")
+    if args.eval_limit is not None and args.eval_limit >= 1 and args.eval_limit != int(args.eval_limit):
+        problems.add("eval_limit", f"expected a whole number of documents or a share below 1, got {args.eval_limit:g}")
+
+
+def validate_serving(args: "NeoXArgs") -> Problems:
+    """Problems of tools/serve.py."""
+    problems = Problems(args.origins)
+    if args.load is None and args.save is None:
+        problems.add("load", "is required for serving: the folder of the checkpoint (`save` serves too)")
+    _vocab_file(args, problems)
     return problems
 
 
@@ -89,6 +132,12 @@ def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
         )
     if factor is not None and args.checkpoint_scale == "log" and factor <= 1:
         problems.add("checkpoint_factor", f"expected more than 1 with checkpoint_scale log, got {factor}")
+    for name in ("save", "load"):
+        wrong = problem_of(getattr(args, name)) if is_remote(getattr(args, name)) else None
+        if wrong is not None:
+            problems.add(name, wrong)
+    if args.save is not None and args.save.startswith("hf://"):
+        problems.add("save", "hf:// is a model on the Hub, which runs read; write to a folder or a bucket")
     if args.save_hf is not None and args.save is None:
         problems.add("save_hf", "needs save, the folder in which it is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
@@ -119,16 +168,17 @@ def _data(args: "NeoXArgs", problems: Problems) -> None:
 def _blend(args: "NeoXArgs", problems: Problems) -> None:
     by = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
     for name in ("train", "valid", "test"):
-        key, paths = f"{name}_data_weights", getattr(args, f"{name}_data_paths")
-        weights, origin = getattr(args, key), args.origin(f"{name}_data_paths")
+        listed = f"pos_{name}_data_paths" if args.dataset_impl == "pairwise" else f"{name}_data_paths"
+        key, paths = f"{name}_data_weights", getattr(args, listed)
+        weights, origin = getattr(args, key), args.origin(listed)
         if paths == ():
-            problems.add(f"{name}_data_paths", "expected at least one path, got none")
+            problems.add(listed, "expected at least one path, got none")
         if weights is None:
             continue
         if by is not None:
             problems.add(key, f"{by} ({args.origin(by)}) sets it; remove one")
         elif paths is None:
-            problems.add(key, f"weighs {name}_data_paths, which is not set; remove it")
+            problems.add(key, f"weighs {listed}, which is not set; remove it")
         elif len(weights) != len(paths):
             problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
         if any(weight <= 0 for weight in weights):

@@ -1,5 +1,6 @@
 """Checks of the model and of how it is split over ranks."""
 
+import re
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
@@ -170,6 +171,19 @@ def validate_parallel(args: "NeoXArgs", problems: Problems) -> None:
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
+
+
+def validate_trainable(args: "NeoXArgs", problems: Problems) -> None:
+    if args.trainable is None:
+        return
+    if args.trainable["last_layers"] > args.num_layers:
+        got = f"{args.trainable['last_layers']} of num_layers {at(args, 'num_layers')}"
+        problems.add("trainable.last_layers", f"expected at most all blocks, got {got}")
+    for pattern in args.trainable["names"] or ():
+        try:
+            re.compile(pattern)
+        except re.error as problem:
+            problems.add("trainable.names", f"{pattern} is no regular expression ({problem})")
 
 
 def at(args: "NeoXArgs", key: str) -> str:

@@ -33,5 +33,5 @@ def validate_packing(args: "NeoXArgs", problems: Problems) -> None:
             elif len(beside) != len(paths):
                 problems.add(key, f"expected one for each of the {len(paths)} {name}_data_paths "
                              f"({args.origin(f'{name}_data_paths')}), got {len(beside)}")  # fmt: skip
-            if kind == "reward" and args.pack_impl != "unpacked":
+            if kind == "reward" and args.pack_impl != "unpacked" and args.train_impl != "kto":
                 problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {at(args, 'pack_impl')})")

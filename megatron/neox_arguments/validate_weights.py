@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
-from megatron.neox_arguments.validate_model import at
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
@@ -16,8 +15,9 @@ KINDS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
 def validate_weights(args: "NeoXArgs", problems: Problems) -> None:
     used = [key for key in KINDS if getattr(args, key) not in (None, False)]
     for key in used:
-        if args.train_data_paths is None:
-            problems.add(key, "weighs the sets of train_data_paths, which is not set; remove it")
+        listed = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
+        if getattr(args, listed) is None:
+            problems.add(key, f"weighs the sets of {listed}, which is not set; remove it")
         elif key != used[0]:
             problems.add(key, f"{used[0]} ({args.origin(used[0])}) sets the weights; remove one")
     if args.train_data_weight_schedule is not None and args.train_data_weights is not None:
@@ -37,29 +37,6 @@ def validate_weights(args: "NeoXArgs", problems: Problems) -> None:
             problems.add(f"{path}.weights", f"phase {number}: expected {sets} weights, got {len(weights)}")
         elif min(weights) < 0 or not sum(weights):
             problems.add(f"{path}.weights", f"phase {number}: expected numbers from 0 on, at least one above it")
-
-
-def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
-    pairwise = args.dataset_impl == "pairwise"
-    if pairwise and args.pack_impl == "packed":
-        problems.add("pack_impl", "pairs are whole documents; set unpacked, pack_until_overflow or best_fit")
-    if pairwise and args.train_impl not in ("dpo", "rm"):
-        problems.add("dataset_impl", f"pairs are for train_impl dpo and rm, not {at(args, 'train_impl')}")
-    if pairwise and args.pos_train_data_paths is None:
-        problems.add("pos_train_data_paths", "is required by dataset_impl: pairwise, with neg_train_data_paths")
-    for name in ("train", "valid", "test"):
-        for middle in ("", "_label"):
-            keys = f"pos_{name}{middle}_data_paths", f"neg_{name}{middle}_data_paths"
-            pos, neg = getattr(args, keys[0]), getattr(args, keys[1])
-            given = keys[0] if pos is not None else keys[1]
-            if pos is None and neg is None:
-                continue
-            if not pairwise:
-                problems.add(given, "only dataset_impl: pairwise reads it; set that, or remove it")
-            elif pos is None or neg is None or len(pos) != len(neg):
-                problems.add(given, f"{keys[0]} and {keys[1]} come together, as many of one as of the other")
-            elif len(pos) != len(getattr(args, f"pos_{name}_data_paths") or ()):
-                problems.add(given, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
 
 
 def phases(path: str, name: str, section: Mapping[str, Any], problems: Problems) -> None:

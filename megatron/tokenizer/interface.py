@@ -41,6 +41,10 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         return self.tokenize_batch([text])[0]
 
+    def tokenize_bare(self, text: str) -> list[int]:
+        """Ids of a text that does not begin a document: without what the tokenizer puts around every text, as a BOS."""
+        return self.tokenize(text)
+
     def fingerprint(self) -> str:
         """Hex SHA-256 over kind and files."""
         digest = hashlib.sha256(type(self).__name__.encode())

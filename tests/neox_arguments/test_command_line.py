@@ -59,6 +59,23 @@ def test_evaluation_flags_reach_their_keys(folder):
     assert args.origin("eval_tasks") == "--eval_tasks"
 
 
+def test_a_huggingface_model_stands_for_files_where_a_script_takes_one(folder):
+    def adopt(name):
+        sizes = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+        return {**sizes, "max_position_embeddings": 8, "load": name}
+
+    for args in (
+        parse_script(["--hf-model", "there", "--set", "seq_length=4"], "eval.py", adopt),
+        parse_deepy(["train.py", "--hf-model", "there", "--set", "seq_length=4"], adopt).args,
+    ):
+        assert (args.num_layers, args.load, args.seq_length) == (3, "there", 4)
+        assert args.origin("num_layers") == "--hf-model"
+    over = parse_script(["a", "--hf-model", "there"], "eval.py", adopt)
+    assert over.num_layers == 3 and over.origin("optimizer") == parse_script(["a"], "eval.py").origin("optimizer")
+    with pytest.raises(SystemExit):
+        parse_script(["a", "--hf-model", "there"], "train.py")
+
+
 def test_set_comes_last_and_may_be_repeated(folder):
     args = parse_script(["a", "--wandb_group", "g", "--set", "wandb_group=s", "seed=1", "--set", "seed=2"], "train.py")
     assert (args.wandb_group, args.seed, args.origin("wandb_group")) == ("s", 2, "--set")

@@ -22,15 +22,14 @@ CASES = [
     ),
     ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", "remove it"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler", "profile: true traces"),
-    ({"train_impl": "DPO"}, "train_impl", "post-training is not built yet"),
-    ({"eval_tasks": ["piqa"]}, "eval_tasks", "evaluation is not built yet"),
+    ({"train_impl": "REINFORCE"}, "train_impl", "training with rewards is not built yet"),
     ({"moe_num_experts": 8}, "moe_num_experts", "mixture of experts is not built yet"),
     ({"amp": {"enabled": True}}, "amp", "write bf16: {enabled: true}"),
     ({"te_mha": True}, "te_mha", "add the line `te_backend: native`"),
     ({"te_layernorm_mlp": True}, "te_layernorm_mlp", "add the line `te_backend: native`"),
     ({"te_fp8_wgrad": False}, "te_fp8_wgrad", "FP8 is not built yet"),
     ({"ga_dataset": "x"}, "ga_dataset", "unlearning is not built yet"),
-    ({"s3_path": "s3://x"}, "s3_path", "writing checkpoints to S3 is not built yet; remove it (--set s3_path=null)"),
+    ({"s3_path": "s3://x"}, "s3_path", "save itself may be s3://BUCKET/FOLDER; remove it"),
     ({"deepspeed": False}, "deepspeed", "there is no other engine"),
     ({"norm_placement": "post"}, "norm_placement", "the geodesic fork trained pre under this name"),
     ({"soft_prompt_tuning": {"enabled": True}}, "soft_prompt_tuning", "not built yet"),
@@ -48,7 +47,7 @@ def test_a_run_refuses_what_resolves(model, values, path, message):
 OFF = [
     {"te_mha": True, "te_columnparallel": True, "te_backend": "native"},
     {"amp": {"enabled": False}, "elasticity": None, "sparsity_config": {}},
-    {"soft_prompt_tuning": {"enabled": False}, "moe_num_experts": 1, "te_fp8_format": "hybrid", "eval_tasks": []},
+    {"soft_prompt_tuning": {"enabled": False}, "moe_num_experts": 1, "te_fp8_format": "hybrid"},
     {"curriculum_learning": {"enabled": False}},
 ]
 
@@ -76,4 +75,4 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
                 break
         else:
             pytest.fail(f"no value of {name} could be tried")
-    assert tried > 100
+    assert tried > 80

@@ -202,8 +202,8 @@ CASES = [
         {"seq_curriculum": {"seq_len": [16, 32], "until": [3]}},
         "seq_curriculum: curriculum_learning (program) cuts samples short",
     ),
-    (PAIRS | {"pack_impl": "packed"}, PAIRS, "pack_impl: pairs are whole documents"),
-    (PAIRS | {"train_impl": "normal"}, PAIRS, "dataset_impl: pairs are for train_impl dpo and rm, not normal"),
+    (PAIRS | {"pack_impl": "packed"}, PAIRS, "pack_impl: answers are whole documents"),
+    (PAIRS | {"train_impl": "normal"}, PAIRS, "dataset_impl: pairs are for train_impl dpo, kto and rm, not normal"),
     (
         PAIRS | {"neg_train_data_paths": ["n", "m"]},
         PAIRS,

@@ -1,0 +1,79 @@
+"""Checks of the sets of preference training."""
+
+from typing import TYPE_CHECKING
+
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.validate_model import at
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+ANSWERS = ("dpo", "kto", "rm")
+
+
+def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
+    pairwise = args.dataset_impl == "pairwise"
+    if pairwise and args.train_impl not in ANSWERS:
+        problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {at(args, 'train_impl')}")
+    if args.train_impl in ("dpo", "rm") and not pairwise:
+        problems.add("dataset_impl", f"train_impl {at(args, 'train_impl')} reads pairs; set dataset_impl: pairwise")
+    _answers(args, problems)
+    if pairwise and args.pos_train_data_paths is None:
+        problems.add("pos_train_data_paths", "is required by dataset_impl: pairwise, with neg_train_data_paths")
+    for name in ("train", "valid", "test"):
+        for middle in ("", "_label"):
+            keys = f"pos_{name}{middle}_data_paths", f"neg_{name}{middle}_data_paths"
+            pos, neg = getattr(args, keys[0]), getattr(args, keys[1])
+            given = keys[0] if pos is not None else keys[1]
+            if pos is None and neg is None:
+                continue
+            if not pairwise:
+                problems.add(given, "only dataset_impl: pairwise reads it; set that, or remove it")
+            elif pos is None or neg is None or len(pos) != len(neg):
+                problems.add(given, f"{keys[0]} and {keys[1]} come together, as many of one as of the other")
+            elif len(pos) != len(getattr(args, f"pos_{name}_data_paths") or ()):
+                problems.add(given, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
+
+
+def _answers(args: "NeoXArgs", problems: Problems) -> None:
+    if args.train_impl not in ANSWERS:
+        for key in ("max_length", "max_prompt_length"):
+            if getattr(args, key) is not None:
+                problems.add(key, f"is for preferences, not train_impl {at(args, 'train_impl')}; remove it")
+        if args.kto_kl == "rotated":
+            problems.add("kto_kl", f"only train_impl: kto reads it, not {at(args, 'train_impl')}; remove it")
+        return
+    if args.pack_impl == "packed":
+        problems.add("pack_impl", "answers are whole documents; set unpacked, pack_until_overflow or best_fit")
+    if args.train_impl == "kto" and args.dataset_impl == "gpt2":
+        if args.data_path is not None:
+            problems.add("data_path", "KTO reads train_data_paths, with labels and rewards beside it")
+        for name in ("train", "valid", "test"):
+            for kind in ("label", "reward"):
+                if getattr(args, f"{name}_data_paths") and getattr(args, f"{name}_{kind}_data_paths") is None:
+                    problems.add(f"{name}_data_paths", f"KTO needs {name}_{kind}_data_paths beside it")
+    for key, why in (
+        ("seq_curriculum", "cuts rows, but answers are whole"),
+        ("curriculum_learning", "cuts rows, but answers are whole"),
+        ("train_data_weight_schedule", "is for language modelling"),
+        ("eod_mask_loss", "is for language modelling: an answer's labels say what is trained"),
+    ):
+        value = getattr(args, key)
+        if value and (key != "curriculum_learning" or value["enabled"]):
+            problems.add(key, f"{why}; remove it, or train_impl {at(args, 'train_impl')}")
+    longest, prompt = args.max_length, args.max_prompt_length
+    if longest is not None and longest > args.seq_length + 1:
+        problems.add("max_length", f"rows have {args.seq_length} tokens (seq_length {args.origin('seq_length')})")
+    if longest is not None and prompt is not None and prompt >= longest:
+        problems.add("max_prompt_length", f"leaves nothing of max_length {longest} for the answer")
+    if args.compat_pack_impl:
+        for key in ("max_length", "max_prompt_length"):
+            if getattr(args, key) is not None:
+                problems.add(key, f"GPT-NeoX has none; remove it, or compat_pack_impl {at(args, 'compat_pack_impl')}")
+    if args.kto_kl == "rotated":
+        if args.train_impl != "kto" or args.kto_loss_type != "kto" or args.compat_kto:
+            problems.add("kto_kl", "is for train_impl: kto, kto_loss_type: kto without compat_kto; remove it")
+        if args.pack_impl != "unpacked":
+            problems.add("kto_kl", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+        if args.train_micro_batch_size_per_gpu == 1:
+            problems.add("kto_kl", "a micro-batch of 1 has no other answer; set train_micro_batch_size_per_gpu: 2")

@@ -1,0 +1,80 @@
+"""Losses of preferences that do not go together are refused, with what to change."""
+
+from typing import Any
+
+import pytest
+
+PAIRS: dict[str, Any] = {
+    "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked",
+    "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"],
+}  # fmt: skip
+KTO: dict[str, Any] = {"train_impl": "kto", "pack_impl": "unpacked"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "message"),
+    [
+        (
+            {"dpo_loss_type": "hinge"},
+            PAIRS | {"dpo_loss_type": "hinge"},
+            "dpo_loss_type: only train_impl: dpo reads it, not normal",
+        ),
+        (
+            PAIRS | {"kto_loss_type": "apo_zero_unpaired"},
+            KTO | {"kto_loss_type": "apo_zero_unpaired"},
+            "kto_loss_type: only train_impl: kto reads it, not dpo",
+        ),
+        (PAIRS | {"z_loss": 1e-4}, {"z_loss": 1e-4}, "z_loss: is for language modelling"),
+        (
+            PAIRS | {"dpo_loss_type": ["aot", "aot_unpaired"]},
+            PAIRS | {"dpo_loss_type": ["aot", "sigmoid"]},
+            "dpo_loss_type: aot and aot_unpaired match pairs differently",
+        ),
+        (
+            PAIRS | {"dpo_loss_type": ["sigmoid", "sigmoid"]},
+            PAIRS | {"dpo_loss_type": ["sigmoid"]},
+            "dpo_loss_type: expected losses, each once",
+        ),
+        (
+            PAIRS | {"dpo_loss_type": ["orpo", "sft"]},
+            PAIRS | {"dpo_loss_type": ["orpo"]},
+            "dpo_loss_type: orpo has the likelihood of the chosen answer already",
+        ),
+        (
+            PAIRS | {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0]},
+            PAIRS | {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5]},
+            "dpo_loss_weights: expected one for each of the 2 losses",
+        ),
+        (
+            PAIRS | {"dpo_loss_type": "exo_pair"},
+            PAIRS | {"dpo_loss_type": "exo_pair", "dpo_label_smoothing": 0.1},
+            "dpo_label_smoothing: exo_pair takes its logarithm",
+        ),
+        (
+            PAIRS | {"dpo_loss_type": "hinge", "dpo_label_smoothing": 0.1},
+            PAIRS | {"dpo_loss_type": "sigmoid", "dpo_label_smoothing": 0.1},
+            "dpo_label_smoothing: none of hinge reads it",
+        ),
+        (
+            PAIRS | {"simpo_gamma": 0.3},
+            PAIRS | {"simpo_gamma": 0.3, "dpo_loss_type": "simpo"},
+            "simpo_gamma: only dpo_loss_type: simpo reads it",
+        ),
+        (
+            KTO | {"compat_kto": True, "kto_loss_type": "apo_zero_unpaired"},
+            KTO | {"compat_kto": True},
+            "compat_kto: GPT-NeoX has no loss but kto",
+        ),
+        (
+            KTO | {"compat_kto": True, "pack_impl": "best_fit"},
+            KTO | {"pack_impl": "best_fit"},
+            "compat_kto: takes an answer for a row",
+        ),
+        (PAIRS | {"dpo_loss_type": "sigmod"}, PAIRS, "dpo_loss_type"),
+        (PAIRS | {"dpo_beta": 0}, PAIRS | {"dpo_beta": 5}, "dpo_beta"),
+    ],
+)
+def test_refused(problems_of: Any, bad: dict[str, Any], good: dict[str, Any], message: str) -> None:
+    (problem,) = problems_of(bad)
+    assert problem.removeprefix("program: ").startswith(message)
+    assert problems_of(good) == ()
