@@ -19,7 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if ADDRESS_VARIABLE not in os.environ:
+    # With pytest-xdist every worker has its own pool, and the process that hands out the tests none.
+    if ADDRESS_VARIABLE not in os.environ and not config.getoption("numprocesses", None):
         config.stash[SERVER] = start_server()
 
 
@@ -31,9 +32,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, soak and
-    real tests unless asked for."""
-    for mark in ("soak", "real"):
+    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, soak, real,
+    slurm and install tests unless asked for."""
+    for mark in ("soak", "real", "slurm", "install"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and mark not in config.option.markexpr:
             items[:] = [item for item in items if item not in marked]

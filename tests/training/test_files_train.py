@@ -31,6 +31,7 @@ SHRINK: dict[str, Any] = {
     "pipe_parallel_size": 0,
     "train_batch_size": None,  # GPT-NeoX made it for eight ranks
     "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": None,
     **{key: None for key in ("save", "load", "log_dir", "tensorboard_dir", "sample_input_file")},
     **{f"{name}_data_{what}": None for name in ("train", "valid", "test") for what in ("paths", "weights")},
     "merge_file": None,
@@ -45,17 +46,19 @@ def line_to_add(refused: ConfigError) -> str | None:
     return found[1] if found else "deepspeed_extra_args: null" if "deepspeed_extra_args.bf16" in str(refused) else None
 
 
-def two_layers(path: str) -> list[Any] | None:
-    """The file's attention_config for two layers: its list cut off, or its first pattern for all."""
-    kinds = yaml.safe_load(Path(path).read_text()).get("attention_config")
-    return kinds if kinds is None else kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], "all"]]
+def shrunk(path: str) -> dict[str, Any]:
+    """Overrides: SHRINK; the file's attention_config for two layers, its list cut off or its first pattern for all;
+    its own width of the MLP, if it has one, no longer that of 70B."""
+    values = yaml.safe_load(Path(path).read_text())
+    kinds = values.get("attention_config")
+    two = kinds if kinds is None else kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], "all"]]
+    return {**SHRINK, "attention_config": two} | ({"intermediate_size": 256} if values.get("intermediate_size") else {})
 
 
 def attempt(path: str, lines: list[str]) -> list[float]:
     """Losses of three steps."""
     added = {line.split(": ")[0]: yaml.safe_load(line.split(": ")[1]) for line in lines}
-    overrides = {**SHRINK, "attention_config": two_layers(path), **added}
-    training = start(load([path], overrides), process_info())
+    training = start(load([path], shrunk(path) | added), process_info())
     batches = batches_of(training)
     losses = [float(training.engine.train_step(next(batches), training.schedule(step)).loss) for step in range(3)]
     training.engine.close()
@@ -67,8 +70,7 @@ def train_three_steps(rank: int, world: int, paths: list[str]) -> list[tuple[str
     found = []
     done: dict[str, tuple[str, str]] = {}  # files that differ only in what the overrides say
     for path in paths:
-        values = yaml.safe_load(Path(path).read_text())
-        effective = json.dumps({**values, **SHRINK}, sort_keys=True)
+        effective = json.dumps(yaml.safe_load(Path(path).read_text()) | shrunk(path), sort_keys=True)
         if effective in done:
             found.append(done[effective])
             continue

@@ -11,7 +11,7 @@ import pytest
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, bit_equal, config, run_to_end
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
 
 
 def losses(save: Path) -> dict[int, float]:
