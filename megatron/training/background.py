@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +29,7 @@ class BackgroundWriter:
         self._first = groups.world_rank == 0
         self._thread: threading.Thread | None = None
         self.problem: Exception | None = None
+        atexit.register(self._leave)
 
     def start(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
         """`write` on every rank, then `finish` on rank 0 with what all of them returned. All ranks call it together,
@@ -47,6 +51,14 @@ class BackgroundWriter:
         problem, self.problem = self.problem, None
         if problem is not None:
             raise problem
+
+    def _leave(self) -> None:
+        """At the end of a process that failed while the thread still writes: in a collective, the thread would make the
+        interpreter's clean-up abort (exit code 134 for 1)."""
+        if self.busy:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _work(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
         try:

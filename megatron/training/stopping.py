@@ -38,9 +38,10 @@ class SignalWatch:
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Give the signals back, but for the one that came: its echo may still be on its way, and would end a process
+        that is about to end by itself."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number == self.received else handler)
 
 
 class Agreement:
