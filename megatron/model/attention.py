@@ -27,7 +27,7 @@ class AttentionInputs(NamedTuple):
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, for the varlen kernel (CUDA only).
+    cu_seqlens: int32 document starts over the flattened batch and its end, where `takes_varlen`.
     window: with cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
@@ -90,11 +90,20 @@ def layer_kind(args: NeoXArgs, layer: int) -> LayerKind:
     return LayerKind(sliding_window(args) if slides else None, rotary, local)
 
 
-def takes_varlen(args: NeoXArgs, device: torch.device) -> bool:
-    """Whether documents and windows run on the varlen kernel, not under a mask: it is flash attention, which knows
-    neither biases nor fp32."""
-    plain = not has_bias(args) and args.attention_dropout == 0.0 and args.params_dtype != "fp32"
-    return plain and device.type == "cuda" and args.attention_backend in ("auto", "flash")
+def takes_varlen(args: NeoXArgs, device: torch.device, window: int | None) -> bool:
+    """Whether documents, and layers with a window, run without a mask: on a GPU on the varlen kernel, which is flash
+    attention and knows neither biases nor fp32; on a CPU one document after another, unless there is a window, or
+    compiled code, which would be made anew for each length."""
+    if has_bias(args) or args.attention_dropout > 0.0:
+        return False
+    if has_varlen_kernel(device):
+        return args.params_dtype != "fp32" and args.attention_backend in ("auto", "flash")
+    return window is None and not args.compile
+
+
+def has_varlen_kernel(device: torch.device) -> bool:
+    """Whether torch's varlen attention runs there."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,8 @@ def choose_backend(args: NeoXArgs, device: torch.device) -> Backend:
     windowed, seq = sliding_window(args) is not None, min(args.seq_length, 256)
     always_masked = has_bias(args) or (windowed and "full_attention" not in (args.layer_types or ()))
     calls = [(call, masked, dropping, [(seq, seq)]) for (masked, dropping), call in _CALLS.items()]
-    kernels: dict[str, str] = {_WINDOWED: "flash"} if windowed and takes_varlen(args, device) else {}
+    varlen = windowed and takes_varlen(args, device, sliding_window(args))
+    kernels: dict[str, str] = {_WINDOWED: "flash"} if varlen else {}
     for call, masked, dropping, shapes in [*calls, (_CACHED, True, False, [(1, 1), (1, 9)])]:
         if (dropping and args.attention_dropout == 0.0) or (always_masked and not masked):
             continue  # this run makes no such calls
@@ -232,7 +242,10 @@ def attend(
     if inputs.cu_seqlens is not None:
         if cache is not None:
             cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
-        return _attend_varlen(q, k, v, inputs.cu_seqlens, inputs.window, scale)
+        if has_varlen_kernel(q.device):
+            return _attend_varlen(q, k, v, inputs.cu_seqlens, inputs.window, scale)
+        with sdpa_kernel(backend.kernel(masked=False, dropping=False, cached=False)):
+            return _attend_each(q, k, v, inputs.cu_seqlens, scale)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     grouped, mask = k.shape[1] != q.shape[1], inputs.mask
     if mask is not None and mask.is_floating_point():
@@ -271,6 +284,19 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: 
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, seq, seq, window_size=(window, 0), scale=scale)
     assert isinstance(out, Tensor)
     return out.view(batch, seq, heads, head_dim).transpose(0, 1)
+
+
+def _attend_each(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
+    seq, batch, heads, head_dim = q.shape
+    grouped = k.shape[2] != heads
+    lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
+    rows = (x.transpose(0, 1).reshape(batch * seq, -1, head_dim) for x in (q, k, v))
+    flat = ([one.transpose(0, 1).unsqueeze(0) for one in x.split(lengths)] for x in rows)
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=scale)
+        for q, k, v in zip(*flat, strict=True)
+    ]
+    return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs]).view(batch, seq, heads, head_dim).transpose(0, 1)
 
 
 class SelfAttention(nn.Module):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits worked on at a time; 64 MiB in fp32, of which a handful live at once.
-CHUNK = 2**24
+# Logits worked on at a time: 64 MiB in fp32, of which a handful live at once; on a CPU what its caches hold.
+CHUNK, CPU_CHUNK = 2**24, 2**20
 
 
 class TokenStatistics(NamedTuple):
@@ -21,8 +21,9 @@ class TokenStatistics(NamedTuple):
     is_top: Tensor  # 1 where no token is likelier than the label
 
 
-def _slices(rows: int, vocab: int) -> Iterator[slice]:
-    step = max(1, CHUNK // vocab)
+def _slices(logits: Tensor) -> Iterator[slice]:
+    rows, vocab = logits.shape
+    step = max(1, (CHUNK if logits.device.type == "cuda" else min(CHUNK, CPU_CHUNK)) // vocab)
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
@@ -41,7 +42,7 @@ class _Logprobs(torch.autograd.Function):
         local = local.masked_fill(foreign, 0)
         highest = logits.new_empty(rows, dtype=torch.float32)
         found = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
-        for part in _slices(rows, vocab):
+        for part in _slices(logits):
             chunk = logits[part].float()
             highest[part] = chunk.amax(-1)
             shifted = chunk - highest[part, None]
@@ -80,7 +81,7 @@ class _Logprobs(torch.autograd.Function):
         scale = ((grad_of_sum - grad) / total).unsqueeze(-1)
         own = grad.masked_fill(foreign, 0.0)
         result = torch.empty_like(logits)
-        for part in _slices(*logits.shape):
+        for part in _slices(logits):
             softmax = (logits[part].float() - highest[part, None]).exp_().mul_(scale[part])
             softmax[torch.arange(len(softmax), device=logits.device), local[part]] += own[part]
             result[part] = softmax

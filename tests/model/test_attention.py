@@ -99,6 +99,36 @@ def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(changes: dict[s
         assert flat == [*starts, 2 * args.seq_length]
 
 
+@pytest.mark.parametrize(
+    "changes, alone",
+    [
+        ({}, True),
+        ({"attention_backend": "math"}, True),
+        ({"sliding_window_width": 8}, False),
+        ({"compile": "block"}, False),
+    ],
+)
+def test_documents_on_a_cpu_run_by_themselves(
+    changes: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No query meets the keys of another document, not even to hide them."""
+    args, lengths = small(**changes), []
+    real = F.scaled_dot_product_attention
+
+    def watch(q: Tensor, *rest: Tensor, **kwargs: Any) -> Tensor:
+        lengths.append(q.shape[2])
+        return real(q, *rest, **kwargs)
+
+    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
+    assert batch.positions is not None
+    inputs = stage._attention_inputs(batch, batch.positions)
+    assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)
+    if alone:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+        stage(None, batch)
+        assert lengths == [last - first for _, first, last in documents(batch)] * args.num_layers
+
+
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend: {name} needs a GPU"):

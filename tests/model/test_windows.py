@@ -82,12 +82,14 @@ def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tenso
 @pytest.mark.parametrize("width", [None, 1, 5])
 @torch.no_grad()
 def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
     args = small(precision="bfloat16", sliding_window_width=width)
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
     positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
-    masked = stage._attention_inputs(batch, positions)
-    stage.device_of_groups = torch.device("cuda")  # only asked for its type
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron.model.decoder.takes_varlen", lambda *_: False)
+        masked = stage._attention_inputs(batch, positions)
+    monkeypatch.setattr("megatron.model.attention.has_varlen_kernel", lambda device: True)
+    monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
     inputs = stage._attention_inputs(batch, positions)
     assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,150 @@
+"""From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not trained on,
+and runs that go on bit for bit. Through the commands' own functions: preprocess, train, validate, generate."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.generation import Completion, Sampling, complete, load_model
+from megatron.generation.chat import find_template
+from megatron.launch import process_info
+from megatron.mpu import join
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import build_tokenizer
+from tests.data.chat_tokenizers import CHATML, fast_tokenizer
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
+from tests.training.test_resume import losses, stop_after
+from tools.datasets.preprocess_data_with_chat_template import main as preprocess
+
+WORDS = "quiet harbour copper silk salt lantern winter coins storm".split()
+SIZE = {"num_layers": 2, "seq_length": 96, "max_position_embeddings": 96, "pack_impl": "best_fit"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast_tokenizer(CHATML, pad_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def tokens_of(rows: list[dict[str, Any]], keys: list[str], name: str, tokenizer: Path, folder: Path) -> str:
+    """Prefix of the files that preprocess_data_with_chat_template.py makes of rows."""
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    preprocess(
+        ["--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name), "--jsonl-keys", *keys,
+         "--tokenizer-path", str(tokenizer), "--workers", "1"]
+    )  # fmt: skip
+    return str(folder / name)
+
+
+def run_of(tokenizer: Path, folder: Path, **keys: Any) -> dict[str, Any]:
+    values = config(LLAMA, ADAMW, SIZE, vocab_file=str(tokenizer), index_cache_dir=str(folder / "index"), **keys)
+    return {key: value for key, value in values.items() if key not in ("data_path", "split", "eod_mask_loss")}
+
+
+def goes_on(values: dict[str, Any], folder: Path) -> Path:
+    """Train twice, once with an interruption; everything is the same. Returns the folder of the first run."""
+    whole = run_ranks(run_to_end, 1, {**values, "save": str(folder / "through")})
+    stopped = {**values, "save": str(folder / "resumed")}
+    run_ranks(stop_after, 1, stopped, values["checkpoint_factor"])
+    again = run_ranks(run_to_end, 1, stopped)
+    assert losses(folder / "resumed") == losses(folder / "through")
+    assert len(losses(folder / "through")) == values["train_iters"]
+    assert bit_equal(whole[0][1], again[0][1])
+    return folder / "through"
+
+
+def last_validation(save: Path) -> dict[str, float]:
+    rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "validation/rewards/accuracies" in row][-1]
+
+
+def preferences(count: int, seed: int, shuffled: bool) -> list[dict[str, Any]]:
+    """Good answers end in an even number, bad ones in an odd one. shuffled: in half of the pairs, drawn by lot, it is
+    the other way round."""
+    random = np.random.default_rng(seed)
+    turned = random.permutation(count) < (count // 2 if shuffled else 0)
+    rows = []
+    for i in range(count):
+        question, *answers = (" ".join(random.choice(WORDS, random.integers(2, 5))) for _ in range(3))
+        ends = [2 * random.integers(5) + odd for odd in (0, 1)]
+        good, bad = ([{"role": "assistant", "content": f"{a} {n}"}] for a, n in zip(answers, ends, strict=True))
+        chosen, rejected = (bad, good) if turned[i] else (good, bad)
+        rows.append({"prompt": [{"role": "user", "content": question}], "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
+    paths = {}
+    for name, count in (("train", 240), ("valid", 120)):
+        rows = preferences(count, len(name) + count, shuffled)
+        prefix = tokens_of(rows, ["chosen", "rejected"], name, tokenizer, folder)
+        for side, key in (("pos", "chosen"), ("neg", "rejected")):
+            paths[f"{side}_{name}_data_paths"] = [f"{prefix}_{key}_document"]
+            paths[f"{side}_{name}_label_data_paths"] = [f"{prefix}_{key}_label_document"]
+    return run_of(
+        tokenizer, folder, **paths, train_impl="dpo", dataset_impl="pairwise", train_batch_size=8, train_iters=40,
+        checkpoint_factor=20, eval_interval=40, eval_iters=30,
+    )  # fmt: skip
+
+
+def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
+    found = last_validation(goes_on(dpo_run(False, tokenizer, tmp_path), tmp_path))
+    assert found["iteration"] == 40 and found["validation/rewards/accuracies"] > 0.95
+    assert found["validation/rewards/margins"] > 0
+
+
+def test_nothing_is_learned_of_shuffled_labels(tokenizer: Path, tmp_path: Path) -> None:
+    run_ranks(run_to_end, 1, {**dpo_run(True, tokenizer, tmp_path), "save": str(tmp_path / "run")})
+    assert last_validation(tmp_path / "run")["validation/rewards/accuracies"] == pytest.approx(0.5, abs=0.1)
+
+
+def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        question = "What does the " + " ".join(random.choice(WORDS, random.integers(1, 5))) + " cost?"
+        answer = f"It costs {random.integers(2, 10)} coins."
+        found.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return found
+
+
+def answers(
+    rank: int, world_size: int, values: dict[str, Any], questions: list[list[dict[str, str]]]
+) -> list[Completion]:
+    """For the pool: greedy, as generate.py and serve.py ask a model in a conversation."""
+    args, quiet = NeoXArgs.from_dict(values).for_world(world_size), logging.getLogger("tests.quiet")
+    tokenizer = build_tokenizer(args)
+    model = load_model(args, join(args, process_info(), quiet), tokenizer, quiet)
+    template = find_template(args, tokenizer)
+    prompts = [template.tokens(question) for question in questions]
+    return complete(
+        model, prompts, Sampling(), maximum_tokens=24, seeds=range(len(prompts)), ends=template.ends
+    )  # fmt: skip
+
+
+def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_path: Path) -> None:
+    """Up to the token that ends an answer."""
+    rows = [{"messages": messages} for messages in conversations(240, 0)]
+    prefix = tokens_of(rows, ["messages"], "chats", tokenizer, tmp_path)
+    values = run_of(
+        tokenizer, tmp_path, train_data_paths=[f"{prefix}_messages_document"],
+        train_label_data_paths=[f"{prefix}_messages_label_document"], reset_attention_mask=True,
+        reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
+        optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}},
+    )  # fmt: skip
+    save = goes_on(values, tmp_path)
+    seen = {messages[0]["content"] for messages in conversations(240, 0)}
+    held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in seen][:24]
+    assert len(held_out) == 24
+    found = run_ranks(answers, 1, {**values, "load": str(save)}, held_out)[0]
+    for one in found:
+        assert one.finished and re.fullmatch(r"It costs [2-9] coins\.", one.text), one
