@@ -34,6 +34,7 @@ class Batch:
     reference: Tensor | None = None  # [n] float32, the reference model's score of each answer; None: not (yet) known
     kl: "Batch | None" = None  # KTO: answers to other prompts, scored without gradients; all of them count in its KL
     anchor: Tensor | None = None  # [n] float32, filled by `Objective.couple`
+    padding: int = 0  # places that hold no document
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
@@ -113,7 +114,10 @@ def collate_samples(
         begins[:, 1:] |= (tokens[:, :-1] == eod) & unlabelled[:, None]
     rewards = [sample.reward for sample in samples]
     given = None if None in rewards else np.array(rewards, np.float32)
-    return collate(tokens, labels=labels, begins=begins, rewards=given, eod=eod, **options)
+    batch = collate(tokens, labels=labels, begins=begins, rewards=given, eod=eod, **options)
+    places = tokens.shape[1] - 1
+    padding = sum(max(0, places - sample.filled) for sample in samples if sample.filled is not None)
+    return replace(batch, padding=padding)
 
 
 def collate_answers(

@@ -16,6 +16,7 @@ from megatron.data.labels import MASKED
 from megatron.data.preprocess import fix_text
 
 OVERLONG = ("refuse", "drop", "truncate_left", "truncate_right", "split")
+UNTRAINED = ("refuse", "keep")
 PROMPTED = ("completion", "chosen", "rejected")  # columns that continue the column `prompt`, where there is one
 PAIR = ("chosen", "rejected")
 SCOPES = ("completion", "all_assistant", "last_turn")
@@ -27,7 +28,7 @@ class ChatOptions:
 
     keys: columns, each a document of its own. scope: one of SCOPES; None: completion after a prompt, else
     all_assistant. mask: label only what the model writes. for_rm: label only the last token. maps: (role, text with
-    {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG.
+    {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG. untrained: of UNTRAINED.
     """
 
     keys: tuple[str, ...] = ("conversation",)
@@ -42,6 +43,7 @@ class ChatOptions:
     ftfy: bool = False
     max_length: int | None = None
     overlong: str = "refuse"
+    untrained: str = "refuse"
 
     @property
     def only_last(self) -> bool:
@@ -176,6 +178,8 @@ def _documents(
     if fitted is None:
         return None
     if any(_untrained(document) for group in fitted for document in group):
+        if options.untrained == "refuse":
+            raise DataError("none of its tokens is trained; see --untrained, and --on-error skip to leave it out")
         counts["rows without a trained token"] += 1
     return ChatRow(fitted, row.reward)
 

@@ -2,9 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from megatron.data.blending import (
 from megatron.data.cache import CacheKey, cached, load
 from megatron.data.epochs import EpochKey, RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
+from megatron.data.files import known_sha256
+from megatron.data.fullness import fullness_note
 from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import IndexKey, IndexMaps
 from megatron.data.indexed_dataset import IndexedDataset
@@ -46,6 +48,16 @@ SampleSet = PackedDataset | BlendedDataset | RepeatedDataset | AnswerDataset | R
 
 
 @dataclass(frozen=True)
+class MadeOf:
+    """All that decides the rows of a set. layout: a digest of labels, keys and order; files: of the tokens, whose
+    hashes are kept in the folder `notes`."""
+
+    layout: str
+    files: tuple[Path, ...]
+    notes: Path
+
+
+@dataclass(frozen=True)
 class Datasets:
     """The sets of one run; None where the split leaves no document or nothing is asked of the set. notes: lines on
     them for the start of the log."""
@@ -54,6 +66,7 @@ class Datasets:
     valid: SampleSet | None
     test: SampleSet | None
     notes: tuple[str, ...] = ()
+    made_of: Mapping[str, MadeOf] = field(default_factory=dict)  # of sets of answers, by name
 
 
 @dataclass(frozen=True)
@@ -176,11 +189,16 @@ def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
     return Path(local or Path(prefix).parent) / "index_cache"
 
 
+def file_notes(args: NeoXArgs, prefix: str) -> Path:
+    """Where the hashes of a set's files are kept (`known_sha256`)."""
+    return index_cache_dir(args, prefix) / "file_hashes"
+
+
 def build_datasets(
     args: NeoXArgs,
     *,
     train_batch_size: int,
-    once: Callable[[Callable[[], list[_Plan]]], list[_Plan]],
+    once: Callable[[Callable[[], Any]], Any],
     epochs: int | None = None,
 ) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
@@ -194,7 +212,7 @@ def build_datasets(
 
         return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs)
 
-    def write() -> list[_Plan]:
+    def write() -> tuple[list[_Plan], list[str]]:
         plans = _plans(args, requested_samples(args, train_batch_size), epochs)
         parts = [part for plan in plans for part in plan.parts]
         with ThreadPoolExecutor(THREADS) as pool:
@@ -205,10 +223,25 @@ def build_datasets(
         for plan in plans:
             if len(plan.parts) > 1:
                 cached(_cache(plan.parts[0], args), plan.key, plan.blend)
-        return plans
+        return plans, [note for plan in plans for note in _notes(plan, args, train_batch_size)]
 
-    sets = {plan.name: _load(plan, args) for plan in once(write)}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"))
+    plans, notes = once(write)
+    sets = {plan.name: _load(plan, args) for plan in plans}
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes))
+
+
+def _notes(plan: _Plan, args: NeoXArgs, train_batch_size: int) -> list[str]:
+    """Lines on the rows of whole documents; of GPT-NeoX's, which mix epochs, there is nothing to say in one."""
+    packing = packing_of(args)
+    if plan.name != "train" or not packing.whole_documents or packing.compat:
+        return []
+    return [
+        fullness_note(
+            plan.name, part.indexed, load(_cache(part, args), _key(part, args), IndexMaps), packing, args.seq_length,
+            part.labels, train_batch_size,
+        )
+        for part in plan.parts
+    ]  # fmt: skip
 
 
 def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
@@ -339,6 +372,7 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
                     for last in (_limited(args, 0, len(indexed)),)
                 )
                 plans.append(_Plan(name, parts, weights, samples, phases=phases))
+    plans = [_one_pass(plan, args) for plan in plans]
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.parts[0].last > plan.parts[0].first]
     if wanted[0] > 0 and not any(plan.name == "train" for plan in plans):
         raise DataError(f"no document is left for training (data {prefixes}, split {args.split})")
@@ -348,6 +382,15 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     if epochs is None:
         return plans
     return [_whole_epochs(plan, args, epochs) if plan.name == "train" else plan for plan in plans]
+
+
+def _one_pass(plan: _Plan, args: NeoXArgs) -> _Plan:
+    """Of a set to validate with, one pass where rows are whole: those of a small set count once. Windows of joined
+    documents are GPT-NeoX's."""
+    packing = packing_of(args)
+    if plan.name == "train" or len(plan.parts) > 1 or not plan.num_samples or packing.windows or packing.compat:
+        return plan
+    return replace(plan, parts=(replace(plan.parts[0], num_samples=1),), num_samples=1)
 
 
 def _limited(args: NeoXArgs, first: int, last: int) -> int:
@@ -367,8 +410,8 @@ def _with_labels(part: _Part, args: NeoXArgs, name: str, member: int) -> _Part:
         found = open_labels(labels[member], part.indexed)
         part = replace(part, labels=found)
         if packing_of(args).whole_documents:
-            with open(found.data_file, "rb") as file:  # all of it: rows depend on every label
-                part = replace(part, labels_sha256=hashlib.file_digest(file, "sha256").hexdigest())
+            content = known_sha256(found.data_file, file_notes(args, part.indexed.prefix))  # rows depend on every label
+            part = replace(part, labels_sha256=content)
     if rewards is not None:
         part = replace(part, rewards=open_rewards(rewards[member], part.indexed))
     return part

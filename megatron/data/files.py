@@ -1,14 +1,19 @@
 """Small file helpers: durable writes, hashes that do not read a whole file at once, and maps of files."""
 
+import contextlib
 import ctypes
 import hashlib
+import json
 import mmap
 import os
+import time
 import weakref
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike
+
+_SETTLED = 2_000_000_000  # nanoseconds
 
 
 def sync(path: str | Path) -> None:
@@ -30,6 +35,30 @@ def sha256(path: str | Path) -> str:
     """Hex SHA-256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_sha256(path: str | Path, folder: Path) -> str:
+    """`sha256`, kept in a note in `folder` for as long as the file's size, times and inode are what they were.
+
+    Nothing is kept of a file that changed in the last seconds: it might change again without another time.
+    """
+    path = Path(path).resolve()
+    stat = path.stat()
+    now = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    note = folder / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known = json.loads(note.read_text())
+        if known["path"] == str(path) and known["stat"] == now:
+            return known["sha256"]
+    found = sha256(path)
+    if time.time_ns() - max(now[1:3]) > _SETTLED:
+        # Only time is lost without a note: a folder that cannot be written is told of where something must be.
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = temporary(note)
+            unfinished.write_text(json.dumps({"path": str(path), "stat": now, "sha256": found}) + "\n")
+            os.replace(unfinished, note)
+    return found
 
 
 def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:

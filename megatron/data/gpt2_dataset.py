@@ -21,6 +21,7 @@ class Sample:
     begins: np.ndarray  # boolean: here begins the row, a document, or the padding
     labelled: bool = False  # the labels were given; else they are the tokens
     reward: float | None = None  # of the row's first document
+    filled: int | None = None  # places that hold documents, which come first; None: all
 
 
 class PackedDataset:
@@ -72,7 +73,7 @@ class PackedDataset:
             # Read as unsigned, a negative id is a large one
             if tokens.view(np.uint64).max() >= self.vocab_size or labels.max() >= self.vocab_size:
                 raise self._foreign_token(index, self.vocab_size)
-        return Sample(tokens, labels, begins, self.labels is not None, reward)
+        return Sample(tokens, labels, begins, self.labels is not None, reward, filled)
 
     @property
     def order(self) -> dict[str, int | str]:

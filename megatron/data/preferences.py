@@ -1,5 +1,7 @@
 """From config keys to the sets of preference training: pairs (`dataset_impl: pairwise`) and KTO's examples."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +13,20 @@ import numpy as np
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps, build_blend, wanted_samples
 from megatron.data.cache import CacheKey, cached, load
-from megatron.data.datasets import NAMES, Datasets, beside, blend_weights, data_seed, index_cache_dir, requested_samples
+from megatron.data.datasets import (
+    NAMES,
+    Datasets,
+    MadeOf,
+    beside,
+    blend_weights,
+    data_seed,
+    file_notes,
+    index_cache_dir,
+    requested_samples,
+)
 from megatron.data.epochs import EpochKey, build_epoch
 from megatron.data.errors import DataError
-from megatron.data.files import sha256
+from megatron.data.files import known_sha256
 from megatron.data.index_maps import Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.kto import mismatched
@@ -88,6 +100,8 @@ def build_answer_sets(
             members = _members(args, name) if wanted > 0 else []
             if not members:
                 continue
+            if name != "train" and len(members) == 1 and not packing_of(args).compat:
+                wanted = 1  # one pass: those of a small set count once
             plan = _written(args, name, members, wanted, epochs if name == "train" else None)
             plans.append(plan)
             batch = train_batch_size if name == "train" else None
@@ -97,7 +111,17 @@ def build_answer_sets(
 
     plans, notes = once(write)
     sets = {plan.name: _load(args, plan) for plan in plans}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes))
+    made_of = {plan.name: _made_of(args, plan) for plan in plans}
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), made_of)
+
+
+def _made_of(args: NeoXArgs, plan: _Plan) -> MadeOf:
+    parts = [key.digest for key in plan.keys] + ([] if plan.blend is None else [plan.blend.digest])
+    if args.train_impl == "kto":
+        parts += [args.kto_loss_type, args.kto_kl, str(args.compat_kto)]
+    files = tuple(file for member in plan.members for source in member.sources for file in source.data_files)
+    notes = file_notes(args, plan.members[0].sources[0].prefix)
+    return MadeOf(hashlib.sha256(json.dumps(parts).encode()).hexdigest(), files, notes)
 
 
 def answer_samples(args: NeoXArgs) -> int:
@@ -190,10 +214,10 @@ def _cache(args: NeoXArgs, member: _Member) -> Path:
 
 
 def _key(args: NeoXArgs, member: _Member, num_samples: int) -> AnswerKey:
-    beside = member.labels or member.sources
+    beside, notes = member.labels or member.sources, file_notes(args, member.sources[0].prefix)
     return AnswerKey(
         tuple(source.index_sha256 for source in member.sources),
-        tuple(sha256(file) for source in beside for file in source.data_files),
+        tuple(known_sha256(file, notes) for source in beside for file in source.data_files),
         member.documents,
         2 if args.train_impl != "kto" else 1,
         num_samples,
@@ -206,7 +230,9 @@ def _key(args: NeoXArgs, member: _Member, num_samples: int) -> AnswerKey:
 
 def _samples(args: NeoXArgs, member: _Member) -> int:
     """Of one pass."""
-    return int(_maps(member, _key(args, member, 1)).counts[COUNTS.index("samples")])
+    key, folder = _key(args, member, 1), _cache(args, member)
+    cached(folder, key, partial(_maps, member, key))
+    return int(load(folder, key, AnswerMaps).counts[COUNTS.index("samples")])
 
 
 def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:

@@ -31,6 +31,7 @@ from megatron.model.attention import (
 from megatron.model.block import Block
 from megatron.model.branches import BranchBatch, branch_distances, visible
 from megatron.model.cache import KVCache
+from megatron.model.neftune import add_noise, document_lengths
 from megatron.model.norms import build_norm
 from megatron.model.positions import (
     RelativePositionBias,
@@ -74,21 +75,24 @@ class Embedding(nn.Module):
                 args.max_position_embeddings, args.hidden_size, device=groups.device, dtype=torch.float32
             )
         self.dropout = args.hidden_dropout
-        self.seed_offset = groups.rank("tensor") if args.sequence_parallel else 0
+        self.noise = args.neftune_noise_alpha
+        self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if args.sequence_parallel else (0, 1)
 
-    def forward(self, tokens: Tensor, positions: Tensor, seed: int) -> Tensor:
-        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
+    def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of `Batch`."""
         x = self.word_embeddings(tokens.t())
         cut = self.group if self.sequence_parallel else None
         if self.multiplier != 1.0:
             x = x * torch.tensor(self.multiplier, dtype=x.dtype)
+        if self.noise and self.training:
+            x = add_noise(x, document_lengths(tokens, cu_seqlens), self.noise, seed, self.part, self.parts)
         if self.position_embeddings is not None:
             added = self.position_embeddings(positions.t() + self.position_offset)
             x = x + scatter_to_sequence(added, cut)
         if self.sinusoidal:
             added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
             x = x + scatter_to_sequence(added, cut)
-        return dropout(x, self.dropout, seed + self.seed_offset, self.training)
+        return dropout(x, self.dropout, seed + self.part, self.training)
 
 
 class Head(nn.Module):
@@ -278,7 +282,7 @@ class Stage(nn.Module):
         if cache is not None and batch.positions is not None:
             columns, seq = positions, cache.length
         window, documents = kind.window, batch.cu_seqlens
-        if columns is None and (documents is not None or window) and takes_varlen(args, self.device_of_groups):
+        if columns is None and (documents is not None or window) and takes_varlen(args, self.device_of_groups, window):
             offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
             cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
             return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
@@ -376,7 +380,8 @@ class Stage(nn.Module):
         blocks = [spec for spec in self.specs if spec.kind == "block"]
         if self.specs[0].kind == "embedding":
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
-                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"))
+                seed = mix_seed(batch.seed, "embedding")
+                x = self.layers["0"](batch.tokens, positions, seed, batch.cu_seqlens)
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states

@@ -20,8 +20,12 @@ def build_objective(args: NeoXArgs) -> Objective:
     if args.train_impl == "kto":
         return kto(
             KtoSettings(
-                args.kto_beta, args.kto_desirable_weight, args.kto_undesirable_weight, args.kto_loss_type,
+                args.kto_beta,
+                args.kto_desirable_weight,
+                args.kto_undesirable_weight,
+                args.kto_loss_type,
                 neox=args.compat_kto,
             )  # fmt: skip
         )
-    return language_modelling(args.z_loss, dft=args.sft_loss_type == "dft")
+    labelled = args.train_label_data_paths is not None
+    return language_modelling(args.z_loss, dft=args.sft_loss_type == "dft", statistics=labelled)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.mpu import token_logprobs, token_logprobs_and_sums
+from megatron.mpu import token_logprobs, token_logprobs_and_statistics, token_logprobs_and_sums
+from megatron.mpu.cross_entropy import TokenStatistics
 from megatron.objectives.objective import Objective
+
+METRICS = ("entropy", "mean_token_accuracy")
 
 
 def _weight(batch: Batch) -> Tensor:
@@ -18,7 +22,12 @@ def _weight(batch: Batch) -> Tensor:
 
 
 def _loss_sum(
-    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, z_loss: float = 0.0, dft: bool = False
+    logits: Tensor,
+    batch: Batch,
+    group: dist.ProcessGroup | None,
+    z_loss: float = 0.0,
+    dft: bool = False,
+    statistics: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the labels that count, summed in fp32.
 
@@ -26,18 +35,33 @@ def _loss_sum(
     stays the likelihood alone, which is what runs are compared by. dft: each token's times its own probability, which
     has no gradient (dynamic fine-tuning, arXiv 2508.05629).
     """
-    weights: Tensor = batch.loss_weights.t()
-    if z_loss == 0.0:
-        logprobs = token_logprobs(logits, batch.labels.t(), group)
-        return -(logprobs * (weights * logprobs.detach().exp() if dft else weights)).sum().view(1), {}
-    logprobs, sums = token_logprobs_and_sums(logits, batch.labels.t(), group)
-    extra = z_loss * (sums.square() * weights).sum()
-    return (-(logprobs * weights).sum() + (extra - extra.detach())).view(1), {}
+    weights, labels = batch.loss_weights.t(), batch.labels.t()
+    if z_loss != 0.0:
+        logprobs, sums = token_logprobs_and_sums(logits, labels, group)
+        found = token_logprobs_and_statistics(logits.detach(), labels, group)[1] if statistics else None
+        extra = z_loss * (sums.square() * weights).sum()
+        loss = -(logprobs * weights).sum() + (extra - extra.detach())
+        return loss.view(1), _metrics(found, weights)
+    if statistics:
+        logprobs, found = token_logprobs_and_statistics(logits, labels, group)
+    else:
+        logprobs, found = token_logprobs(logits, labels, group), None
+    loss = -(logprobs * (weights * logprobs.detach().exp() if dft else weights)).sum()
+    return loss.view(1), _metrics(found, weights)
 
 
-def language_modelling(z_loss: float = 0.0, *, dft: bool = False) -> Objective:
-    """The objective with this much z-loss, or of dynamic fine-tuning."""
-    return Objective(_weight, partial(_loss_sum, z_loss=z_loss, dft=dft))
+def _metrics(found: TokenStatistics | None, weights: Tensor) -> dict[str, Tensor]:
+    if found is None:
+        return {}
+    count = weights.sum().float()
+    sums = (found.entropy * weights).sum(), (found.is_top * weights).sum()
+    return {name: torch.stack([value, count]) for name, value in zip(METRICS, sums, strict=True)}
+
+
+def language_modelling(z_loss: float = 0.0, *, dft: bool = False, statistics: bool = False) -> Objective:
+    """The objective with this much z-loss, or of dynamic fine-tuning; with statistics, also `METRICS`."""
+    loss_sum = partial(_loss_sum, z_loss=z_loss, dft=dft, statistics=statistics)
+    return Objective(_weight, loss_sum, METRICS if statistics else ())
 
 
 LANGUAGE_MODELLING = language_modelling()

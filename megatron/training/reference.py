@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
 from megatron.data.answers import AnswerDataset, Answers
 from megatron.data.blending import BlendedDataset
+from megatron.data.datasets import MadeOf
 from megatron.data.references import (
     SCORES,
     AnswerRow,
@@ -39,7 +42,16 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import answer_sums
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.engine import Engine
-from megatron.training.reference_cache import add_scores, cache_folder, describe_reference, digest_of, read_scores
+from megatron.training.reference_cache import (
+    add_scores,
+    cache_folder,
+    changed_since,
+    describe_reference,
+    digest_of,
+    find_whole,
+    note_whole,
+    read_scores,
+)
 from megatron.training.sources import Source, original_source
 
 _RECORD = "reference.json"  # in `save`: what the run's reference is
@@ -70,7 +82,7 @@ def resume_with_reference(
     about = describe_reference(args, source, checkpointer.tokenizer, groups)
     digest = digest_of(about)
     if goes_on:
-        on_rank_zero(groups, lambda: _check_record(args, source, digest))
+        on_rank_zero(groups, lambda: _check_record(args, source, about))
     else:
         progress = checkpointer.resume()
         if progress.iteration > 0:
@@ -78,7 +90,7 @@ def resume_with_reference(
                 [f"{args.origin('load')}: load: goes on from iteration {progress.iteration}, and its weights would be "
                  "the reference; set finetune: true to begin preference training with them"]
             )  # fmt: skip
-        on_rank_zero(groups, lambda: _write_record(args, source, digest))
+        on_rank_zero(groups, lambda: _write_record(args, source, about))
     weights_are_there = [not goes_on]
 
     def have_weights() -> None:
@@ -90,12 +102,11 @@ def resume_with_reference(
     if args.dpo_reference == "on_the_fly":
         have_weights()
         engine.fill_reference = frozen_copy(args, groups, engine)
-        logger.info("reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly)")
+        logger.info(_cost_of_copy(engine))
     else:
         folder = cache_folder(args, digest)
         cache = _Cache(args, groups, engine, folder, about, have_weights, logger, watchdog)
-        if not goes_on:
-            cache.check(datasets)
+        cache.check(datasets)
         datasets = cache.fill(datasets)
         watchdog.now("loading a checkpoint")
     return datasets, checkpointer.resume() if progress is None else progress
@@ -105,15 +116,16 @@ def _record(args: NeoXArgs) -> Path | None:
     return None if args.save_dir is None else Path(args.save_dir) / _RECORD
 
 
-def _write_record(args: NeoXArgs, source: Source, digest: str) -> None:
+def _write_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> None:
     path = _record(args)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         where = None if source.path is None else str(source.path)
-        replace_file(path, (json.dumps({"weights": where, "digest": digest}, indent=1) + "\n").encode())
+        record = {"weights": where, "digest": digest_of(about), "about": about}
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def _check_record(args: NeoXArgs, source: Source, digest: str) -> None:
+def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> None:
     path = _record(args)
     assert path is not None
     if not path.is_file():
@@ -122,12 +134,21 @@ def _check_record(args: NeoXArgs, source: Source, digest: str) -> None:
             "to a new folder, and load to these weights with finetune: true"
         )
     known = json.loads(path.read_text())
-    if known["digest"] != digest:
+    if known["digest"] != digest_of(about):
+        others = ", ".join(changed_since(known["about"], about))
         raise CheckpointError(
             f"{path}: the run began with {known['weights'] or 'initial values'} as reference, which is not what "
-            f"{source.path or 'initialisation'} gives now: other weights, model keys, tokenizer or precision; set load "
-            "as it was, or restart: true"
+            f"{source.path or 'initialisation'} gives now: other {others}; set load and these keys as they were, or "
+            "restart: true"
         )
+
+
+def _cost_of_copy(engine: Engine) -> str:
+    params = [param for _, _, param in stage_parameters(engine.stage)]
+    size = sum(math.prod(getattr(param, "ds_shape", param.shape)) for param in params) * engine.dtype.itemsize
+    line = "reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly): "
+    line += f"{size / 2**30:.2f} GiB on this rank"
+    return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
 
 
 def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
@@ -186,6 +207,7 @@ class _Cache:
         rows, known = [row for row, found in zip(rows, there, strict=True) if found], self.scores.rows[places[there]]
         if not rows:
             return
+        self.have_weights()
         found = self._score(rows)
         together(self.groups, lambda: self._compare(rows, known, found))
         self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
@@ -210,7 +232,7 @@ class _Cache:
             most = wanted[name]
             if dataset is not None and most != 0:
                 size = len(dataset) if most is None else min(most, len(dataset))
-                for i, count in enumerate(self._fill_one(name, dataset, size)):
+                for i, count in enumerate(self._whole(name, dataset, size, datasets.made_of[name])):
                     counts[i] += count
         computed, there = counts
         self.logger.info(f"reference: {computed} rows computed, {there} found in {self.folder}")
@@ -220,6 +242,15 @@ class _Cache:
     def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
         assert dataset is None or isinstance(dataset, AnswerDataset | BlendedDataset)
         return None if dataset is None else ReferencedDataset(dataset, self.scores)
+
+    def _whole(self, name: str, dataset: SampleSet, size: int, made_of: MadeOf) -> tuple[int, int]:
+        """As `_fill_one`, which reads all of the set; not where an earlier run has noted that nothing is missing."""
+        note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, made_of, size))
+        if known is not None:
+            return 0, known
+        found = self._fill_one(name, dataset, size)
+        on_rank_zero(self.groups, lambda: note_whole(note, sum(found)))
+        return found
 
     def _fill_one(self, name: str, dataset: SampleSet, size: int) -> tuple[int, int]:
         """Distinct rows of the first `size` samples: (computed, found)."""

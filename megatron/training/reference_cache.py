@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -14,15 +15,44 @@ import numpy as np
 from megatron.checkpointing import model_keys, read_manifest, replace_file
 from megatron.checkpointing.files import file_sha256
 from megatron.data import DataError
-from megatron.data.datasets import index_cache_dir
+from megatron.data.datasets import MadeOf, index_cache_dir
+from megatron.data.files import known_sha256
 from megatron.data.references import SCORES
+from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys_architectures import MoEKeys, MuPKeys, OtherArchitectureKeys, TransformerEngineKeys
+from megatron.neox_arguments.keys_model import ModelKeys
 from megatron.tokenizer import Tokenizer
 from megatron.training.sources import Source
 
 _ABOUT = "about.json"
+# Whose keys make the model's function
+_OWNERS = tuple(c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, OtherArchitectureKeys, MuPKeys))
+_OTHERWISE = (
+    # in model_keys, by what is made of them
+    "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",
+    "make_vocab_size_divisible_by",
+    # of initial values and of training
+    "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
+    # of how and of what length it is computed, and of files
+    "attention_backend", "attention_config", "compile", "seq_length", "rotary_save_freqs_buffer",
+)  # fmt: skip
 _HF_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def forward_keys(args: NeoXArgs) -> dict[str, Any]:
+    """Every key of the model that its log-probabilities may depend on: all that are declared but those known not to."""
+    found = {
+        name: thaw(getattr(args, name))
+        for name, key in keys_of(type(args)).items()
+        if key.owner in _OWNERS and key.standing.startswith("honoured") and name not in _OTHERWISE
+    }
+    if dynamic_ntk_limit(args) is not None:
+        found["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
+    return found
 
 
 def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, groups: ParallelGroups) -> dict[str, Any]:
@@ -43,7 +73,7 @@ def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, gro
             names = {name: sha256 for part in found for name, sha256 in part.items()}
     return {
         "weights": dict(sorted(names.items())),
-        "model": model_keys(args),
+        "model": {**forward_keys(args), **model_keys(args)},
         "tokenizer": tokenizer.fingerprint(),
         "precision": args.params_dtype,
         "scope": "sums over the trained tokens of an answer",
@@ -53,6 +83,16 @@ def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, gro
 def digest_of(about: Mapping[str, Any]) -> str:
     """Of what `describe_reference` gives."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def changed_since(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two of what `describe_reference` gives, in words."""
+    sections = [name for name in now if name != "model" and was.get(name) != now[name]]
+    models = was["model"], now["model"]
+    keys = sorted({*models[0], *models[1]})
+    here = json.loads(json.dumps(models[1]))  # as the record has it
+    differ = [key for key in keys if models[0].get(key) != here.get(key)]
+    return [*sections, *(f"{key} ({models[0].get(key)}, now {here.get(key)})" for key in differ)]
 
 
 def cache_folder(args: NeoXArgs, digest: str) -> Path:
@@ -92,6 +132,25 @@ def add_scores(folder: Path, about: Mapping[str, Any], rows: np.ndarray) -> None
             f"{folder}: reference log-probabilities cannot be written here ({problem.strerror}); set "
             "reference_cache_dir to a folder that can be written"
         ) from problem
+
+
+def find_whole(folder: Path, made_of: MadeOf, size: int) -> tuple[Path, int | None]:
+    """The note that all rows of the first `size` samples of a set are in the folder, and how many they are; None where
+    it is not noted, or a file that held them is gone."""
+    contents = [known_sha256(file, made_of.notes) for file in made_of.files]
+    name = hashlib.sha256(json.dumps([made_of.layout, contents, size]).encode()).hexdigest()[:32]
+    note = folder / f"whole-{name}.json"
+    if not note.is_file():
+        return note, None
+    known = json.loads(note.read_text())
+    return note, known["rows"] if all((folder / file).is_file() for file in known["files"]) else None
+
+
+def note_whole(note: Path, rows: int) -> None:
+    """Write the note of `find_whole`."""
+    files = sorted(file.name for file in note.parent.glob("rows-*.npy"))
+    with contextlib.suppress(OSError):  # without it the next start looks at all rows again
+        replace_file(note, (json.dumps({"rows": rows, "files": files}, indent=1) + "\n").encode())
 
 
 def _digest(rows: np.ndarray) -> str:

@@ -74,7 +74,9 @@ def test_conversations(chat, workers):
 
 
 def test_only_the_last_message(chat, capsys):
-    out = chat("chat.jsonl", "--only-last")
+    with pytest.raises(SystemExit, match=r"chat\.jsonl:11: none of its tokens is trained; see --untrained"):
+        chat("chat.jsonl", "--only-last")
+    out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
     texts, labels = rows(f"{out}_conversation_document"), rows(f"{out}_conversation_label_document")
     golden = rows(GOLDEN / "chat_onlylast_conversation_label_document")
     for ids, row, theirs in zip(texts, labels, golden, strict=True):

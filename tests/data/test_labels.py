@@ -101,6 +101,18 @@ def test_epochs_of_labelled_documents(tmp_path: Path):
     assert len(firsts) == 48 and {tuple(samples[i].tokens) for i in range(48, 96)} == firsts
 
 
+@pytest.mark.parametrize("keys", [{"pack_impl": "best_fit"}, {"pack_impl": "unpacked"}, {"drop_last": False}])
+def test_a_small_set_is_validated_with_once(keys: dict, tmp_path: Path):
+    rows = [[10 + n] * (3 + n) for n in range(5)]
+    args = make_args(
+        data_path=None, train_data_paths=(CHAT_TEXT,), valid_data_paths=(write(tmp_path / "valid", rows),),
+        eval_iters=50, index_cache_dir=str(tmp_path), **keys,
+    )  # fmt: skip
+    dataset = build(args).valid
+    seen = np.concatenate([dataset[i].tokens for i in range(len(dataset))])
+    assert [int((seen == row[0]).sum()) for row in rows] == [len(row) for row in rows]
+
+
 def test_changed_labels_change_the_maps(tmp_path: Path):
     """Lengths stay, but another document has nothing to learn: the cache must not hand out the old rows."""
     text = write(tmp_path / "x_document", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])

@@ -273,6 +273,17 @@ def test_validation_counts_every_pair_once(train_impl: str, pack_impl: str, tmp_
     assert (count, weights) == (len(batch.signs), int(batch.loss_weights.sum())) and len(shapes) == 1
 
 
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+def test_a_small_set_is_validated_with_once(pack_impl: str, tmp_path: Path):
+    train = write_pairs(tmp_path, random_pairs(1))
+    small = write_pairs(tmp_path, random_pairs(2, 7), "v")
+    valid = {key.replace("train", "valid"): paths for key, paths in small.items()}
+    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, **train, **valid)
+    dataset = build(args).valid
+    found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
+    assert sum(int((batch.signs != 0).sum()) for batch in found) == 2 * 7
+
+
 def test_several_sets_and_limits(tmp_path: Path):
     first = random_pairs(1, 20)
     second = [tuple([300 + 3 * n + part] * 3 for part in range(3)) for n in range(40)]

@@ -1,12 +1,15 @@
 """Next-token loss: weighted sums in fp32, whatever the split."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import build_groups
-from megatron.objectives import LANGUAGE_MODELLING
+from megatron.objectives import LANGUAGE_MODELLING, language_modelling
 from tests.pool import run_ranks
 
 SEQ, BATCH, VOCAB = 8, 2, 16
@@ -48,6 +51,36 @@ def test_equals_float64_sum_of_weighted_tokens() -> None:
         torch.testing.assert_close(loss_sum.double(), expected.detach(), rtol=1e-6, atol=1e-6)
         assert weight_sum == batch.loss_weights.sum()
         torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def _guessed() -> tuple[Tensor, Batch]:
+    """Every third label is the likeliest token."""
+    logits, batch = _case()
+    third = torch.arange(SEQ) % 3 == 0
+    return logits, replace(batch, labels=torch.where(third, logits.argmax(-1).t(), batch.labels))
+
+
+def statistics(rank: int, world_size: int, z_loss: float) -> dict[str, float]:
+    """For the pool."""
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    objective, (logits, batch) = language_modelling(z_loss, statistics=True), _guessed()
+    own = logits.chunk(world_size, -1)[rank].contiguous()
+    found = torch.stack([objective.loss_sum(own, batch, group)[1][name] for name in objective.metrics])
+    return {name: float(value) for name, value in objective.means(found).items()}
+
+
+def test_metrics_of_the_tokens_that_are_trained() -> None:
+    """TRL's names; `tests/objectives/test_trl.py` compares with TRL itself, whose cases have no right guess."""
+    logits, batch = _guessed()
+    trained = batch.loss_weights.t() > 0
+    logprobs = logits.double().log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)[trained].mean()
+    right = (logits.argmax(-1) == batch.labels.t())[trained].double().mean()
+    assert 0 < right < 1
+    expected = {"entropy": float(entropy), "mean_token_accuracy": float(right)}
+    for world_size, z_loss in ((1, 0.0), (1, 0.1), (2, 0.0)):
+        for found in run_ranks(statistics, world_size, z_loss):
+            assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_without_weight_is_zero_and_has_no_gradient() -> None:

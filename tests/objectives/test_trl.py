@@ -123,11 +123,14 @@ def with_reference(batches: list[Batch], forward: Forward) -> list[Batch]:
     return [batch if batch.kl is None else replace(batch, kl=with_reference([batch.kl], forward)[0]) for batch in found]
 
 
+LABELLED = {"train_data_paths": ["text"], "train_label_data_paths": ["labels"], "eval_iters": 0}
+
+
 def step_of(
     case: dict[str, Any], name: str, packed: bool
 ) -> tuple[Tensor, dict[tuple[int, str], Tensor], dict[str, Tensor], Weights]:
     """Loss, gradients and metrics here, and TRL's gradients."""
-    keys = keys_of_case(case) if case["kind"] != "sft" else {"sft_loss_type": case["loss_type"]}
+    keys = keys_of_case(case) if case["kind"] != "sft" else {"sft_loss_type": case["loss_type"], **LABELLED}
     objective: Objective = build_objective(args_with(**keys))
     args = args_with()
     policy, reference = (stage_with(args, unflat(args, arrays()[which])) for which in ("policy", "reference"))
@@ -156,7 +159,8 @@ def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
     if name == "dpo_sft":  # no reference is read for it here
         metrics = {key: value for key, value in metrics.items() if not key.startswith("rewards")}
     shared = set(metrics) & set(case["metrics"])
-    assert case["kind"] == "sft" or {"logps/chosen", "logps/rejected"} <= shared
+    least = {"entropy", "mean_token_accuracy"} if case["kind"] == "sft" else {"logps/chosen", "logps/rejected"}
+    assert least <= shared
     assert case["kind"] == "sft" or name == "dpo_sft" or "rewards/margins" in shared
     for key in shared:
         assert float(metrics[key]) == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key

@@ -11,6 +11,7 @@ import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +20,14 @@ from megatron.checkpointing import CheckpointError
 from megatron.data import DataError, IndexedDatasetWriter
 from megatron.data.references import SCORES
 from megatron.launch import process_info
+from megatron.model import layer_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys_model import ModelKeys
 from megatron.training import Training, start
 from megatron.training.loop import batches_of
-from megatron.training.reference_cache import add_scores, read_scores
+from megatron.training.reference import _Cache
+from megatron.training.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
 from tests.training.test_resume import losses, stop_after
@@ -96,6 +101,7 @@ def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
     layouts = {**LAYOUTS, "tp2 pp2": (4, BOTH)}
     single = [(*LAYOUTS["plain"], more, 1e-6) for more in (PADDED, PACKED | FLY, PADDED | FLY)]
     single += [(1, {"precision": "bfloat16"}, more | FLY, 1e-6) for more in (PADDED, PACKED)]
+    single += [(1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, PADDED, 1e-6)]  # which the policy leaves out
     looks = [(ranks, layout, more, 1e-6) for ranks, layout in layouts.values() for more in (PADDED, PACKED | FLY)]
     looks = single + [look for look in looks if look[0] > 1]
     looks += [(*LAYOUTS[name], PACKED, 2e-5) for name in ("plain", "zero3")]  # rows are packed otherwise there
@@ -108,6 +114,21 @@ def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
         for found in run_ranks(first_losses, size, runs, timeout=120):
             for loss, (_, layout, more, within) in zip(found, own, strict=True):
                 assert loss == pytest.approx(math.log(2), abs=within), (layout, more)
+
+
+def test_what_a_copy_costs_is_said(tmp_path: Path) -> None:
+    values = preferences(tmp_path, PADDED | FLY, LAYOUTS["zero3"][1], hidden_size=1024, no_weight_tying=True)
+    said = run_ranks(what_it_says, 2, [values])[0][0]
+    found = re.search(r"on_the_fly\): ([\d.]+) GiB on this rank, which ZeRO 3 does not cut; dpo_reference: cache", said)
+    args = NeoXArgs.from_dict({**values, "padded_vocab_size": 320})
+    count = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
+    assert found and 0 < float(found[1]) == pytest.approx(4 * count / 2**30, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
+def test_dropout_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    values = preferences(tmp_path, PADDED, {name: 0.3, "disable_dropout": False})
+    assert abs(run_ranks(first_losses, 1, [values])[0][0] - math.log(2)) > 1e-4
 
 
 @pytest.mark.parametrize("more", [PADDED, PACKED, PADDED | FLY], ids=str)
@@ -123,13 +144,46 @@ def test_only_new_rows_are_computed(tmp_path: Path) -> None:
     other = {**once, "data_seed": 7, **PACKED}
     more = preferences(tmp_path, PACKED, count=45)
     seed = {**once, "seed": 99, "data_seed": 1234}
-    said = run_ranks(what_it_says, 2, [once, other, more, once, seed])[0]
-    found = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in said]
-    counts = [tuple(map(int, match.groups())) for match in found if match]
-    assert counts == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0)]
+    window = {**once, "sliding_window_width": 3}
+    said = run_ranks(what_it_says, 2, [once, other, more, once, seed, window])[0]
+    assert counts(said) == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0), (80, 0)]
     checked = ["cached rows are what the model gives" in text for text in said]
-    assert checked == [False, True, True, True, False]
-    assert len(list((tmp_path / "references").iterdir())) == 2
+    assert checked == [False, True, True, True, False, False]
+    assert len(list((tmp_path / "references").iterdir())) == 3
+
+
+def counts(said: list[str]) -> list[tuple[int, ...]]:
+    """(computed, found) of each run."""
+    found = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in said]
+    return [tuple(map(int, match.groups())) for match in found if match]
+
+
+def sets_read(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, str]:
+    """For the pool: how many sets a start reads whole for its reference, and what it says of that."""
+    with mock.patch.object(_Cache, "_fill_one", autospec=True, side_effect=_Cache._fill_one) as fill:
+        (said,) = what_it_says(rank, world_size, [values])
+    return fill.call_count, said
+
+
+def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
+    values = preferences(tmp_path, PADDED)
+    folder = tmp_path / "references"
+
+    def start_again() -> tuple[int, tuple[int, ...]]:
+        ((read, said),) = run_ranks(sets_read, 1, values)
+        return read, counts([said])[0]
+
+    assert start_again() == (1, (80, 0))
+    assert start_again() == (0, (0, 80)) == start_again()
+    tokens = tmp_path / "pos_40.bin"
+    content = bytearray(tokens.read_bytes())
+    content[-4] ^= 1  # the last token of the last answer
+    tokens.write_bytes(content)
+    assert start_again() == (1, (1, 79)), "the same labels and lengths, another token"
+    assert start_again() == (0, (0, 80))
+    next(folder.glob("*/rows-*")).unlink()
+    read, (computed, found) = start_again()
+    assert read == 1 and computed > 0 and computed + found == 80, "rows that are lost are made again"
 
 
 def damage(rank: int, world_size: int, values: dict[str, Any]) -> str:
@@ -163,6 +217,32 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     assert rows.dtype == SCORES
 
 
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "same"),
+    [
+        ({}, {"sliding_window_width": 5}, False),
+        ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
+        ({}, {"query_pre_attn_scalar": 3}, False),
+        ({}, {"seq_length": 24}, True),
+        (DYNAMIC, {"seq_length": 24}, False),
+        ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
+    ],
+    ids=str,
+)
+def test_what_changes_the_forward_pass_is_another_reference(
+    model: dict[str, Any], changes: dict[str, Any], same: bool
+) -> None:
+    found = [forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes)]
+    assert (found[0] == found[1]) is same
+
+
+def test_keys_said_not_to_change_the_forward_pass_are_keys() -> None:
+    assert set(_OTHERWISE) <= set(keys_of(ModelKeys))
+
+
 RUNS = {
     "cache": (2, PACKED | LAYOUTS["zero2"][1]),
     "cache lost": (2, PADDED | LAYOUTS["zero3"][1]),
@@ -193,7 +273,16 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
     if name == "cache":
         again = {**stopped, "train_iters": 8}
         said = run_ranks(damage, ranks, {**again, "load": None})[0]
-        assert "reference.json: the run began with" in said and "set load as it was" in said
+        assert "reference.json: the run began with" in said and "now: other weights; set load" in said
+        said = run_ranks(damage, ranks, {**again, "sliding_window_width": 3})[0]
+        assert "now: other sliding_window_width (None, now 3); set load and these keys as they were" in said
+        (folder,) = (tmp_path / "references").iterdir()
+        rows = np.concatenate([np.load(file) for file in folder.glob("rows-*")])
+        for file in folder.glob("rows-*"):
+            file.unlink()
+        rows["sum"] -= rows["count"]
+        add_scores(folder, {}, rows)
+        assert "trained tokens has the log-probability" in run_ranks(damage, ranks, again)[0], "checked here too"
         (resumed / "reference.json").unlink()
         assert "not known which weights the run in `save` began with" in run_ranks(damage, ranks, again)[0]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.checkpointing.manifest import Layout
@@ -17,7 +19,11 @@ from megatron.model import build_stage, freeze, init_stage, layer_params, lowest
 from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import LANGUAGE_MODELLING
+from megatron.training.engine import Engine
 from megatron.training.flops import model_flops
+from tests.model import runs as small_runs
+from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
 from tests.training.runs import (
     ADAMW,
@@ -277,3 +283,35 @@ def test_the_lowest_trained_layer() -> None:
     assert lowest(NEOX | UNTIED, head=True) == 8
     assert lowest(NEOX, head=True, embedding_gradient=False) == 8
     assert lowest(RPE, names=["rpe"]) == 2
+
+
+def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:
+    """For the pool: weights before and after steps of which the first overflow, and which did."""
+    found = []
+    for layout in layouts:
+        scaling = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+        keys = {**small_runs.LLAMA, **small_runs.SGD, **layout, "precision": "fp16", "fp16": scaling}
+        keys |= {"trainable": {"last_layers": 2}, "gradient_accumulation_steps": 1}
+        args = small(**keys).for_world(world_size)
+        groups = groups_of(args, world_size)
+        stage = stage_with(args, random_weights(args), groups)
+        freeze(stage_parameters(stage), args)
+        with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):  # by a CPU too
+            engine = Engine(args, groups, stage, LANGUAGE_MODELLING)
+        before, skipped = engine.weights(), []
+        while skipped[-1:] != [False] and len(skipped) < 40:
+            skipped.append(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped)
+        found.append((before, engine.weights(), skipped))
+        engine.close()
+    return found
+
+
+def test_frozen_parameters_stay_what_they_are_in_fp16() -> None:
+    """With a loss scale that first is far too high, by the optimizers of all ZeRO stages."""
+    layouts = [{"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
+    for size, own in ((1, [{}]), (2, layouts)):
+        for before, after, skipped in run_ranks(fp16_steps, size, own)[0]:
+            assert skipped[0] and not skipped[-1], skipped
+            for layer, params in after.items():
+                for name, value in params.items():
+                    assert torch.equal(value, before[layer][name]) is (layer not in (4, 5)), (layer, name)

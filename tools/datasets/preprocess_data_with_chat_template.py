@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.chat_job import ChatJob  # noqa: E402
-from megatron.data.chat_rows import OVERLONG, SCOPES, ChatOptions  # noqa: E402
+from megatron.data.chat_rows import OVERLONG, SCOPES, UNTRAINED, ChatOptions  # noqa: E402
 from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
+from tools.site import site_defaults  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,8 +38,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data.add_argument("--reward-key", help="key of a number for each row, written to PREFIX_KEY_reward_document")
     data.add_argument("--binary-reward", action="store_true", help="the reward is true or false, written as 1 or -1")
     tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument("--tokenizer-path", required=True, help="folder of a transformers tokenizer, or its hub name")
-    tokens.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's")
+    site = site_defaults(parser)
+    tokenizer = site.get("NEOX_TOKENIZER_DIR")
+    tokens.add_argument(
+        "--tokenizer-path", required=tokenizer is None, default=tokenizer,
+        help="folder of a transformers tokenizer, or its hub name (the site's)",
+    )  # fmt: skip
+    tokens.add_argument(
+        "--chat-template", metavar="FILE",
+        help="a Jinja template in place of the tokenizer's; here, or in the site's folder of them",
+    )  # fmt: skip
+    parser.set_defaults(chat_templates=site.get("NEOX_CHAT_TEMPLATE_DIR"))
     tokens.add_argument("--date", type=_day, default=date.today().isoformat(), help="what templates take for today")
     tokens.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
     labels = parser.add_argument_group("labels")
@@ -52,6 +62,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "conversation; open-instruct's for pairs), or the last message, if it is the model's",
     )
     labels.add_argument("--only-last", action="store_true", help="--loss-scope last_turn")
+    labels.add_argument(
+        "--untrained", choices=UNTRAINED, default="refuse",
+        help="what becomes of a row in which nothing is trained (refuse)",
+    )  # fmt: skip
     length = parser.add_argument_group("length")
     length.add_argument("--max-length", type=int, help="tokens of the longest row (none)")
     length.add_argument("--overlong", choices=OVERLONG, default="refuse", help="what becomes of a longer one (refuse)")
@@ -82,9 +96,13 @@ def job_of(options: argparse.Namespace) -> ChatJob:
         ftfy=options.ftfy,
         max_length=options.max_length,
         overlong=options.overlong,
+        untrained=options.untrained,
     )
     chat.check()
-    return ChatJob(options.tokenizer_path, chat, options.date, options.chat_template)
+    template = options.chat_template
+    if template and options.chat_templates and not Path(template).exists():
+        template = str(Path(options.chat_templates) / template)
+    return ChatJob(options.tokenizer_path, chat, options.date, template)
 
 
 def _day(text: str) -> str:

@@ -1,0 +1,37 @@
+"""Noise on the embeddings of fine-tuning: NEFTune (arXiv 2310.05914)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.mpu import mix_seed, seeded
+
+
+def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """`[batch, seq]` fp32, of `tokens` as well: the length of the document that each place belongs to.
+
+    cu_seqlens: as of `Batch`; None: a row is one document.
+    """
+    (rows, seq), device = tokens.shape, tokens.device
+    if cu_seqlens is None:
+        return torch.full((rows, seq), float(seq), device=device)
+    places = torch.arange(seq, dtype=cu_seqlens.dtype, device=device).expand(rows, -1).contiguous()
+    document = torch.searchsorted(cu_seqlens, places, right=True) - 1
+    return cu_seqlens.diff().gather(1, document).float()
+
+
+def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:
+    """`x` `[seq/parts, batch, hidden]` plus U(-1, 1) * alpha / sqrt(L * hidden) with L of `lengths` `[batch, seq]`.
+
+    The noise of the whole sequence is a function of `seed` alone, of which `x` is the `part`-th of `parts`.
+    """
+    rows, seq = lengths.shape
+    shape = seq, rows, x.shape[-1]
+
+    def draw() -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0)
+
+    noise = seeded(draw, mix_seed(seed, "neftune"), x.device).chunk(parts)[part]
+    size = (alpha / (lengths * x.shape[-1]).sqrt()).t().chunk(parts)[part]
+    return x + (noise * size.unsqueeze(-1)).to(x.dtype)

@@ -1,0 +1,113 @@
+"""NEFTune: as transformers' hook, by document, in training alone, and the same in any layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from megatron.data import Batch
+from megatron.model import Stage
+from megatron.model.neftune import add_noise, document_lengths
+from megatron.mpu import fork_seed, mix_seed
+from megatron.neox_arguments import ConfigError
+from tests.model.runs import LLAMA, NEOX, assert_same_step, sgd_steps
+from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+ALPHA = 7.0
+NOISE = {"neftune_noise_alpha": ALPHA}
+LAYOUTS: list[dict[str, Any]] = [
+    {"model_parallel_size": 2},
+    {"model_parallel_size": 2, "sequence_parallel": True},
+    {"pipe_parallel_size": 2},
+    {"checkpoint_activations": True, "model_parallel_size": 2},
+]
+SEED = 11
+
+
+def noise_of(stage: Stage, batch: Batch) -> Tensor:
+    """`[batch, seq, hidden]` that training adds to the embeddings."""
+    positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    embedding = stage.layers["0"]
+    with torch.no_grad():
+        plain = embedding.eval()(batch.tokens, positions, SEED, batch.cu_seqlens)
+        return (embedding.train()(batch.tokens, positions, SEED, batch.cu_seqlens) - plain).transpose(0, 1)
+
+
+def noisy(**keys: Any) -> Stage:
+    args = small(**NOISE, **keys)
+    return stage_with(args, random_weights(args))
+
+
+@pytest.mark.parametrize("model", [{}, {"embedding_multiplier": 3.0}, {"pos_emb": "learned"}], ids=str)
+def test_is_what_transformers_adds(model: dict[str, Any]) -> None:
+    """To the embedding as it comes out of Gemma's, multiplied."""
+    stage = noisy(**model)
+    batch = random_batch(stage.args, rows=1)
+    module = torch.nn.Embedding(4, 4)
+    module.neftune_noise_alpha = ALPHA
+    with fork_seed(mix_seed(SEED, "neftune"), torch.device("cpu")):
+        expected = neftune_post_forward_hook(module, (), torch.zeros(1, 16, stage.args.hidden_size))
+    torch.testing.assert_close(noise_of(stage, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_depends_on_the_document_not_on_the_row() -> None:
+    """The paper's L, the length of a text, in rows of several texts as in rows that are padded."""
+    stage = noisy(seq_length=1024, max_position_embeddings=1024)
+    documents = (768, 192, 64)
+    packed = torch.full((3, 1025), 1024, dtype=torch.int32)
+    packed[:, :3] = torch.tensor([0, documents[0], documents[0] + documents[1]])
+    padded = torch.full((3, 1025), 1024, dtype=torch.int32)
+    padded[:, 0], padded[:, 1] = 0, torch.tensor(documents)
+    tokens = torch.zeros(3, 1024, dtype=torch.int64)
+    found = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
+    first = 0
+    for row, length in enumerate(documents):
+        bound = ALPHA / math.sqrt(length * stage.args.hidden_size)
+        for own in (found[0][:, first : first + length].flatten(), found[1][row, :length].flatten()):
+            assert 0.98 * bound < own.abs().max() <= 1.0001 * bound
+            assert own.var() == pytest.approx(bound**2 / 3, rel=0.1)
+            assert own.mean().abs() < 5 * bound / math.sqrt(3 * len(own))
+        first += length
+    assert found[0].unique().numel() > 0.98 * found[0].numel(), "every place has noise of its own"
+
+
+def test_parts_of_the_sequence_are_of_the_whole() -> None:
+    x, lengths = torch.zeros(8, 2, 4), document_lengths(torch.zeros(2, 8), None)
+    whole = add_noise(x, lengths, ALPHA, SEED)
+    parts = [add_noise(x[:2], lengths, ALPHA, SEED, part, 4) for part in range(4)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(add_noise(x, lengths, ALPHA, SEED + 1), whole)
+    assert add_noise(x.bfloat16(), lengths, ALPHA, SEED).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model", [NEOX, LLAMA], ids=["neox", "llama"])
+def test_a_step_is_the_same_in_any_layout(model: dict[str, Any]) -> None:
+    values, plain = {**model, **NOISE}, {**model, "neftune_noise_alpha": 0.0}
+    noisy_step, without, unset = run_ranks(sgd_steps, 1, [values, plain, model])[0]
+    assert abs(noisy_step.loss - without.loss) > 1e-4, "the noise does nothing"
+    assert torch.equal(without.loss, unset.loss), "alpha 0 is none"
+    for own, theirs in zip(noisy_step.logprobs, without.logprobs, strict=True):
+        assert torch.equal(own, theirs), "noise in evaluation"
+    ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in LAYOUTS])
+    for i in range(len(LAYOUTS)):
+        assert_same_step(small(**values), [steps[i] for steps in ranks], noisy_step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_impl": "kto", "pack_impl": "best_fit"}, "neftune_noise_alpha: is for fine-tuning on texts"),
+        ({"pack_impl": "best_fit"}, "neftune_noise_alpha: depends on the length .*set reset_attention_mask: true"),
+        ({"pack_impl": "unpacked"}, "neftune_noise_alpha: depends on the length"),
+    ],
+)
+def test_is_refused_where_it_means_nothing(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(**NOISE, **changes)
+    small(**NOISE, reset_attention_mask=True, pack_impl="best_fit")
