@@ -1,7 +1,7 @@
 """Remote folders on this machine.
 
-A local folder stands for a run's `save` and for its `load`, filled before ranks meet: every rank calls `refresh` and
-`bring`, the first of a machine does the work, the others wait and find it done. Tools have temporary ones.
+A local folder stands for a run's `save` and for its `load`, filled before ranks are connected: every rank calls
+`refresh` and `bring`, the first of a machine does the work, the others wait and find it done. Tools have their own.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megatron.checkpointing.staging import with_local_model
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
 from megatron.evaluation.results import TIME, describe, output_folder, table, write
 from megatron.generation import load_model
-from megatron.mpu import Process, Watchdog, configure_logging, join, on_rank_zero
+from megatron.mpu import Process, Watchdog, configure_logging, join, meet, on_rank_zero
 from megatron.mpu.leading import Call, lead
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import build_tokenizer
@@ -39,9 +39,11 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     args = args.check_evaluation().replace(
         train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
     )
-    args = with_local_model(args.for_world(process.world_size))
+    args = args.for_world(process.world_size)
     watchdog = Watchdog(args, process.world_size, logger)
-    groups = join(args, process, logger)
+    store = meet(args, process, logger)
+    args = with_local_model(args)
+    groups = join(args, process, logger, store)
     for note in args.notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)

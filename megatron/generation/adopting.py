@@ -26,7 +26,7 @@ def hf_model_keys(name: str) -> dict[str, Any]:
         path = find_hf(name)
         folder = HFFolder(path)
         keys, _ = from_hf(folder.config, folder.get)
-        keys |= _tokenizer_keys(path)
+        keys |= tokenizer_keys(path)
     except (CheckpointError, TokenizerError) as problem:
         raise ConfigError([f"--hf-model: {problem}"]) from problem
     del keys["padded_vocab_size"]  # follows from the ranks
@@ -34,7 +34,8 @@ def hf_model_keys(name: str) -> dict[str, Any]:
     return {**keys, "precision": kinds.pop() if len(kinds) == 1 else "fp32", "load": str(path)}
 
 
-def _tokenizer_keys(path: Path) -> dict[str, str]:
+def tokenizer_keys(path: Path) -> dict[str, str]:
+    """Keys of the tokenizer that a folder holds. Raises CheckpointError when it holds none."""
     file = path / "tokenizer.json"
     if file.is_file():
         keys, tokenizer = {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}, HFTokenizer(file)

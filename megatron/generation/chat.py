@@ -65,8 +65,9 @@ class ChatTemplate:
         return tuple(sorted(found | {token for token in after if token in self.tokenizer.special_tokens}))
 
 
-def find_template(args: NeoXArgs, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of `chat_template`, else what lies beside `vocab_file`, else what the model that is loaded carries.
+def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:
+    """The template of `chat_template`, else what lies beside `vocab_file`, else what the model that is loaded carries
+    (in training: `carried`, its files by name).
 
     Raises ConfigError when there is none, and for a file that cannot be read.
     """
@@ -79,19 +80,36 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer) -> ChatTemplate:
             place = args.origin("chat_template")
             raise ConfigError([f"{place}: chat_template: {args.chat_template}: cannot be read ({cause})"]) from cause
         return ChatTemplate(text, tokenizer, args.chat_template)
-    for folder in _folders(args):
-        found = _template_of(carried_files(folder))
+    for source, files in _places(args, carried):
+        found = _template_of(files)
         if found is not None:
-            return ChatTemplate(found, tokenizer, str(folder))
+            return ChatTemplate(found, tokenizer, source)
     raise ConfigError(
         ["there is no chat template beside vocab_file or with the model that is loaded; set chat_template to a file"]
     )
 
 
-def _folders(args: NeoXArgs) -> Iterator[Path]:
+def read_system_prompt(file: str | Path) -> str:
+    """What a conversation begins with, as a file has it. Raises RequestError."""
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as cause:
+        raise RequestError(f"{file}: cannot be read ({cause})") from cause
+
+
+def _places(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
     if args.vocab_file is not None:
         vocab = Path(args.vocab_file)
-        yield vocab if vocab.is_dir() else vocab.parent
+        beside = vocab if vocab.is_dir() else vocab.parent
+        yield str(beside), carried_files(beside)
+    if carried is not None:
+        yield "the model that is trained", carried
+        return
+    for folder in _folders(args):
+        yield str(folder), carried_files(folder)
+
+
+def _folders(args: NeoXArgs) -> Iterator[Path]:
     source = args.load or args.save
     if source is not None and is_hf(source):
         yield find_hf(source)

@@ -6,10 +6,9 @@ import codecs
 import os
 import select
 import sys
-from pathlib import Path
 
 from megatron.generation.batching import Batcher
-from megatron.generation.chat import ChatTemplate, Message, find_template
+from megatron.generation.chat import ChatTemplate, Message, find_template, read_system_prompt
 from megatron.generation.prompts import NOT_STARTED, make_prompts, problem_of
 from megatron.generation.requests import Request, RequestError
 from megatron.generation.sampling import Sampling
@@ -92,10 +91,9 @@ def _conversation(model: Model) -> Conversation | None:
         template, system = find_template(args, model.tokenizer), None
         if args.system_prompt_file is not None:
             try:
-                system = Path(args.system_prompt_file).read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as cause:
-                reason = f"{args.system_prompt_file}: cannot be read ({cause})"
-                raise problem_of(args, "system_prompt_file", reason) from cause
+                system = read_system_prompt(args.system_prompt_file)
+            except RequestError as problem:
+                raise problem_of(args, "system_prompt_file", str(problem)) from problem
         return template.text, template.source, system
 
     text, source, system = on_rank_zero(model.groups, find)

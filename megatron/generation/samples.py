@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
+from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.checkpointing.staging import with_local_model
 from megatron.data.files import sync, temporary
 from megatron.generation.complete import complete
@@ -25,7 +26,7 @@ from megatron.generation.prompts import NOT_STARTED, Prompt, problem_of, read_pr
 from megatron.generation.requests import Event
 from megatron.generation.sampling import Sampling
 from megatron.generation.score_file import write_scores
-from megatron.mpu import ParallelGroups, Process, configure_logging, join, mix_seed, on_rank_zero, together
+from megatron.mpu import ParallelGroups, Process, configure_logging, join, meet, mix_seed, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -62,8 +63,12 @@ def generate(args: NeoXArgs, process: Process) -> None:
     args = args.check_generation().replace(
         train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
     )
-    args = with_local_model(args.for_world(process.world_size))
-    groups = join(args, process, logger)
+    args = args.for_world(process.world_size)
+    store = meet(args, process, logger)
+    if args.load is not None and is_hf(args.load):
+        find_hf(args.load)  # may download
+    args = with_local_model(args)
+    groups = join(args, process, logger, store)
     for note in _notes(args):
         logger.info(note)
     tokenizer = build_tokenizer(args)
@@ -138,9 +143,11 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
 # -- generating --------------------------------------------------------------------------------------------------------
 
 
-def sample(model: Model, prompts: Sequence[Prompt], logger: logging.Logger) -> list[Sample]:
+def sample(
+    model: Model, prompts: Sequence[Prompt], logger: logging.Logger, ends: tuple[int, ...] | None = None
+) -> list[Sample]:
     """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks share the
-    prompts out. All ranks call it together."""
+    prompts out. ends: tokens that end a text, None: the end of document. All ranks call it together."""
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
     own = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]
@@ -158,6 +165,7 @@ def sample(model: Model, prompts: Sequence[Prompt], logger: logging.Logger) -> l
                 maximum_tokens=args.maximum_tokens,
                 seeds=[mix_seed(args.seed, "sample", i) for i in own],
                 stop=args.stop_strings,
+                ends=ends,
                 logprobs=args.return_logprobs,
                 on_event=progress.update,
             )

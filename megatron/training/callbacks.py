@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
-from megatron.data import SampleSet, has_curriculum, rows_per_sample
+from megatron.data import SampleSet, has_curriculum, holds_answers, rows_per_sample
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.flops import model_flops, neox_flops, readable_flops
@@ -252,7 +252,7 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
     if dataset is None or args.eval_iters == 0:
         return
     name, samples = "validation" if which == "valid" else "test", args.eval_iters * args.train_batch_size
-    if training.engine.objective.metrics:
+    if holds_answers(args):
         _validate_objective(training, dataset, name, samples, iteration, row, bar)
         return
     with training.watchdog.phase(f"computing the {name} loss"):

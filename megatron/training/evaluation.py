@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.data import Batch, SampleSet, collation, eval_batches
+from megatron.data import Batch, SampleSet, collation, eval_batches, holds_answers
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective
 from megatron.training.engine import Engine
 
 
@@ -110,6 +111,13 @@ def evaluate_objective(
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
     means = objective.means(sums.view(-1, 2))
     return float((parts / weights.clamp(min=1.0)).sum()), {name: float(value) for name, value in means.items()}
+
+
+def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
+    """Names of what a row of metrics has of the validation set."""
+    own = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
+    names = (*objective.metrics, *objective.differences) if holds_answers(args) else own
+    return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 
 def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

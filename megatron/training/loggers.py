@@ -16,6 +16,7 @@ from megatron.neox_arguments.places import is_remote
 Row = Mapping[str, float | int]
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """Where the run is; everything else in a row is a metric."""
+METRICS_FILE = "metrics.jsonl"
 
 
 def metrics(row: Row) -> dict[str, float | int]:
@@ -30,6 +31,17 @@ class MetricLogger(Protocol):
     def close(self) -> None: ...
 
 
+def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, row) of each step in a `metrics.jsonl`, in order."""
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the last line of a run that was killed while writing
+        if isinstance(row, dict) and "iteration" in row:
+            yield line, row
+
+
 class JsonlLogger:
     """`metrics.jsonl`, one object a line in full precision, each step once.
 
@@ -39,7 +51,7 @@ class JsonlLogger:
 
     def __init__(self, path: Path, iteration: int, run_id: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = list(self._rows(path)) if path.exists() else []
+        rows = list(read_metrics(path)) if path.exists() else []
         if any(row.get("run_id") != run_id for _, row in rows):
             taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
             os.replace(path, next(name for name in taken if not name.exists()))
@@ -49,16 +61,6 @@ class JsonlLogger:
         os.replace(temporary, path)
         self._file = path.open("a")
         self._run_id = run_id
-
-    @staticmethod
-    def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the last line of a run that was killed while writing
-            if isinstance(row, dict) and "iteration" in row:
-                yield line, row
 
     def write(self, row: Row) -> None:
         self._file.write(json.dumps({**row, "run_id": self._run_id}) + "\n")
@@ -201,7 +203,7 @@ def build_loggers(
         except OSError as problem:
             raise ConfigError([f"{args.origin(key)}: {key}: {folder}: {problem.strerror}"]) from problem
     if directory is not None:
-        loggers.append(JsonlLogger(directory / "metrics.jsonl", iteration, run_id))
+        loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id))
     return loggers + build_trackers(args, iteration, run_id, config)
 
 

@@ -13,10 +13,13 @@ from tqdm import tqdm
 from megatron.checkpointing import replace_file
 from megatron.data import Batch, DataError, has_curriculum, row_length, rows_per_sample, step_length, train_loader
 from megatron.mpu import on_rank_zero, together_local
+from megatron.training.best import BestCallback
 from megatron.training.callbacks import Callback, LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback
 from megatron.training.engine import StepResult
 from megatron.training.facts import facts_line, run_facts
+from megatron.training.fullness import Fullness
 from megatron.training.guards import NonFiniteError, report
+from megatron.training.history import write_history
 from megatron.training.loggers import build_loggers
 from megatron.training.measuring import build_probes
 from megatron.training.profiling import StepProfiler
@@ -62,16 +65,18 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
         logger.info(f"nothing left to do: train_iters is {args.train_iters}")
         _finish(training, f"run finished at iteration {progress.iteration}", "finished", None)
         return
+    best = [BestCallback(training)] if args.save_best is not None else []
     is_chief = training.groups.world_rank == 0
     bar = tqdm(
         total=args.train_iters, initial=progress.iteration, unit="step", file=sys.stderr,
         disable=not (is_chief and sys.stderr.isatty()), dynamic_ncols=True,
     )  # fmt: skip
     stop = StopCondition(args, training.groups, lambda: training.checkpointer.failed)
-    run_id = training.checkpointer.run_id
+    run_id, begun = training.checkpointer.run_id, time.monotonic()
     facts = run_facts(args, training.groups, training.engine.stage)
     logger.info(facts_line(facts))
-    probes = build_probes(training)
+    fullness = Fullness(args, training.groups)
+    probes = [*build_probes(training), fullness]
     profiler = StepProfiler(args, training.groups, logger, stop.settle)
     loggers = together_local(
         training.groups,
@@ -80,13 +85,13 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     stopwatch = Stopwatch()
     log = LogCallback(training, bar, stopwatch, loggers, probes)
     save = SaveCallback(training)
-    callbacks = [ValidationCallback(training, bar), *callbacks]
+    callbacks = [ValidationCallback(training, bar), *callbacks, *best]
     reason: str | None = None
     _write_status(training, "running", None)
     try:
         if progress.iteration == 0:
             _before_first_step(training, callbacks, log, save, bar, stop)
-        batches = batches_of(training)
+        batches = fullness.watch(batches_of(training))
         training.watchdog.now("in the first step")
         overflows = 0
         while progress.iteration < args.train_iters and reason is None:
@@ -132,8 +137,9 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
         log.settle()
         with training.watchdog.phase("saving"):
             training.checkpointer.wait()
-    except NonFiniteError:
-        raise  # has written its own status
+    except NonFiniteError as problem:  # has written its own status
+        write_history(training, facts, "failed", str(problem), time.monotonic() - begun)
+        raise
     except Exception as problem:
         if is_chief:
             _status_file(training, "failed", f"{type(problem).__name__}: {problem}".splitlines()[0])
@@ -149,7 +155,9 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     text = f"run finished at iteration {progress.iteration}"
     if not done:
         text = f"run stopped at iteration {progress.iteration}: {reason}"
-    _finish(training, text, "finished" if done else "stopped", None if done else reason)
+    status, reason = ("finished", None) if done else ("stopped", reason)
+    write_history(training, facts, status, reason, time.monotonic() - begun)
+    _finish(training, text, status, reason)
 
 
 def _before_first_step(

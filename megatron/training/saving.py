@@ -37,6 +37,7 @@ from megatron.checkpointing import (
     model_keys,
     optimizer_file,
     publish,
+    replace_file,
     rng_state,
     step_tag,
     write_bytes,
@@ -45,6 +46,7 @@ from megatron.checkpointing import (
 from megatron.checkpointing.families import hf_config
 from megatron.checkpointing.huggingface import CARRIED, carried_files, export_hf
 from megatron.checkpointing.layout import is_state
+from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.remote import Store, fetch, thin
 from megatron.checkpointing.staging import save_store
 from megatron.data import data_fingerprint, data_seed
@@ -104,7 +106,7 @@ class Saver:
         folder = None if source.path is None else source.path if source.is_hf else source.path / CARRIED
         # What an imported model brought goes on with it, and out again when it is exported.
         self.carried = carried_files(folder, tokenizer.files()) if folder is not None else {}
-        if args.save_hf is not None:
+        if args.save_hf is not None or args.save_best is not None:
             on_rank_zero(groups, lambda: hf_config(args))  # raises for a model that HuggingFace does not have
         self.saved_at: int | None = None
         self._lock: Any = None
@@ -175,6 +177,24 @@ class Saver:
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
+
+    def save_hf_model(self, folder: Path, progress: Progress, notes: Mapping[str, bytes]) -> None:
+        """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of an earlier
+        one once it is whole. Waits for a write beside the steps."""
+        self.wait()
+        above = folder.parent / f".tmp_{folder.name}_weights"
+        temporary, manifest = above / step_tag(progress.iteration), self._manifest(progress)
+
+        def finish(records: list[list[FileRecord]]) -> None:
+            files = {record.name: record for per_rank in records for record in per_rank}
+            replace_file(temporary / MANIFEST, replace(manifest, files=files).to_json().encode())
+            export_hf(temporary, self.args, folder, check=False, notes=notes)
+            shutil.rmtree(above)
+
+        with self._no_half_checkpoint(above):
+            on_rank_zero(self.groups, lambda: _empty_folder(above, temporary))
+            records = together(self.groups, lambda: self._write(temporary, self._model_states()))
+            on_rank_zero(self.groups, lambda: finish(records))
 
     def _send_hf(self, folder: Path) -> str:
         """Send an exported folder to the store, and delete it here; its address."""
@@ -298,17 +318,12 @@ class Saver:
         """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are. Ranks
         help each other to gather, so all go on to the end."""
         args, groups, engine = self.args, self.groups, self.engine
-        tensor_rank, tensor_size = groups.rank("tensor"), groups.size("tensor")
-        first = groups.rank("data") == 0
-        weights = engine.weights(keep=first)
+        tensor_rank = groups.rank("tensor")
+        yield from self._model_states()
         extra: dict[str, Any] = {}
         if args.checkpoint_validation_with_forward_pass:
             extra[LOGITS] = fixed_logits(engine, args)
-        if first:
-            for layer in self._own_layers():
-                tensors = weights.pop(layer, {})
-                state = local_layer_state(layer, tensors, args, tensor_rank=tensor_rank, tensor_size=tensor_size)
-                yield layer_file(layer, tensor_rank), state
+        if groups.rank("data") == 0:
             state = {**self._model_state(progress), **extra}
             yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
         if not args.no_save_optim and _by_parameter(args):
@@ -321,13 +336,23 @@ class Saver:
         elif not args.no_save_optim and engine.zero_stage > 0:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
             yield name, _serialised(engine.state.zero_state())
-        if groups.world_rank == 0:
+        if groups.world_rank == 0 and ephemeral:
+            yield EPHEMERAL, b""
+
+    def _model_states(self) -> Iterator[tuple[str, Any]]:
+        """Those of the model alone: weights, tokenizer, and what was imported with them."""
+        tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
+        first = self.groups.rank("data") == 0
+        weights = self.engine.weights(keep=first)
+        for layer in self._own_layers() if first else ():
+            tensors = weights.pop(layer, {})
+            state = local_layer_state(layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size)
+            yield layer_file(layer, tensor_rank), state
+        if self.groups.world_rank == 0:
             for name, content in self.tokenizer.files().items():
                 yield f"tokenizer/{name}", content
             for name, content in self.carried.items():
                 yield f"{CARRIED}/{name}", content
-            if ephemeral:
-                yield EPHEMERAL, b""
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
         """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
@@ -401,6 +426,11 @@ def _lock(save: Path) -> Any:
         text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
         raise CheckpointError(text) from problem
     return file
+
+
+def _empty_folder(above: Path, folder: Path) -> None:
+    shutil.rmtree(above, ignore_errors=True)  # of an interrupted save
+    folder.mkdir(parents=True)
 
 
 def is_hf_due(args: NeoXArgs, iteration: int) -> bool:

@@ -22,10 +22,22 @@ from megatron.data import (
 )
 from megatron.model import Model, Stage, build_stage, freeze, init_stage, lowest_trained, trained_parameters
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, Process, Watchdog, configure_logging, join, on_rank_zero, together
+from megatron.mpu import (
+    ParallelGroups,
+    Process,
+    Watchdog,
+    check_transport,
+    configure_logging,
+    join,
+    meet,
+    on_rank_zero,
+    together,
+)
 from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
+from megatron.neox_arguments.places import is_remote
 from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
+from megatron.training.best import check_best
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
 from megatron.training.determinism import make_deterministic
@@ -120,9 +132,11 @@ def start(args: NeoXArgs, process: Process) -> Training:
     deepspeed_config(args)  # raises for what DeepSpeed cannot do, before anything is built
     check_curriculum(args)
     make_deterministic(args, logger.info)
-    stage(args)
     watchdog = Watchdog(args, process.world_size, logger)
-    groups = join(args, process, logger)
+    store = meet(args, process, logger, shared=None if is_remote(args.save) else args.save)
+    stage(args)
+    groups = join(args, process, logger, store)
+    check_transport(args, groups, process, logger)
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
         raise ConfigError(
             [f"{args.origin('precision')}: precision: fp16 needs a GPU; on CPU use --set precision=fp32 fp16=null"]
@@ -151,6 +165,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     record_memory_history(args, groups)
     watchdog.now("building the model")
     engine = build_engine(args, groups, logger)
+    check_best(args, engine.objective, datasets.valid)
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))

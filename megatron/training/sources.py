@@ -68,7 +68,9 @@ def _given(args: NeoXArgs, load: str) -> Source:
 
 def stage(args: NeoXArgs) -> None:
     """Fetch what the run will start from, if that is remote, with `load_fallback` the first whole one. Done by each
-    machine, before its ranks wait for others."""
+    machine, before its ranks wait for others in collectives."""
+    if args.load is not None and is_hf(args.load):
+        find_hf(args.load)  # may download
     if not remote_folders(args):
         return
     refresh(args, writes=True)

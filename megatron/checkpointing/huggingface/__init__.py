@@ -4,7 +4,7 @@ What a tensor is called there, and what config.json means, is the knowledge of `
 """
 
 from megatron.checkpointing.configuration import export_args
-from megatron.checkpointing.huggingface.exporting import export_hf
+from megatron.checkpointing.huggingface.exporting import export_hf, recover
 from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
 from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
@@ -23,4 +23,5 @@ __all__ = [
     "import_hf",
     "is_hf",
     "load_hf_weights",
+    "recover",
 ]

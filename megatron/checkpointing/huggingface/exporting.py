@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.families import hf_config, hf_shapes, to_hf
-from megatron.checkpointing.files import sync_dir
+from megatron.checkpointing.files import sync_dir, write_bytes
 from megatron.checkpointing.huggingface.extras import extras_of, model_card
 from megatron.checkpointing.huggingface.folder import (
     CONFIG,
@@ -54,13 +54,14 @@ def export_hf(
     check: bool = True,
     shard_bytes: int = SHARD_BYTES,
     each: Each = plain_each,
+    notes: Mapping[str, bytes] | None = None,
 ) -> Parity | None:
     """Write checkpoint `source` (of `args`, see `export_args`) as the folder `output`, in `dtype` (None: its own).
 
     family: a `model_type`; None: the first that computes what `args` says. check: compare logits with transformers
-    before the folder appears; returns what was found. each: goes through the layers, for a progress bar. One layer is
-    in memory at a time. A folder of an earlier conversion is replaced; an interrupted call is simply made again.
-    Raises CheckpointError.
+    before the folder appears; returns what was found. each: goes through the layers, for a progress bar. notes: further
+    .json files by name. One layer is in memory at a time. A folder of an earlier conversion is replaced; an interrupted
+    call is simply made again. Raises CheckpointError.
     """
     source, output = Path(source), Path(output).resolve()
     given, args = args, plain_args(args)
@@ -85,9 +86,9 @@ def export_hf(
         layers = _read(source, args, dtype, each)
         write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
         parameters = sum(math.prod(shape) for shape in shapes.values())
-        files = {**extras.files, "README.md": model_card(source, given, config, parameters, dtype)}
+        files = {**extras.files, "README.md": model_card(source, given, config, parameters, dtype), **(notes or {})}
         for name, content in {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}.items():
-            (temporary / name).write_bytes(content)
+            write_bytes(content, temporary / name)
 
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
@@ -183,7 +184,15 @@ def check_space(folder: Path, needed: int) -> None:
         raise CheckpointError(f"{folder}: the result {sizes}; make room")
 
 
+def recover(output: Path) -> None:
+    """Give a folder back its name that an interrupted call had set aside."""
+    aside = output.with_name(f".old_{output.name}")
+    if aside.exists() and not output.exists():
+        os.rename(aside, output)
+
+
 def _replace(temporary: Path, output: Path) -> None:
+    recover(output)
     aside = output.with_name(f".old_{output.name}")
     if aside.exists():
         shutil.rmtree(aside)

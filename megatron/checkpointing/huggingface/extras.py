@@ -23,9 +23,10 @@ from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_
 
 CARRIED = "huggingface"
 GENERATION = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json",
 )  # fmt: skip
 _ROLES = ("bos", "eos", "pad")
 

@@ -20,7 +20,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import check_hf_tensors, from_hf, meaning
 from megatron.checkpointing.files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.huggingface.exporting import Each, check_space, plain_each
-from megatron.checkpointing.huggingface.extras import CARRIED, carried_files
+from megatron.checkpointing.huggingface.extras import CARRIED, CHAT_TEMPLATE, carried_files
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
@@ -47,14 +47,16 @@ def import_hf(
     pipe: int = 1,
     naming: str | None = None,
     save_tokenizer: bool = False,
+    chat_template: str | Path | None = None,
     each: Each = plain_each,
 ) -> tuple[Path, Parity]:
     """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
 
     pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of names.GENERATIONS; None: today's.
-    save_tokenizer: its files also in `<save>/tokenizer`. The vocabulary is padded to a multiple of 128 that the ranks
-    divide, `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go along
-    in `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
+    save_tokenizer: its files also in `<save>/tokenizer`. chat_template: a file that takes the place of the folder's, or
+    gives a base model one. The vocabulary is padded to a multiple of 128 that the ranks divide,
+    `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go along in
+    `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
     """
     save = Path(save)
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
@@ -68,6 +70,12 @@ def import_hf(
         raise CheckpointError(f"{folder.origin}: {problem}") from problem
     _check_target(save / names.step_tag(iteration))
     specs = layer_params(args)
+    carried = carried_files(folder.path)
+    if chat_template is not None:
+        try:
+            carried[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
+        except OSError as problem:
+            raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
     try:
         save.mkdir(parents=True, exist_ok=True)
         check_space(save, weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1))
@@ -94,7 +102,6 @@ def import_hf(
         states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
         records += write_model_files(temporary, states, sequential=pipe == 0)
         (temporary / CARRIED).mkdir()
-        carried = carried_files(folder.path)
         for name, content in carried.items():
             records.append(write_bytes(content, temporary / CARRIED / name, f"{CARRIED}/{name}"))
         given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}

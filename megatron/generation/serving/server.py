@@ -22,7 +22,7 @@ from megatron.generation.model import Model, load_model
 from megatron.generation.prompts import problem_of
 from megatron.generation.serving.desk import Desk, Refusal
 from megatron.generation.serving.loop import Channel, Leader, Replica, run
-from megatron.mpu import Process, configure_logging, join, together_local
+from megatron.mpu import Process, configure_logging, join, meet, together_local
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -51,8 +51,10 @@ def serve(args: NeoXArgs, process: Process) -> None:
     args = args.check_serving().replace(
         train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
     )
-    args = with_local_model(args.for_world(process.world_size))
-    groups = join(args, process, logger)
+    args = args.for_world(process.world_size)
+    store = meet(args, process, logger)
+    args = with_local_model(args)
+    groups = join(args, process, logger, store)
     for note in args.notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)

@@ -1,0 +1,149 @@
+"""`demo_prompts`: what a model answers before it is trained and after, in `<save>/demo_outputs`."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.checkpointing import replace_file
+from megatron.generation.chat import ChatTemplate, find_template, read_system_prompt
+from megatron.generation.prompts import Prompt, problem_of
+from megatron.generation.questions import Question, all_tokens, read_questions
+from megatron.generation.requests import RequestError
+from megatron.generation.samples import Sample, sample
+from megatron.model import Model
+from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+
+FOLDER, COMPARISON = "demo_outputs", "comparison.md"
+
+
+class _Checkpointer(Protocol):
+    @property
+    def carried(self) -> Mapping[str, bytes]: ...
+
+
+class _Run(Protocol):
+    """What is needed of `megatron.training.Training`."""
+
+    @property
+    def args(self) -> NeoXArgs: ...
+    @property
+    def groups(self) -> ParallelGroups: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def logger(self) -> logging.Logger: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
+    @property
+    def checkpointer(self) -> _Checkpointer: ...
+    def inference(self) -> AbstractContextManager[Model]: ...
+
+
+class _Step(Protocol):
+    @property
+    def iteration(self) -> int: ...
+
+
+def demo_questions(args: NeoXArgs) -> list[Question]:
+    """The questions of `demo_prompts`. Raises ConfigError for what cannot be read."""
+    try:
+        system = read_system_prompt(args.system_prompt_file) if args.system_prompt_file is not None else None
+    except RequestError as problem:
+        raise problem_of(args, "system_prompt_file", str(problem)) from problem
+    try:
+        return read_questions(str(args.demo_prompts), args.chat, system)
+    except RequestError as problem:
+        raise problem_of(args, "demo_prompts", str(problem)) from problem
+
+
+class Demos:
+    """A callback of the loop. Prompts are read once, when it is made, on all ranks together."""
+
+    def __init__(self, run: _Run) -> None:
+        """Raises ConfigError for prompts that cannot be asked, and conversations without a chat template."""
+        self.run, args = run, run.args
+
+        def read() -> tuple[list[Question], tuple[str, str] | None]:
+            questions = demo_questions(args)
+            if not any(question.messages for question in questions):
+                return questions, None
+            template = find_template(args, run.tokenizer, run.checkpointer.carried)
+            return questions, (template.text, template.source)
+
+        self.questions, found = on_rank_zero(run.groups, read)
+        template = ChatTemplate(found[0], run.tokenizer, found[1]) if found is not None else None
+        positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
+        try:
+            tokens = all_tokens(self.questions, run.tokenizer, template, positions - args.maximum_tokens)
+        except RequestError as problem:
+            raise problem_of(args, "demo_prompts", f"{args.demo_prompts}: {problem}") from problem
+        self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
+        self.ends = template.ends if template is not None else None
+
+    def is_due(self, step: _Step) -> bool:
+        """Before the first step, which a run that goes on has behind it, and after the last."""
+        return step.iteration in (0, self.run.args.train_iters)
+
+    def on_step_end(self, step: _Step) -> None:
+        """Answer, as the keys of text generation say, and write."""
+        run = self.run
+        with run.watchdog.phase("answering demo_prompts"), run.inference() as model:
+            samples = sample(model, self.prompts, run.logger, self.ends)
+        on_rank_zero(run.groups, lambda: self._write(step.iteration, samples))
+
+    def _write(self, iteration: int, samples: Sequence[Sample]) -> None:
+        folder = Path(self.run.args.save_dir or "") / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [
+            {
+                **({"messages": list(question.messages)} if question.messages else {"prompt": question.text}),
+                "answer": one.text or "", "length": one.length, "finished": one.finished, "iteration": iteration,
+            }
+            for question, one in zip(self.questions, samples, strict=True)
+        ]  # fmt: skip
+        file = folder / f"step{iteration}.jsonl"
+        replace_file(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self.run.logger.info(f"answers to {len(lines)} demo_prompts are in {file}")
+        if iteration:
+            earlier = _answers(folder / "step0.jsonl")
+            before = [earlier.get(_asked(line)) for line in lines]
+            replace_file(folder / COMPARISON, comparison(self.questions, before, lines, iteration).encode())
+
+
+def comparison(
+    questions: Sequence[Question], before: Sequence[str | None], after: Sequence[Mapping[str, Any]], iteration: int
+) -> str:
+    """Markdown: a table of both answers below each question; before: None where it was not asked then."""
+    parts = [f"# Answers before training and after {iteration} steps\n"]
+    for number, (question, old, new) in enumerate(zip(questions, before, after, strict=True), 1):
+        old = "(was not asked)" if old is None else old
+        parts.append(
+            f"## {number}. {_cell(question.text)}\n\n"
+            f"| before | after {iteration} steps |\n|---|---|\n| {_cell(old)} | {_cell(new['answer'])} |\n"
+        )
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    """Text as it stands, in a cell of a table."""
+    return "<br>".join(html.escape(text, quote=False).replace("|", "\\|").splitlines())
+
+
+def _asked(line: Mapping[str, Any]) -> str:
+    """What one line of answers was asked."""
+    return json.dumps(line.get("messages", line.get("prompt")), sort_keys=True)
+
+
+def _answers(file: Path) -> dict[str, str]:
+    """Earlier answers by what was asked; none without the file."""
+    if not file.is_file():
+        return {}
+    return {_asked(line): line["answer"] for line in map(json.loads, file.read_text().splitlines())}

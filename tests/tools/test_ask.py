@@ -1,0 +1,100 @@
+"""tools/ask.py as it is typed, against `generate` of transformers."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from megatron.checkpointing.huggingface import HFFolder, import_hf
+from tests.generation.serving import FOLDER, NAME, make_model
+from tests.pool import run_ranks
+from tools import ask
+
+QUESTIONS = ["What does the lantern cost?", "And in a storm?"]
+SYSTEM = "Be brief."
+TOKENS = 12
+
+
+def command(rank: int, world_size: int, argv: Sequence[str], typed: str = "") -> tuple[int, str, str]:
+    """For the pool: exit code, stdout, stderr. Without a process group made before."""
+    out, err, sys.stdin = io.StringIO(), io.StringIO(), io.StringIO(typed)
+    with redirect_stdout(out), redirect_stderr(err):
+        code = ask.main([*argv, "--maximum-tokens", str(TOKENS)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def run(*argv: str, typed: str = "") -> tuple[int, str, str]:
+    return run_ranks(command, 1, argv, typed, init=False)[0]
+
+
+def theirs(model: Any, question: str, system: str | None) -> str:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
+    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ends = [0, tokenizer.eos_token_id]
+    found = model.generate(**given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=1)
+    return tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """A tiny Llama, its folder, and its import as a folder of checkpoints."""
+    folder = tmp_path_factory.mktemp("models")
+    model = make_model(folder)
+    import_hf(HFFolder(folder / NAME), folder / "imported")
+    return model, folder / NAME, folder / "imported"
+
+
+def test_answers_are_those_of_transformers(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    model, folder, imported = models
+    (tmp_path / "system.txt").write_text(f"{SYSTEM}\n")
+    words = ["--system-file", str(tmp_path / "system.txt"), "--json"]
+    code, out, err = run("--model", str(folder), "--compare", str(imported), *words, *QUESTIONS)
+    assert code == 0, err
+    expected = [theirs(model, question, SYSTEM) for question in QUESTIONS]
+    assert len(set(expected)) == 2
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [line["question"] for line in found] == QUESTIONS
+    for line, text in zip(found, expected, strict=True):
+        assert [one["answer"] for one in line["answers"]] == [text, text]
+        assert [one["model"] for one in line["answers"]] == [str(folder), str(imported)]
+
+
+def test_typed_questions_and_a_table(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    model, folder, imported = models
+    code, out, err = run("--model", str(imported / "global_step0"), typed=f"{QUESTIONS[0]}\n\nnever read\n")
+    assert code == 0, err
+    assert out == f"> {QUESTIONS[0]}\n{theirs(model, QUESTIONS[0], None).strip()}\n\n"
+    assert ask.shown("q", ["one", "two"], ["a b", "line\nnext"], 43).splitlines() == [
+        "> q", "one                  | two", "-" * 20 + "-+-" + "-" * 20, "a b                  | line",
+        "                     | next",
+    ]  # fmt: skip
+
+
+def test_refusals(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    _, folder, imported = models
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "chat_template.jinja").unlink()
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"messages": []}\n')
+    (tmp_path / "long.txt").write_text("word " * 5000)
+    for words, text in (
+        (["--model", str(bare), "a"], f"{bare}: there is no chat template .*--chat-template FILE"),
+        (["--model", str(folder), "--file", str(tmp_path / "q.jsonl")], "q.jsonl:2: messages must end with a user's"),
+        (["--model", str(folder), "--file", str(tmp_path / "long.txt")], "question 1: has .* tokens, 4084 fit"),
+        (["--model", str(imported), "--iteration", "3", "a"], "no checkpoint of iteration 3; it holds steps 0"),
+        (["--model", str(tmp_path / "none"), "a"], "none: no such folder, and not ORG/NAME"),
+    ):
+        code, out, err = run(*words)
+        assert code == 1 and not out
+        assert re.search(text, err), err

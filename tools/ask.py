@@ -1,0 +1,159 @@
+#!/usr/bin/env python
+"""Ask a model questions through its chat template, and another one the same beside it.
+
+    python tools/ask.py --model checkpoints/chat/best_model "What is a lantern for?"
+    python tools/ask.py --model checkpoints/chat --compare HuggingFaceTB/SmolLM3-3B --system-file system.txt
+    python tools/ask.py --model checkpoints/chat/best_model --file questions.jsonl --json
+
+A model is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
+--iteration) or one global_stepN. Without questions they are typed, or piped, one a line; an empty line ends. Each
+question is a conversation of its own. The answer is the most likely one, unless --temperature says otherwise. One
+process, on its GPU where there is one; models over several: `deepy.py tools/serve.py`.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if TYPE_CHECKING:
+    from megatron.generation import Completion
+    from megatron.generation.asking import Asked
+    from megatron.generation.questions import Question
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", nargs="*", help="asked one after another")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the model, mostly the tuned one")
+    parser.add_argument("--compare", metavar="MODEL", help="another one, mostly the original; beside the first")
+    parser.add_argument("--iteration", type=int, metavar="N", help="of --model, where that is a folder of checkpoints")
+    parser.add_argument("--file", metavar="FILE", help="questions, one a line; .jsonl with `prompt` or `messages`")
+    parser.add_argument("--system-file", metavar="FILE", help="what every conversation begins with")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template for both, in the place of their own")
+    parser.add_argument("--maximum-tokens", type=int, default=256, metavar="N", help="of an answer (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most likely answer")
+    parser.add_argument("--top-p", type=float, default=0.0, help="of the most likely tokens so much is sampled from")
+    parser.add_argument("--seed", type=int, default=0, help="of what is sampled")
+    parser.add_argument("--precision", choices=("fp32", "bfloat16", "fp16"), help="unset: as the weights are stored")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each question")
+    options = parser.parse_args(argv)
+    if options.question and options.file is not None:
+        parser.error("give questions or --file, not both")
+    if options.maximum_tokens < 1 or options.temperature < 0 or not 0 <= options.top_p <= 1:
+        parser.error("--maximum-tokens is at least 1, --temperature at least 0, --top-p between 0 and 1")
+    return options
+
+
+def typed() -> Iterator[str]:
+    """Lines of standard input up to the first empty one."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("question >>> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
+
+
+def beside(left: str, right: str, width: int) -> str:
+    """Two texts in columns of a line of `width` characters."""
+    column = max(20, (width - 3) // 2)
+    columns = [
+        [part for line in text.splitlines() or [""] for part in textwrap.wrap(line, column) or [""]]
+        for text in (left, right)
+    ]
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join(f"{one:<{column}} | {other}".rstrip() for one, other in rows)
+
+
+def shown(question: str, names: Sequence[str], answers: Sequence[str], width: int) -> str:
+    """A question and the answers to it, for a person."""
+    if len(answers) == 1:
+        return f"> {question}\n{answers[0]}\n"
+    head, texts = (beside(left, right, width) for left, right in (names, answers))
+    rule = "-" * max(20, (width - 3) // 2)
+    return f"> {question}\n{head}\n{rule}-+-{rule}\n{texts}\n"
+
+
+def as_json(question: "Question", models: "Sequence[Asked]", answers: "Sequence[Completion]") -> str:
+    """The same for a program."""
+    told = [
+        {"model": model.name, "answer": one.text, "tokens": len(one.tokens), "finished": one.finished}
+        for model, one in zip(models, answers, strict=True)
+    ]
+    return json.dumps({"question": question.text, "messages": list(question.messages), "answers": told})
+
+
+def run(options: argparse.Namespace) -> None:
+    """Answer what was given, else what is typed."""
+    from torch.distributed import destroy_process_group
+
+    from megatron.generation import Sampling
+    from megatron.generation.asking import load_asked
+    from megatron.generation.chat import read_system_prompt
+    from megatron.generation.questions import ask, read_questions
+    from megatron.launch import process_info
+
+    system = read_system_prompt(options.system_file) if options.system_file is not None else None
+    given = [ask(text, system) for text in options.question]
+    if options.file is not None:
+        given = read_questions(options.file, True, system)
+    logger = logging.getLogger("megatron")
+    logger.setLevel(logging.WARNING)
+    names = [(options.model, options.iteration), (options.compare, None)]
+    models = [
+        load_asked(name, process_info({}), logger, iteration=iteration, chat_template=options.chat_template,
+                   precision=options.precision)
+        for name, iteration in names if name is not None
+    ]  # fmt: skip
+    sampling = Sampling(options.temperature, top_p=options.top_p)
+    width = shutil.get_terminal_size((120, 40)).columns
+
+    def tell(questions: "Sequence[Question]") -> None:
+        found = [model.answer(questions, sampling, options.maximum_tokens, options.seed) for model in models]
+        for question, *answers in zip(questions, *found, strict=True):
+            if options.json:
+                print(as_json(question, models, answers), flush=True)
+            else:
+                texts = [answer.text.strip() for answer in answers]
+                print(shown(question.text, [model.name for model in models], texts, width), flush=True)
+
+    if given:
+        tell(given)
+    for text in () if given else typed():
+        tell([ask(text, system)])
+    destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    options = parse(argv)
+    from megatron.checkpointing import CheckpointError
+    from megatron.generation import RequestError
+    from megatron.neox_arguments import ConfigError
+    from megatron.tokenizer import TokenizerError
+
+    try:
+        run(options)
+    except (ConfigError, CheckpointError, TokenizerError, RequestError) as problem:
+        for line in str(problem).splitlines():
+            print(f"ask.py: error: {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ask.py: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
