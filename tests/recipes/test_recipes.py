@@ -1,89 +1,224 @@
-"""The recipes of post-training/: each trains as its file says, on a tiny model and tiny data."""
+"""The recipes of post-training/: what each README says to type works, on tiny models of the family and tiny data."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from contextlib import redirect_stdout
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import yaml
+import torch
 
-from megatron.data import IndexedDatasetWriter
-from megatron.launch import process_info
+from megatron.checkpointing import find_checkpoint, load_weights
+from megatron.data import IndexedDataset
+from megatron.data.datasets import build_datasets
 from megatron.neox_arguments import load
-from megatron.training import start, train
+from tests.checkpointing.family_models import random_model
+from tests.data.chat_tokenizers import CHATML, fast_tokenizer
 from tests.pool import run_ranks
+from tests.recipes.readme import LINKS, QUICK, ROOT, Trained, commands, follow, run
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
+from tools import new_config
 
-RECIPES = Path(__file__).resolve().parents[2] / "post-training"
-FILES = {str(path.relative_to(RECIPES)): path for path in sorted(RECIPES.glob("*/*.yml"))}
-# Keys that an import of the recipe's model writes to configs/hf_model.yml, beside those of LLAMA.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "olmo3": {
-        "norm_placement": "olmo3", "use_qk_layernorm": True, "use_separate_qk_norms": True,
-        "sliding_window_width": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "rope_local_base_freq": 500000.0, "no_weight_tying": True,
-    },
-    "chat-sft": {"no_rope_layers": [1, 1, 1, 0], "no_weight_tying": False},
-}  # fmt: skip
-MODEL = ("num_layers", "hidden_size", "num_attention_heads", "make_vocab_size_divisible_by", "tokenizer_type",
-         "vocab_file", "precision", *LLAMA)  # fmt: skip
+RECIPES = ROOT / "post-training"
+READMES = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # of a policy that is its reference
+# name in a README: family of the tiny model in its place
+MODELS = {
+    "SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3",
+    "THINK_SFT": "olmo 3", "HuggingFaceTB/SmolLM3-3B": "smollm 3",
+    "mistralai/Mistral-7B-v0.1": "mistral full", "google/gemma-3-270m": "gemma 3",
+}  # fmt: skip
+DATA = {
+    "allenai/Dolci-Think-DPO-7B": "pairs_of_chats.jsonl",
+    "HuggingFaceH4/ultrafeedback_binarized": "pairs_of_chats.jsonl",
+    "HuggingFaceH4/ultrachat_200k": "chats.jsonl", "allenai/Dolci-Instruct-SFT": "chats.jsonl",
+    "allenai/Dolci-Instruct-DPO": "pairs_of_chats.jsonl",
+}  # fmt: skip
+WORDS = "the quiet harbour trades copper for silk and salt in winter nine coins or ten in a storm".split()
 
 
-def run(rank: int, world_size: int, files: list[str], words: list[str]) -> dict[int, Any]:
-    """For the pool: train.py's run of these files; the weights."""
-    with redirect_stdout(io.StringIO()):
-        training = start(load(files, words), process_info())
-        train(training)
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return {layer: {name: value.clone() for name, value in tensors.items()} for layer, tensors in weights.items()}
+def text(number: int, words: int) -> str:
+    return " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(words))
 
 
-def write(prefix: str, documents: list[list[float]], dtype: type = np.int32) -> None:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype))
+def turn(user: str, assistant: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of files as preprocess_data_with_chat_template.py names them: 160 prompts with answers."""
-    prefix, random = str(tmp_path_factory.mktemp("recipes") / "data"), np.random.default_rng(0)
-    prompts = random.integers(0, 300, (160, 4)).tolist()
-    for name in ("chosen", "rejected", "messages", "completion"):
-        texts = [random.integers(0, 300, 3 + i % 9).tolist() for i in range(len(prompts))]
-        write(f"{prefix}_{name}_document", [a + b for a, b in zip(prompts, texts, strict=True)])
-        write(f"{prefix}_{name}_label_document", [[-100] * 4 + text for text in texts])
-    write(f"{prefix}_completion_reward_document", [[i % 2 * 2 - 1] for i in range(len(prompts))], np.float32)
-    return prefix
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the repository's commands, small models and the files that READMEs speak of."""
+    from pyarrow import Table, parquet
+
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in LINKS:
+        (folder / name).symlink_to(ROOT / name)
+    rows = [
+        {"prompt": text(i, 3), "chosen": text(i + 1, 2 + i % 3), "rejected": text(i + 2, 1 + i % 4),
+         "label": i % 2 == 0, "completion": text(i + 3, 3), "text": text(i, 40),
+         "full-question": text(i, 4), "answer": text(i + 1, 3)}
+        for i in range(80)
+    ]  # fmt: skip
+    chats = [{"messages": turn(row["prompt"], row["chosen"])} for row in rows]
+    pairs = [{side: turn(row["prompt"], row[side]) for side in ("chosen", "rejected")} for row in rows]
+    for name, content in {"pairs": rows, "judged": rows, "train": rows, "chats": chats, "mcqa": chats,
+                          "pairs_of_chats": pairs}.items():  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    (folder / "valid.csv").write_text("id,text\n" + "".join(f'{i},"{row["text"]}"\n' for i, row in enumerate(rows)))
+    (folder / "book.txt").write_text("\n".join(row["text"] for row in rows))
+    (folder / "system.txt").write_text("Answer in few words.")
+    for name in ("qa", "qa-valid"):
+        parquet.write_table(Table.from_pylist(rows), folder / f"{name}.parquet")
+    return folder
 
 
-@pytest.mark.parametrize("recipe", FILES)
-def test_a_recipe_trains(recipe: str, data: str, tmp_path: Path) -> None:
-    own = yaml.safe_load(FILES[recipe].read_text())
-    keys = {key: value for key, value in config(LLAMA).items() if key in MODEL}
-    keys |= FAMILIES.get(recipe.split("/")[0], {}) | {"seq_length": 48, "max_position_embeddings": 48}
-    first = config(ADAMW, keys, train_iters=1, train_batch_size=2, save=str(tmp_path / "model"), checkpoint_factor=1)
-    before = run_ranks(run_to_end, 1, first)[0][1]
-    (tmp_path / "model.yml").write_text(yaml.safe_dump(keys))
-    words = ["exit_interval=2", "log_interval=1", "save_hf=null", "num_workers=0", "async_save=false"]
-    words += [f"{key}={small}" for key, small in
-              (("max_length", 20), ("max_prompt_length", 3), ("train_batch_size", 4),
-               ("train_micro_batch_size_per_gpu", 2)) if key in own]  # fmt: skip
-    overrides = [f"load={tmp_path / 'model'}", f"save={tmp_path / 'tuned'}"]
-    # In the file "${DATA:-...}_NAME_document"
-    overrides += [f"{k}=[{data}{v[0].partition('}')[2]}]" for k, v in own.items() if k.endswith("_data_paths")]
-    after = run_ranks(run, 1, [str(tmp_path / "model.yml"), str(FILES[recipe])], words + overrides)[0]
-    lines = [json.loads(line) for line in (tmp_path / "tuned/logs/metrics.jsonl").read_text().splitlines()]
+def model(place: Path, name: str) -> str:
+    """The tiny model that stands for this name, with a tokenizer; a base model's has no template."""
+    folder = place / "models" / name
+    if not folder.exists():
+        base = name.startswith(("mistralai", "google"))
+        tokenizer = fast_tokenizer(None if base else CHATML)
+        tied = {"tie_word_embeddings": True} if name.endswith("SmolLM3-3B") else {}
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 32768, "hidden_size": 16, **tied}
+        random_model(MODELS[name], torch.float32, **sizes).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return str(folder.relative_to(place))
+
+
+def checked(trained: Trained) -> Trained:
+    """Two steps were made, from the loss that the objective has at first; only what is to be trained has changed."""
+    lines = [json.loads(line) for line in (trained.save / "logs/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/lm_loss"] for line in lines if "train/lm_loss" in line]
-    assert len(losses) == 2 and all(map(math.isfinite, losses))
-    assert losses[0] == pytest.approx(FIRST_LOSS.get(own.get("train_impl", ""), losses[0]), abs=2e-5)
+    assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
+    assert losses[0] == pytest.approx(FIRST_LOSS.get(trained.own.get("train_impl", ""), losses[0]), abs=2e-5)
+    assert any("validation/lm_loss" in line for line in lines) == bool(trained.args.eval_iters)
+    before, after = trained.before, trained.after
     changed = {layer for layer in before if not bit_equal({layer: before[layer]}, {layer: after[layer]})}
-    assert changed == ({0, 4, 5} if "trainable" in own else set(before))
+    assert changed == ({0, 4, 5} if "trainable" in trained.own else set(before))
+    return trained
+
+
+def typed(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch, readme: str | None = None) -> Iterator[Trained]:
+    words = readme or (RECIPES / recipe / "README.md").read_text()
+    names = {name: model(place, name) for name in MODELS if name in words}
+    monkeypatch.chdir(place)
+    for trained in follow(words, {**names, **DATA}, monkeypatch):
+        yield checked(trained)
+
+
+@pytest.mark.parametrize("recipe", [name for name in READMES if name not in ("sft-mix", "zephyr", "gemma")])
+def test_what_a_readme_says_works(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(typed(recipe, place, monkeypatch))
+
+
+def test_every_file_is_in_a_command_of_its_readme() -> None:
+    for file in sorted(RECIPES.glob("*/*.yml")):
+        words = (file.parent / "README.md").read_text()
+        other = words.replace("think", "instruct").replace("Think", "Instruct")  # as olmo3's says
+        assert any(str(file.relative_to(ROOT)) in line for line in commands(words) + commands(other)), file
+
+
+def test_olmo3_instruct_is_the_same_with_instruct_for_think(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (RECIPES / "olmo3/README.md").read_text()
+    other = words.replace("think", "instruct").replace("Dolci-Think-DPO-7B", "Dolci-Instruct-DPO")
+    (trained,) = typed("olmo3", place, monkeypatch, other)
+    assert trained.files[-1] == "post-training/olmo3/instruct-dpo.yml"
+
+
+def test_zephyr_s_second_step_goes_on_from_its_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = typed("zephyr", place, monkeypatch)
+    template = (RECIPES / "zephyr/template.jinja").read_bytes()
+    assert bit_equal(second.before, first.after)
+    for trained in (first, second):
+        assert (trained.save / "global_step2/huggingface/chat_template.jinja").read_bytes() == template
+
+
+def test_gemma_s_blocks_are_group_texts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the README's file: every text cut, then joined, then cut into blocks, as transformers' run_clm.py does."""
+    attempt, whole, book = typed("gemma", place, monkeypatch)
+    assert whole.args.valid_data_paths and book.args.valid_data_paths is None and attempt.args.limit_samples == 300
+    args = whole.args.replace(seq_length=20, truncate_documents=25, train_iters=5, train_epochs=None).for_world(1)
+    found = build_datasets(args, train_batch_size=args.train_batch_size, once=lambda work: work()).train
+    texts = [document[:25].tolist() for document in IndexedDataset("data/train_text_document")]
+    joined = sum(texts, [])
+    blocks = [joined[i : i + 20] for i in range(0, len(joined) - 19, 20)]
+    assert found is not None and max(map(len, texts)) == 25
+    (text,) = IndexedDataset("data/book_text_document")
+    assert (book.save / "logs/metrics.jsonl").exists() and len(text) > 1000  # more than truncate_documents would leave
+    assert sorted(found[i].tokens[:20].tolist() for i in range(len(blocks))) == sorted(blocks)
+
+
+@pytest.fixture(scope="module")
+def midtrained(place: Path) -> Path:
+    """A run of two steps, with its two checkpoints."""
+    tokenizer = place / model(place, "TOKENIZER") / "tokenizer.json"
+    save = place / "checkpoints/mid_unfiltered"
+    given = config(
+        LLAMA, ADAMW, seq_length=64, max_position_embeddings=64, vocab_file=str(tokenizer), save=str(save),
+        train_iters=2, checkpoint_factor=1, lr_decay_iters=2, warmup=0.5, lr_decay_style="cosine",
+        min_lr=1e-4, z_loss=1e-4,
+    )  # fmt: skip
+    run_ranks(run_to_end, 1, given)
+    return save
+
+
+def test_the_fork_s_sft_follows_a_run_of_ours(midtrained: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, whole, after_hf = typed("sft-mix", place, monkeypatch)
+    assert attempt.args.train_iters == 20 and after_hf.args.train_data_weights == (0.89, 0.11)
+    own, args = whole.own, whole.args
+    assert whole.files == ["sft_dolci_mcqa_instruct_unfiltered_synthetic_alignment_mid.yml"]
+    assert {key: own[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
+        "train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2,
+    }  # fmt: skip
+    assert own["optimizer"] == {"type": "AdamW", "params": {"lr": 8e-5, "eps": 1e-6}}  # the checkpoint's, at this rate
+    assert own["train_data_weights"] == [0.89, 0.11] and own["z_loss"] == 1e-4 and own["lr_decay_style"] == "cosine"
+    assert not own.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}
+    assert args.num_kv_heads == 2 and args.min_lr == 0 and args.lr_decay_iters == 4627
+    longer = ["exit_interval=4" if word.startswith("exit_interval=") else word for word in whole.words]
+    again = run_ranks(run, 1, whole.files, longer)[0]  # typed again it goes on, from its own checkpoint
+    assert bit_equal(again[0], whole.after) and not bit_equal(again[1], whole.after)
+
+
+def test_the_fork_s_sft_follows_a_run_of_gpt_neox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = ROOT / "tests/data/golden"
+    monkeypatch.chdir(tmp_path)
+    source = golden / "ckpt_neox/neox_pp1_mp1/ckpt"
+    argv = ["sft", "--from", str(source), "--filtering", "filtered", "--variant", "mid", "--output-dir", "configs",
+            "--vocab-file", str(golden / "dataset/tokenizer.json"), "--save", "sft"]  # fmt: skip
+    new_config.main(argv)
+    file = "configs/sft_dolci_mcqa_instruct_filtered_mid.yml"
+    args = load([file])
+    assert (args.iteration, args.optimizer["params"]["lr"], args.rotary_pct) == (3, 8e-5, 0.25)
+    corpora = [golden / f"dataset/corpus{which}_text_document" for which in "AB"]
+    words = [f"train_data_paths=[{','.join(map(str, corpora))}]", "exit_interval=1", "log_interval=1", *QUICK]
+    before, after = run_ranks(run, 1, [file], words)[0]
+    trained = load_weights(find_checkpoint(source), args, layers=[3], tensor_rank=0, tensor_size=1)
+    assert bit_equal({3: before[3]}, {3: dict(trained[3])}) and not bit_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "told"),
+    [
+        (lambda folder: (folder / "ckpt/latest").unlink(), [], "no file `latest`; write the name of"),
+        (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "does not say how its model was conf"),
+        (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "is there already"),
+        (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
+        (lambda folder: None, ["--variant", "a/b"], "--variant a/b: becomes part of names"),
+    ],
+    ids=["latest", "configs", "target", "filtering", "variant"],
+)
+def test_new_config_refuses(
+    spoil: Callable[[Path], object], words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ROOT / "tests/data/golden/ckpt_neox/neox_pp1_mp1/ckpt", tmp_path / "ckpt")
+    spoil(tmp_path)
+    argv = ["sft", "--from", str(tmp_path / "ckpt"), "--filtering", "filtered", "--variant", "mid"]
+    with pytest.raises(SystemExit) as ended:
+        new_config.main([*argv, "--output-dir", str(tmp_path), *words])
+    assert told in f"{ended.value.code}{capsys.readouterr().err}"
+    if told == "is there already":
+        new_config.main([*argv, "--output-dir", str(tmp_path), "--force"])
+        assert (tmp_path / "sft_dolci_mcqa_instruct_filtered_mid.yml").stat().st_size

@@ -19,6 +19,7 @@ from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf  # n
 from megatron.checkpointing.names import GENERATIONS  # noqa: E402
 from megatron.neox_arguments import ConfigError  # noqa: E402
 from tools.ckpts.flags import add_names_flag, local, place, progress  # noqa: E402
+from tools.site import site_defaults  # noqa: E402
 
 NAME = "convert_hf_to_neox.py"
 
@@ -28,7 +29,11 @@ def parser(names: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--hf-model", required=True, help="a folder, or ORG/NAME on the Hub")
     made.add_argument("--revision", help="branch, tag or commit on the Hub")
-    made.add_argument("--output-dir", type=place, help="of global_stepN; unset: checkpoints/<name of the model>")
+    made.add_argument(
+        "--output-dir", type=place,
+        help="of global_stepN; unset: <name of the model> in the site's folder of checkpoints, or in checkpoints",
+    )  # fmt: skip
+    made.set_defaults(checkpoints=site_defaults(made).get("NEOX_CHECKPOINT_DIR", "checkpoints"))
     made.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files; any run can read them")
     made.add_argument("--pp", type=int, default=1, help="pipeline stages; 0: GPT-NeoX's files without a pipeline")
     made.add_argument("--iteration", type=int, default=0, help="N of global_stepN")
@@ -37,6 +42,7 @@ def parser(names: str) -> argparse.ArgumentParser:
     made.add_argument(te, action="store_const", const="te", dest="names", help="--names te")
     made.add_argument(neox, action="store_const", const="neox", dest="names", help="--names neox")
     made.add_argument("--save-tokenizer", action="store_true", help="its files also beside global_stepN")
+    made.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's, or its first")
     return made
 
 
@@ -49,11 +55,12 @@ def convert(options: argparse.Namespace) -> None:
     name, _, revision = model.partition("@")
     at_hub = f"{name}@{options.revision or revision or path.name}"  # a snapshot is called as its commit
     folder = HFFolder(path, None if Path(model).is_dir() else at_hub)
-    output = options.output_dir or Path("checkpoints") / Path(name).name
+    output = options.output_dir or Path(options.checkpoints) / Path(name).name
     print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors", flush=True)
     path, parity = import_hf(
         folder, output, iteration=options.iteration, tensor=options.tp, pipe=options.pp,
-        naming=options.names, save_tokenizer=options.save_tokenizer, each=progress,
+        naming=options.names, save_tokenizer=options.save_tokenizer, chat_template=options.chat_template,
+        each=progress,
     )  # fmt: skip
     names, config = GENERATIONS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")

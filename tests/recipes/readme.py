@@ -1,0 +1,116 @@
+"""Commands of a README, as a reader would type them, run at tiny size in a folder that looks like the repository."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from megatron.launch import process_info
+from megatron.neox_arguments import load
+from megatron.neox_arguments.cli import parse_deepy
+from megatron.training import start, train
+from tests.pool import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = ("tools", "post-training", "train.py", "deepy.py")
+# What real sizes become. A key that a command sets itself is made small too, unless it has no say in size.
+SMALL: Mapping[str, Any] = {
+    "seq_length": 64, "max_length": 32, "max_prompt_length": 8, "truncate_documents": 32, "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "eval_iters": 1, "exit_interval": 2,
+    "log_interval": 1, "warmup_iters": 0, "zero_optimization.stage": 0,
+}  # fmt: skip
+QUICK = ("num_workers=0", "async_save=false")
+Weights = dict[int, dict[str, Tensor]]
+
+
+def commands(text: str) -> list[str]:
+    """Commands of the plain code blocks, continued lines joined, a line each."""
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [" ".join(line.split()) for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
+
+
+def tool(words: list[str]) -> str:
+    """Runs `python tools/...` in this process; what it prints."""
+    module = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
+    said = io.StringIO()
+    with redirect_stdout(said):
+        module.main(words[2:])
+    return said.getvalue()
+
+
+def small(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Files and overrides of a training command, at tiny size."""
+    given = parse_deepy(argv).args.given  # what the files and the command say, checked as deepy.py does
+    at = argv.index("--set") if "--set" in argv else len(argv)
+    sizes = {key: value for key, value in SMALL.items() if key.split(".")[0] in given or key in ("exit_interval",)}
+    if "gradient_accumulation_steps" in given and "train_batch_size" in given:
+        del sizes["gradient_accumulation_steps"]
+    words = {word.partition("=")[0]: word.partition("=")[2] for word in argv[at + 1 :]}
+    sizes = {key: value for key, value in sizes.items() if words.get(key, given.get(key)) not in ("null", "0", 0)}
+    merged = {**words, **{key: str(value) for key, value in sizes.items()}}
+    return argv[1:at], [f"{key}={value}" for key, value in merged.items()] + list(QUICK)
+
+
+def run(
+    rank: int, world_size: int, files: list[str], words: list[str], environment: Mapping[str, str] | None = None
+) -> tuple[Weights, Weights]:
+    """For the pool: train.py's run of these files; the weights before and after."""
+    os.environ.update(environment or {})
+    with redirect_stdout(io.StringIO()):
+        training = start(load(files, words), process_info())
+        before = _copy(training.engine.weights(master=True))
+        train(training)
+    after = _copy(training.engine.weights(master=True))
+    training.close()
+    training.engine.close()
+    return before, after
+
+
+def _copy(weights: Any) -> Weights:
+    return {layer: {name: value.clone() for name, value in tensors.items()} for layer, tensors in weights.items()}
+
+
+class Trained:
+    """A training command that ran. own: what its recipe says; save: its folder."""
+
+    def __init__(self, files: list[str], words: list[str], weights: tuple[Weights, Weights]) -> None:
+        args = load(files, words)
+        self.files, self.words, self.args, self.save = files, words, args, Path(str(args.save))
+        self.before, self.after = weights
+        self.own = yaml.safe_load(Path(files[-1]).read_text())
+
+
+def follow(text: str, names: Mapping[str, str], monkeypatch: Any) -> Iterator[Trained]:
+    """Types the README's commands in the working folder. names: what stands for models and data that are elsewhere."""
+    for line in commands(text):
+        for name, here in names.items():
+            line = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", here, line)
+        line = re.sub(r"--workers \d+", "--workers 1", line)
+        words = shlex.split(line)
+        environment = {}
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            environment[name] = value
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            if words[:2] == ["python", "deepy.py"]:
+                files, overrides = small(words[2:])
+                yield Trained(files, overrides, run_ranks(run, 1, files, overrides, environment)[0])
+            elif words[0] == "python":
+                tool(words)
+            else:
+                assert words[0] == "sbatch", f"not known what this does: {line}"
+                inner = shlex.split(words[words.index("--wrap") + 1])
+                assert inner[:3] == ["srun", "python", "train.py"]
+                parse_deepy(inner[2:])

@@ -1,0 +1,133 @@
+"""docs/from-other-stacks.md: what it says there is, is there: our keys and flags, TRL's and accelerate's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import yaml
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.check import check_value
+from megatron.neox_arguments.declare import Key, keys_of
+from megatron.neox_arguments.errors import Problems
+from tests.recipes.readme import ROOT
+
+PAGE = (ROOT / "docs/from-other-stacks.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+ROWS = [
+    (section, cells[0], cells[1])
+    for section, text in SECTIONS.items()
+    for line in text.splitlines()
+    if line.startswith("|") and not line.startswith("|---")
+    for cells in [[cell.strip() for cell in line.strip("|").split(" | ")]]
+]
+VALUES = {"auto", "messages", "field_messages", "offload", "deepspeed_config", "mixed_precision", "num_processes",
+          "hf upload", "pt", "sft", "rm"}  # fmt: skip
+
+
+def ticked(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@cache
+def options() -> set[str]:
+    """Flags of our commands."""
+    files = [*(ROOT / "tools").rglob("*.py"), ROOT / "megatron/neox_arguments/cli.py"]
+    return {flag for file in files for flag in re.findall(r'"(--[\w-]+)"', file.read_text())}
+
+
+def key_of(path: str) -> Key | None:
+    name, *inner = path.split(".")
+    found = keys_of(NeoXArgs).get(name)
+    for part in inner:
+        found = keys_of(found.section).get(part) if found is not None and found.section is not None else None
+    return found
+
+
+def problem(word: str) -> str | None:
+    """Why something in backticks in the right column is not so."""
+    if word in VALUES:
+        return None
+    if word.startswith("--"):
+        return None if set(re.findall(r"--[\w-]+", word)) <= options() else "no such flag"
+    if word.startswith(("python ", "bash ", "sbatch ", "torchrun ", "CUDA_VISIBLE_DEVICES")):
+        scripts = re.findall(r"[\w/.-]+\.(?:py|yml|sh)", word.replace("MODEL.yml", "").replace("RECIPE.yml", ""))
+        return next((f"no {script}" for script in scripts if not (ROOT / script).exists()), None)
+    if "/" in word or word.endswith((".py", ".csv", ".yml")):
+        places = [ROOT / word, ROOT / "post-training/olmo3" / word]
+        if not re.match(r"[\w.]+:", word):
+            return None if any(map(lambda p: p.exists(), places)) or word in ("b.csv", "main.py") else "no such file"
+    path, _, value = (part.strip() for part in re.sub(r"=", ":", word, count=1).partition(":"))
+    key = key_of(path)
+    if key is None:
+        return "no such key"
+    if key.standing not in ("honoured", "honoured, differs"):
+        return f"the key is {key.standing}"
+    if value:
+        problems = Problems({})
+        read = yaml.safe_load(value)
+        check_value(key, path, read, problems)
+        return "; ".join(problems.lines) or key.refusal(tuple(read) if isinstance(read, list) else read)
+    return None
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if any(row[0] == name for row in ROWS)])
+def test_what_is_named_here_is_here(section: str) -> None:
+    wrong = [(word, why) for at, _, here in ROWS if at == section for word in ticked(here) if (why := problem(word))]
+    assert not wrong
+
+
+def test_keys_named_outside_tables() -> None:
+    text = re.sub(r"^\|.*$", "", PAGE, flags=re.MULTILINE)
+    words = [word for word in ticked(text) if re.fullmatch(r"[a-z_.]+(: \w+)?", word) and not word.endswith(".json")]
+    assert "train_impl: kto" in words
+    assert not [(word, why) for word in words if word not in VALUES | {"trl.experimental"} and (why := problem(word))]
+
+
+def trl_fields(section: str) -> set[str]:
+    import trl
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.orpo import ORPOConfig
+
+    own = {"CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig}
+    name = section.removeprefix("TRL: ")
+    if name == "every trainer":
+        from transformers import TrainingArguments
+
+        classes = [TrainingArguments, trl.ModelConfig, trl.ScriptArguments, trl.SFTConfig]
+    else:
+        classes = [own.get(name) or getattr(trl, name)]
+    return {field.name for cls in classes for field in fields(cls)}
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name.startswith("TRL: ")])
+def test_what_trl_is_said_to_have_it_has(section: str) -> None:
+    theirs = {word for at, there, _ in ROWS if at == section for word in ticked(there)}
+    assert theirs and theirs <= trl_fields(section), theirs - trl_fields(section)
+
+
+@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig", "KTOConfig", "CPOConfig", "ORPOConfig"])
+def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
+    """Every field that TRL adds to transformers' stands in its section, or in that of every trainer."""
+    from transformers import TrainingArguments
+
+    told = {word for _, there, _ in ROWS for word in ticked(there)}
+    plain = {"model_init_kwargs", "dataset_kwargs", "is_encoder_decoder", "generate_during_eval", "padding_value"}
+    left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - told - plain
+    assert not left
+
+
+def test_what_trl_is_said_to_have_lost_it_has_lost() -> None:
+    old = {word for at, there, _ in ROWS if at.startswith("Flags that TRL") for word in ticked(there)}
+    assert old and not old & set().union(*(trl_fields(name) for name in SECTIONS if name.startswith("TRL: ")))
+
+
+def test_flags_of_accelerate_are_its_own() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    theirs = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    named = {word for at, there, _ in ROWS if at == "accelerate launch" for word in ticked(there)}
+    assert named and named <= theirs

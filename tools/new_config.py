@@ -1,0 +1,128 @@
+"""Write the configuration of a run that begins where a checkpoint ended.
+
+    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant synthetic_mid \\
+        --data data/dolci data/mcqa
+
+writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml: training, data and weights of the mix as in
+post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer of the checkpoint's own
+configuration; `load` and `iteration` of what `latest` names. The file is whole: `python deepy.py train.py FILE` trains.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.checkpointing import CheckpointError, export_args, find_checkpoint, step_of  # noqa: E402
+from megatron.checkpointing.files import replace_file  # noqa: E402
+from megatron.checkpointing.layout import LATEST  # noqa: E402
+from megatron.neox_arguments import ConfigError, NeoXArgs  # noqa: E402
+from megatron.neox_arguments.declare import keys_of  # noqa: E402
+from megatron.neox_arguments.frozen import thaw  # noqa: E402
+from megatron.neox_arguments.read import read_files  # noqa: E402
+
+RECIPE = ROOT / "post-training" / "sft-mix" / "sft-mix.yml"
+FILTERINGS = ("unfiltered", "filtered")
+DATA = ("data/dolci", "data/mcqa")
+# What a run takes over: whatever says what the model is, how it is computed and how many rows a step has.
+_TAKEN = (
+    "ModelKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
+    "PrecisionKeys", "ParallelKeys", "BatchKeys", "OptimizerKeys", "DeepspeedKeys", "TrainingKeys",
+)  # fmt: skip
+# Of these what belongs to the length of the old run, or to its end.
+_LEFT = (
+    "train_iters", "lr_decay_iters", "lr_decay_fraction", "lr_wsd_decay_iters", "min_lr", "warmup_iters",
+    "override_lr_scheduler", "use_checkpoint_lr_scheduler", "eval_interval", "exit_interval", "exit_duration_in_mins",
+    "curriculum_learning", "trainable",
+)  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sft = parser.add_subparsers(dest="kind", required=True).add_parser(
+        "sft", help="SFT on 89 %% Dolci conversations and 11 %% multiple-choice questions",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    sft.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="with global_stepN, latest")
+    sft.add_argument("--filtering", choices=FILTERINGS, required=True, help="of the pre-training data, for the name")
+    sft.add_argument("--variant", required=True, help="of the mid-training, for the name")
+    sft.add_argument(
+        "--data", nargs=2, default=DATA, metavar=("DOLCI", "MCQA"),
+        help=f"--output-prefix of both when they were tokenised ({' '.join(DATA)})",
+    )  # fmt: skip
+    sft.add_argument("--vocab-file", help="tokenizer of the conversations; unset: the checkpoint's")
+    sft.add_argument("--save", help="of the run; unset: checkpoints/NAME")
+    sft.add_argument("--output-dir", type=Path, default=Path(), help="where the file is written (.)")
+    sft.add_argument("--force", action="store_true", help="replace a file of this name")
+    return parser.parse_args(argv)
+
+
+def taken_over(args: NeoXArgs) -> dict[str, Any]:
+    """The keys of a finished run that the next one has too."""
+    keys = keys_of(NeoXArgs)
+    given = {name: value for name, value in thaw(args.given).items() if name in keys and name not in _LEFT}
+    return {name: value for name, value in given.items() if keys[name].owner in _TAKEN and value is not None}
+
+
+def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
+    """What the recipe says, on two prefixes of tokenised conversations; the checkpoint's optimizer at its rate."""
+    keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
+    if args.given.get("optimizer"):
+        own = thaw(args.given["optimizer"])
+        rate = {"lr": recipe["optimizer"]["params"]["lr"]}
+        keys["optimizer"] = {**own, "params": {**own.get("params", {}), **rate}}
+    return keys
+
+
+def write(options: argparse.Namespace) -> Path:
+    """The file that the options ask for. Raises CheckpointError, ConfigError."""
+    name = f"sft_dolci_mcqa_instruct_{options.filtering}_{options.variant}"
+    target = options.output_dir / f"{name}.yml"
+    if not re.fullmatch(r"[\w.+-]+", options.variant):
+        raise ConfigError([f"--variant {options.variant}: becomes part of names; use letters, digits and _ . + -"])
+    if target.exists() and not options.force:
+        raise ConfigError([f"{target}: is there already; give --force, or another --variant"])
+    if options.source.is_dir() and not (options.source / LATEST).is_file():
+        raise CheckpointError(f"{options.source}: no file `{LATEST}`; write the name of a global_stepN there into it")
+    checkpoint = find_checkpoint(options.source)
+    args, _ = export_args(checkpoint)
+    new = {
+        **sft_keys(args, read_files([RECIPE]).values, options.data),
+        "load": str(options.source.resolve()),
+        "iteration": step_of(checkpoint),
+        "save": options.save or f"checkpoints/{name}",
+    }
+    kept = {key: value for key, value in taken_over(args).items() if key not in new}
+    if options.vocab_file:
+        kept["vocab_file"] = options.vocab_file
+    text = (
+        f"# SFT of {options.source.name}, iteration {new['iteration']}, by tools/new_config.py: post-training/sft-mix\n"
+        f"{_yaml(new)}\n# as {checkpoint.name} was trained\n{_yaml(kept)}"
+    )
+    NeoXArgs.from_dict({**kept, **new}, str(target)).check_training()
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    replace_file(target, text.encode())
+    return target
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    try:
+        print(f"{write(options)}: trains with `python deepy.py train.py`")
+    except (CheckpointError, ConfigError, OSError) as problem:
+        sys.exit(f"new_config.py: error: {problem}")
+
+
+if __name__ == "__main__":
+    main()
