@@ -1,6 +1,6 @@
 """Model parallelism: the frozen object of process groups, the autograd-aware collectives of tensor and sequence
-parallelism, the one linear layer, vocab-parallel cross-entropy, the random seeds of dropout, joining the process
-group, work that ranks do for each other, and the watch over ranks that do not move.
+parallelism, the one linear layer, vocab-parallel cross-entropy, the random seeds of dropout, meeting and comparing
+ranks, joining the process group, work that ranks do for each other, and the watch over ranks that do not move.
 Everything takes its groups as an argument; nothing here is global."""
 
 from megatron.mpu.cross_entropy import (
@@ -8,9 +8,10 @@ from megatron.mpu.cross_entropy import (
     token_logprobs_and_statistics,
     token_logprobs_and_sums,
 )
-from megatron.mpu.distributed import Process, configure_logging, join, on_rank_zero, together, together_local
+from megatron.mpu.distributed import configure_logging, join, on_rank_zero, together, together_local
 from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
+from megatron.mpu.handshake import meet
 from megatron.mpu.layers import Linear, VocabParallelEmbedding
 from megatron.mpu.mappings import (
     copy_to_tensor,
@@ -21,6 +22,8 @@ from megatron.mpu.mappings import (
     scatter_to_sequence,
 )
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
+from megatron.mpu.rendezvous import Process, StartError
+from megatron.mpu.transport import check_transport
 from megatron.mpu.watchdog import Watchdog
 
 __all__ = [
@@ -29,9 +32,11 @@ __all__ = [
     "Linear",
     "ParallelGroups",
     "Process",
+    "StartError",
     "VocabParallelEmbedding",
     "Watchdog",
     "build_groups",
+    "check_transport",
     "configure_logging",
     "copy_to_tensor",
     "dropout",
@@ -39,6 +44,7 @@ __all__ = [
     "gather_from_sequence",
     "gather_from_tensor",
     "join",
+    "meet",
     "mix_seed",
     "on_rank_zero",
     "reduce_from_tensor",

@@ -7,26 +7,17 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.mpu.groups import ParallelGroups, build_groups
+from megatron.mpu.handshake import meet
+from megatron.mpu.rendezvous import Process
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 T = TypeVar("T")
-
-
-class Process(Protocol):
-    """This process's place in the run, as a launcher left it in the environment."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
 
 
 def configure_logging(rank: int) -> logging.Logger:
@@ -39,9 +30,10 @@ def configure_logging(rank: int) -> logging.Logger:
     return logger
 
 
-def join(args: NeoXArgs, process: Process, logger: logging.Logger) -> ParallelGroups:
+def join(args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.Store | None = None) -> ParallelGroups:
     """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this world.
 
+    store: what `meet` gave, where a command lets ranks meet before each machine fetches what it needs.
     Raises ConfigError when `distributed_backend: nccl` finds no GPU and there are ranks to connect. (All files of
     GPT-NeoX say nccl; one rank alone exchanges nothing, and trains on the CPU.)
     """
@@ -61,11 +53,9 @@ def join(args: NeoXArgs, process: Process, logger: logging.Logger) -> ParallelGr
         torch.cuda.set_device(device)
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))  # DeepSpeed reads it even when told the device
     if not dist.is_initialized():
-        store = dist.HashStore() if process.world_size == 1 else None
         dist.init_process_group(
             backend,
-            store=store,
-            init_method=None if store else "env://",
+            store=store or meet(args, process, logger) or dist.HashStore(),
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(minutes=args.first_step_timeout_mins),

@@ -1,0 +1,80 @@
+"""A run does not start on a connection slower than asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.launch import process_info
+from megatron.mpu import ParallelGroups, StartError, build_groups, check_transport
+from megatron.mpu.transport import bus_bandwidth
+from megatron.neox_arguments import ConfigError
+from tests.model.stages import small
+from tests.pool import run_ranks
+
+
+def groups(world_size: int) -> ParallelGroups:
+    return build_groups(pipe=1, data=world_size, tensor=1, device=torch.device("cpu"))
+
+
+def outcome(rank: int, world_size: int, key: float | None, variable: dict[int, str]) -> tuple[str, list[str]]:
+    """What the check raises, and what rank 0 says. variable: the site's, by rank."""
+    os.environ.pop("NEOX_MIN_ALLREDUCE_GB_S", None)
+    if rank in variable:
+        os.environ["NEOX_MIN_ALLREDUCE_GB_S"] = variable[rank]
+    lines: list[str] = []
+    logger = logging.getLogger("tests.transport")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    args = small(min_allreduce_gb_s=key).for_world(world_size)
+    try:
+        check_transport(args, groups(world_size), process_info(), logger)
+    except (StartError, ConfigError) as problem:
+        return f"{type(problem).__name__}: {problem}", lines
+    return "passes", lines
+
+
+def test_below_the_bound_every_rank_stops_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [text for text, _ in run_ranks(outcome, 2, 1000.0, {}, env={"FI_PROVIDER": "tcp"})]
+    assert texts[0] == texts[1], "one number for all"
+    assert texts[0].startswith("StartError: program: min_allreduce_gb_s: 1000 GB/s asked for; all-reduce of 8 MiB over")
+    for part in ("2 ranks (gloo): ", "GB/s bus bandwidth", "NCCL_NET=(unset)", "FI_PROVIDER=tcp", "NCCL_DEBUG=INFO"):
+        assert part in texts[0]
+
+
+def test_the_sites_variable_bounds_too_and_rank_zeros_counts_for_all() -> None:
+    texts = [text for text, _ in run_ranks(outcome, 2, None, {0: "1000"})]
+    assert texts[0] == texts[1] and texts[0].startswith("StartError: NEOX_MIN_ALLREDUCE_GB_S in the environment: ")
+    (text, lines), _ = run_ranks(outcome, 2, 0.001, {0: "1000"})
+    assert text == "passes" and "at least 0.001 asked for (program)" in lines[-1], "the key wins"
+    refused = [text for text, _ in run_ranks(outcome, 2, None, {0: "fast"})]
+    assert all(text.startswith("ConfigError: NEOX_MIN_ALLREDUCE_GB_S='fast' in the environment") for text in refused)
+
+
+def test_nothing_is_measured_where_nobody_asks() -> None:
+    assert run_ranks(outcome, 2, None, {}) == [("passes", [])] * 2
+
+
+def slowed(rank: int, world_size: int, seconds: float) -> float:
+    """The bandwidth found where every all-reduce of the measured size takes so long."""
+    reduce = dist.all_reduce
+
+    def slow(tensor: torch.Tensor, *args: object, **more: object) -> None:
+        time.sleep(seconds if tensor.numel() > 1 else 0)
+        reduce(tensor, *args, **more)
+
+    dist.all_reduce = slow
+    return bus_bandwidth(groups(world_size), 2**20)
+
+
+def test_bandwidth_is_the_bus_bandwidth_of_nccl_tests() -> None:
+    """An all-reduce of S bytes over n ranks in t s: S/t x 2(n-1)/n; nearly all of t is known here."""
+    found = run_ranks(slowed, 3, 0.2)
+    assert len(set(found)) == 1
+    assert found[0] == pytest.approx(2**20 / 0.2 * 4 / 3 / 1e9, rel=0.1)
