@@ -1,23 +1,28 @@
-"""Processes: who this process is, and how the ranks of a run are started on this machine.
+"""Processes: who this process is, and how the ranks of a run are started on this machine and on others.
 
-`process_info` reads rank and world from the environment; `launch_local` starts a command's ranks, watches them and
-starts them again; `show_stacks_on_signal` lets the launcher ask a rank where it is.
+`process_info` reads rank and world from the environment; `launch` starts a run and sees it to its
+end, `dry_run` says what would be started; `show_stacks_on_signal` lets a launcher ask a rank where it is;
+`set_arch_list` mends a variable that DeepSpeed cannot read. `doctor` looks at the machine before a run.
 """
 
+from megatron.launch.arch_list import set_arch_list
 from megatron.launch.environment import LaunchError, ProcessInfo, enter, process_info
-from megatron.launch.local import LocalRun, launch_local, plan_local, run_local
+from megatron.launch.hosts import Node
+from megatron.launch.plan import Run
 from megatron.launch.stacks import show_stacks_on_signal
+from megatron.launch.start import dry_run, launch
 from megatron.launch.watch import Outcome
 
 __all__ = [
     "LaunchError",
-    "LocalRun",
+    "Node",
     "Outcome",
     "ProcessInfo",
+    "Run",
+    "dry_run",
     "enter",
-    "launch_local",
-    "plan_local",
+    "launch",
     "process_info",
-    "run_local",
+    "set_arch_list",
     "show_stacks_on_signal",
 ]

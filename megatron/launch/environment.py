@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 DEFAULT_PORT = 29500
+# Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 
 class LaunchError(ValueError):
@@ -26,7 +32,7 @@ class ProcessInfo:
     local_world_size: int
     master_addr: str
     master_port: int
-    starter: str  # "torchrun", "slurm", "mpi" or "alone"
+    starter: str  # "torchrun", "operator" (of Kubernetes), "slurm", "mpi" or "alone"
 
     def variables(self) -> dict[str, str]:
         """The variables torch.distributed's env:// reads, for starters that set others."""
@@ -43,7 +49,8 @@ class ProcessInfo:
 def process_info(
     env: Mapping[str, str] | None = None, master_addr: str | None = None, master_port: int | None = None
 ) -> ProcessInfo:
-    """This process's place: from RANK and WORLD_SIZE (deepy.py, torchrun), a Slurm step, OpenMPI, or alone.
+    """This process's place: from RANK and WORLD_SIZE (deepy.py, torchrun, Kubernetes operators), a Slurm step, OpenMPI,
+    MVAPICH or MPICH, or alone.
 
     `master_addr` and `master_port` are used where the environment names none. Raises LaunchError when the variables
     are incomplete or contradict each other.
@@ -54,8 +61,8 @@ def process_info(
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         # Only a step started by srun: a batch script sees SLURM_PROCID=0 and SLURM_NTASKS=N too, but is one process.
         info = _from_slurm(env, master_addr, master_port)
-    elif "OMPI_COMM_WORLD_RANK" in env:
-        info = _from_mpi(env, master_addr, master_port)
+    elif found := next((names for names in _MPI if names[0] in env), None):
+        info = _from_mpi(env, found, master_addr, master_port)
     else:
         info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr or "127.0.0.1", master_port), starter="alone")
     if not 0 <= info.rank < info.world_size:
@@ -80,6 +87,13 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
     return info
 
 
+def port_of(value: int | str) -> int:
+    """The port of MASTER_PORT. Raises LaunchError for what is none."""
+    if not str(value).isdecimal() or not 0 < int(value) < 65536:
+        raise LaunchError(f"MASTER_PORT={value!r} in the environment is not a port number")
+    return int(value)
+
+
 def first_host(nodelist: str) -> str:
     """First host of a Slurm node list: `n[003-007,9],m1` -> `n003`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
@@ -90,6 +104,12 @@ def first_host(nodelist: str) -> str:
 
 def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if "LOCAL_RANK" not in env and "PET_NPROC_PER_NODE" in env:
+        # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
+        here = env["PET_NPROC_PER_NODE"]
+        if here not in ("1", "auto", "gpu", "cpu"):
+            raise LaunchError(f"PET_NPROC_PER_NODE is {here}: start the pod's ranks with deepy.py or torchrun")
+        return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr or "127.0.0.1", port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
@@ -115,10 +135,9 @@ def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> P
     return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="slurm")
 
 
-def _from_mpi(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
-    rank, world = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
-    local_rank = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_world = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", local_rank + 1)
+def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None) -> ProcessInfo:
+    rank, world, local_rank = (_number(env, name) for name in names[:3])
+    local_world = _number(env, names[3], local_rank + 1)
     if addr is None and "MASTER_ADDR" not in env and local_world < world:
         raise LaunchError(
             "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."

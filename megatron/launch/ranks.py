@@ -25,6 +25,7 @@ class Rank:
     """A running rank and what is known of it."""
 
     index: int
+    world_size: int
     process: subprocess.Popen[bytes]
     output: int  # file descriptor we read
     log: BinaryIO
@@ -87,7 +88,7 @@ class Rank:
             pass  # everyone in it has ended
 
 
-def start_rank(index: int, command: Sequence[str], env: Mapping[str, str], log_dir: Path) -> Rank:
+def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log_dir: Path) -> Rank:
     """Start one rank in a process group of its own; stdout and stderr are one stream."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     reader, writer = _terminal() if terminal else os.pipe()
@@ -101,7 +102,7 @@ def start_rank(index: int, command: Sequence[str], env: Mapping[str, str], log_d
             stdout=writer,
             stderr=writer,
             start_new_session=True,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(signal.SIGKILL),
         )
     except BaseException:
         os.close(reader)
@@ -109,7 +110,7 @@ def start_rank(index: int, command: Sequence[str], env: Mapping[str, str], log_d
         raise
     finally:
         os.close(writer)
-    return Rank(index, process, reader, log)
+    return Rank(index, world_size, process, reader, log)
 
 
 def _terminal() -> tuple[int, int]:
@@ -125,15 +126,15 @@ def _terminal() -> tuple[int, int]:
     return ours, theirs
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a rank does before it starts, so that it does not outlive a launcher that is killed outright (Linux)."""
+def die_with_parent(number: int) -> Callable[[], None] | None:
+    """What a child does before it starts, so that it gets a signal when a launcher is killed outright (Linux)."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()
     PR_SET_PDEATHSIG = 1
 
     def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from megatron.launch.ranks import STACK, Rank, start_rank
 from megatron.launch.stacks import STACKS_SIGNAL
@@ -21,6 +22,7 @@ TRACEBACK_S = 5.0
 STOPPED_S = 10.0  # a rank may be stopped (SIGSTOP) this long while the launcher runs
 SUSPENDED_S = 5.0  # a longer pause between two looks means that the launcher was stopped too
 STACKS_S = 2.0  # for the ranks to write their stacks
+PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
 
 
@@ -33,15 +35,37 @@ class Outcome:
     code: int
     reason: str = ""
     repeatable: bool = False
+    log: str = ""  # of the rank that failed
 
 
-def watch_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], log_dir: Path) -> Outcome:
-    """Run `command` once per environment.
+class Elsewhere(Protocol):
+    """The launchers of the same run on other machines."""
+
+    def signals(self) -> list[int]:
+        """Signals for all ranks, in the order in which they came."""
+        ...
+
+    def heard(self) -> Outcome | None:
+        """How the run ended: well when all machines said so, else as the first that failed; None while it goes on."""
+        ...
+
+    def tell(self, outcome: Outcome) -> None:
+        """Say how the ranks of this machine ended."""
+        ...
+
+
+def watch_ranks(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    log_dir: Path,
+    elsewhere: Elsewhere | None = None,
+) -> Outcome:
+    """Run `command` once per environment, each with its RANK.
 
     Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails all are
     ended with their children, and its traceback is shown last; when one was killed, is stopped or ended because nothing
     moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
-    signal N counts as exit code 128 + N.
+    signal N counts as exit code 128 + N. With `elsewhere` the run ends when it has ended on every machine.
     """
     received: list[int] = []
 
@@ -51,9 +75,9 @@ def watch_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]
     previous = {number: signal.signal(number, remember) for number in PASSED_ON}
     ranks: list[Rank] = []
     try:
-        for index, env in enumerate(environments):
-            ranks.append(start_rank(index, command, env, log_dir))
-        return _watch(ranks, received, _Screen())
+        for env in environments:
+            ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log_dir))
+        return _watch(ranks, received, _Screen(), elsewhere)
     finally:
         _end(ranks)
         for rank in ranks:
@@ -71,6 +95,7 @@ class _Screen:
         self._descriptor: int | None = sys.stdout.fileno()
 
     def show(self, rank: Rank) -> None:
+        """Show what is held of a rank: only of rank 0, which may be on another machine, is anything."""
         data, rank.held = rank.held, b""
         while data and self._descriptor is not None:
             try:
@@ -79,13 +104,15 @@ class _Screen:
                 self._descriptor = None
 
 
-def _watch(ranks: list[Rank], received: list[int], screen: _Screen) -> Outcome:
+def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: Elsewhere | None) -> Outcome:
     """Pump output, pass signals on, until all ranks have ended, one has failed or one is stopped."""
-    passed_on, looked = 0, time.monotonic()
+    passed_on, looked, told = 0, time.monotonic(), False
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.output, selectors.EVENT_READ, rank)
         while True:
+            if elsewhere is not None:
+                received += elsewhere.signals()
             while passed_on < len(received):
                 for rank in ranks:
                     rank.signal(received[passed_on])
@@ -97,22 +124,60 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen) -> Outcome:
                     selector.unregister(key.fd)
             failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
             if failed:
-                return _report_failure(_first_failed(ranks, failed[0]), ranks, screen, bool(received))
+                culprit = _first_failed(ranks, failed[0])
+                cause = _earlier(culprit, elsewhere)
+                if cause is not None:
+                    return _end_with(cause, ranks, screen)
+                return _tell(elsewhere, _report_failure(culprit, ranks, screen, bool(received)))
             if None not in codes:
                 for rank in ranks:
                     rank.read_all()
                 screen.show(ranks[0])
-                return Outcome(0)
+                if elsewhere is None:
+                    return Outcome(0)
+                if not told:
+                    elsewhere.tell(Outcome(0))
+                    told = True
+                time.sleep(POLL_S)
+            ended = elsewhere.heard() if elsewhere is not None else None
+            if ended is not None:
+                return _end_with(ended, ranks, screen)
             looked, last = time.monotonic(), looked
             if looked - last > SUSPENDED_S:
                 for rank in ranks:
                     rank.stopped_at = None
             for rank in ranks:
                 if rank.stopped_for() > STOPPED_S:
-                    return _report_stopped(rank, ranks, screen, bool(received))
+                    return _tell(elsewhere, _report_stopped(rank, ranks, screen, bool(received)))
             suspect = _suspect(ranks)
             if suspect is None or suspect.index == 0:  # else rank 0 may be about to complain of what another did
                 screen.show(ranks[0])
+
+
+def _earlier(culprit: Rank, elsewhere: Elsewhere | None) -> Outcome | None:
+    """How a rank of another machine failed, of which ours only complains: it lost a peer."""
+    if elsewhere is None or not culprit.traceback_at:
+        return None
+    deadline = time.monotonic() + PEER_S
+    while (ended := elsewhere.heard()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return ended
+
+
+def _tell(elsewhere: Elsewhere | None, outcome: Outcome) -> Outcome:
+    """The outcome, of which the other machines now know."""
+    if elsewhere is not None:
+        elsewhere.tell(outcome)
+    return outcome
+
+
+def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
+    """End our ranks as the run has ended on all machines."""
+    _end(ranks)
+    screen.show(ranks[0])
+    if outcome.code:
+        _say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
+    return outcome
 
 
 def _suspect(ranks: list[Rank]) -> Rank | None:
@@ -150,7 +215,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, told: boo
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if culprit.is_overdue():
         how = "made no progress in time (collective_timeout_s, first_step_timeout_mins)"
-    reason = f"rank {culprit.index} of {len(ranks)} {how}"
+    reason = f"rank {culprit.index} of {culprit.world_size} {how}"
     if code < 0 or culprit.is_overdue():
         _show_stacks(culprit, ranks, screen)
     elif culprit.index == 0:
@@ -160,17 +225,20 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, told: boo
     shown = f"{culprit.log.name} ends with:\n{culprit.last_words(TAIL_LINES)}"
     _say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
     refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
-    return Outcome(128 - code if code < 0 else code, reason, repeatable=not refused and not told)
+    repeatable = not refused and not told
+    return Outcome(128 - code if code < 0 else code, reason, repeatable, str(Path(culprit.log.name).resolve()))
 
 
 def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, told: bool) -> Outcome:
     """End every rank because one is stopped and the others wait for it."""
-    reason = f"rank {culprit.index} of {len(ranks)} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
+    reason = (
+        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
+    )
     _show_stacks(culprit, ranks, screen)
     _end(ranks, politely=False)
     screen.show(ranks[0])
     _say(f"deepy.py: error: {reason}; its stack is above")
-    return Outcome(128 + signal.SIGSTOP, reason, repeatable=not told)
+    return Outcome(128 + signal.SIGSTOP, reason, not told, str(Path(culprit.log.name).resolve()))
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
@@ -193,10 +261,12 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
         if rank is culprit and rank.process.poll() is not None:
             continue
         if rank.index == 0:
-            _say(f"rank 0 of {len(ranks)}, where it is:" + ("" if rank.held else " its output is above"))
+            _say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
             screen.show(rank)
         else:
-            _say(f"rank {rank.index} of {len(ranks)}, where it is ({rank.log.name}):\n{rank.last_words(TAIL_LINES)}")
+            _say(
+                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.name}):\n{rank.last_words(TAIL_LINES)}"
+            )
 
 
 def _say(text: str) -> None:

@@ -1,12 +1,14 @@
-"""How many ranks, on which GPUs; hostfiles; what the ranks see of it."""
+"""How many ranks, on which GPUs; what the ranks see of it."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, LocalRun, plan_local
-from megatron.launch.local import choose_ranks, hostfile_slots
+from megatron.launch import LaunchError, Node, Run
+from megatron.launch.devices import choose_ranks
+from megatron.launch.local import environments
+from megatron.launch.meeting import Place
+from megatron.launch.plan import hand_over, plan
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 GPUS = ["0", "1", "2", "3"]
@@ -75,37 +77,17 @@ def test_refused(gpus, num_gpus, include, message):
         choose_ranks(gpus, num_gpus, include)
 
 
-def test_hostfile(tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("# ours\n\nlocalhost slots=3\n")
-    assert hostfile_slots(hosts) == 3
-    hosts.write_text(f"{socket.gethostname()} slots=2  # by name\n")
-    assert hostfile_slots(hosts) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("localhost slots=1\nelsewhere slots=1\n", "hosts:2: elsewhere is another machine"),
-        ("localhost\n", "hosts:1: 'localhost' is not of the form `host slots=N`"),
-        ("# nothing\n", "gives this machine no slots"),
-    ],
-)
-def test_hostfile_refused(tmp_path, text, message):
-    hosts = tmp_path / "hosts"
-    hosts.write_text(text)
-    with pytest.raises(LaunchError, match=message):
-        hostfile_slots(hosts)
-
-
 def test_rank_environment(monkeypatch):
-    monkeypatch.setattr("megatron.launch.local._cores", lambda: 8)
-    run = LocalRun(("python",), 4, Path("logs"), devices=("4", "5", "6", "7"))
-    env = run.environment(2, 1234, {"HOME": "/h"})
-    place = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+    monkeypatch.setattr("megatron.launch.local.cores", lambda: 8)
+    monkeypatch.setattr("os.environ", {"HOME": "/h"})
+    node = Node("b", 4, devices=("4", "5", "6", "7"))
+    run = Run("nodes", ("python",), (Node("a", 3), node), Path(), None, Path(), node_rank=1, master_addr="10.0.0.7")
+    env = environments(run, Place(3, 7, 1234), restarts=2)[2]
+    place = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NEOX_RESTARTS": "2"}
+    meeting = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
     assert env == {"HOME": "/h", **place, **meeting, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "2"}
-    assert run.environment(0, 1, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+    monkeypatch.setattr("os.environ", {"OMP_NUM_THREADS": "5"})
+    assert environments(run, Place(3, 7, 1234))[0]["OMP_NUM_THREADS"] == "5"
 
 
 def _args(**changes):
@@ -115,12 +97,13 @@ def _args(**changes):
 
 @pytest.fixture
 def no_gpus(monkeypatch):
-    monkeypatch.setattr("megatron.launch.local.visible_gpus", lambda env: [])
+    monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: [])
 
 
 def test_plan_hands_the_args_over_in_a_file(tmp_path, no_gpus):
     args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
-    run = plan_local("train.py", args, ["--more"])
+    run = plan("train.py", args, ["--more"])
+    hand_over(run)
     assert run.world_size == 2
     assert run.log_dir == tmp_path / "run" / "logs"
     script, flag, path, more = run.command[-4:]
@@ -130,11 +113,11 @@ def test_plan_hands_the_args_over_in_a_file(tmp_path, no_gpus):
 
 
 def test_plan_with_keys_set(tmp_path, no_gpus):
-    run = plan_local("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
+    run = plan("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
     assert (run.world_size, run.log_dir, run.master_port) == (1, tmp_path, 29500)
-    assert run.environment(0, 29500, {})["MASTER_ADDR"] == "10.0.0.7"
+    assert environments(run, Place(0, 1, 29500))[0]["MASTER_ADDR"] == "10.0.0.7"
 
 
 def test_plan_refuses_a_layout_that_does_not_fit(tmp_path, no_gpus):
     with pytest.raises(ConfigError, match="3 ranks cannot be divided"):
-        plan_local("train.py", _args(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))
+        plan("train.py", _args(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))

@@ -73,7 +73,7 @@ def test_refused_in_one_line(deepy, words, message):
 
 
 def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatch):
-    from megatron.launch import plan_local
+    from megatron.launch.plan import hand_over, plan
     from megatron.neox_arguments import NeoXArgs
     from tests.training.runs import BASE
 
@@ -81,5 +81,7 @@ def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatc
     for pid, lr in ((1, 1e-3), (2, 5e-3)):
         monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
         values = {**BASE, "log_dir": str(tmp_path), "optimizer": {"type": "Adam", "params": {"lr": lr}}}
-        files.append(plan_local("train.py", NeoXArgs.from_dict(values)).command[-1])
+        run = plan("train.py", NeoXArgs.from_dict(values))
+        hand_over(run)
+        files.append(run.command[-1])
     assert [NeoXArgs.from_json(open(file).read()).lr for file in files] == [1e-3, 5e-3]

@@ -70,6 +70,23 @@ def test_mpi_on_one_machine_and_on_two():
     assert process_info({**MPI, "MASTER_ADDR": "n0"}).master_addr == "n0"
 
 
+def test_other_mpis():
+    mvapich = {name.replace("OMPI_", "MV2_"): value for name, value in MPI.items()}
+    hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    for env in (mvapich, hydra):
+        assert process_info({**env, "MASTER_ADDR": "n0"}) == ProcessInfo(3, 4, 1, 2, "n0", 29500, "mpi")
+
+
+def test_one_process_a_pod():
+    """Row 54 of the commands, with LOCAL_RANK; and as operators of Kubernetes set it, without."""
+    pod = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    place = (2, 4, 0, 1, "job-master-0", 23456)
+    assert process_info({**pod, "LOCAL_RANK": "0"}) == ProcessInfo(*place, "torchrun")
+    assert process_info({**pod, "PET_NPROC_PER_NODE": "auto"}) == ProcessInfo(*place, "operator")
+    with pytest.raises(LaunchError, match="PET_NPROC_PER_NODE is 2: start the pod's ranks with deepy.py"):
+        process_info({**pod, "PET_NPROC_PER_NODE": "2"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

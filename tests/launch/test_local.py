@@ -11,16 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, LocalRun, run_local
+from megatron.launch import LaunchError, Node, Run
+from megatron.launch.local import run_local
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """
 import sys
 from pathlib import Path
-from megatron.launch import LocalRun, run_local, watch
+from megatron.launch import Node, Run, watch
+from megatron.launch.local import run_local
 watch.STOPPED_S = 1.5
 command = (sys.executable, "-u", sys.argv[1])
-sys.exit(run_local(LocalRun(command, int(sys.argv[2]), Path("logs"))).code)
+logs = Path("logs")
+logs.mkdir()
+sys.exit(run_local(Run("local", command, (Node("here", int(sys.argv[2])),), logs, None, logs)).code)
 """
 
 
@@ -294,4 +298,4 @@ def test_a_taken_port_is_refused(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"master_port: port {port} cannot be used"):
-            run_local(LocalRun(("true",), 2, tmp_path, master_port=port))
+            run_local(Run("local", ("true",), (Node("here", 2),), tmp_path, None, tmp_path, master_port=port))

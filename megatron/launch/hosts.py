@@ -1,0 +1,169 @@
+"""The machines of a run, from a hostfile or the flag `--hosts`, and which of their slots are used."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.launch.environment import LaunchError
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+HOSTFILE = "/job/hostfile"  # where DeepSpeed looks when nothing is said
+# What starters give on: DeepSpeed's list for CUDA, the fabric's variables and our own. Never what holds a secret: it
+# would stand on a command line that everybody on the machine can read.
+_CARRIED = (
+    "MLFLOW",
+    "PYTHON",
+    "MV2",
+    "UCX",
+    "NCCL",
+    "LD_LIBRARY",
+    "LD_PRELOAD",
+    "PATH",
+    "FI_",
+    "GLOO_",
+    "NEOX_",
+    "OMP_",
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. ranks: None where only the machine knows, for it counts its GPUs. devices: entries of
+    CUDA_VISIBLE_DEVICES; empty without GPUs, or where any will do."""
+
+    host: str
+    ranks: int | None = None
+    devices: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """As `--hosts` takes it: `a:2,3`, `a=2` or `a`."""
+        if self.devices:
+            return f"{self.host}:{','.join(self.devices)}"
+        return self.host if self.ranks is None else f"{self.host}={self.ranks}"
+
+    def include(self) -> str | None:
+        """Its GPUs as the machine itself takes them in `include`."""
+        return f"localhost:{','.join(self.devices)}" if self.devices else None
+
+
+def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> tuple[Node, ...]:
+    """Machines and slots in order, chosen by include, exclude, num_nodes and num_gpus; empty where nothing names
+    machines. hosts: the flag; else the key hostfile, DLTS_HOSTFILE of the environment, or /job/hostfile if it is there.
+
+    Raises LaunchError for what cannot be read and what is not there.
+    """
+    if hosts:
+        return tuple(_host(text) for text in hosts)
+    path = args.hostfile or env.get("DLTS_HOSTFILE") or (HOSTFILE if Path(HOSTFILE).is_file() else None)
+    if path is None:
+        return ()
+    key = "hostfile" if args.hostfile else "DLTS_HOSTFILE"
+    slots = {host: list(range(count)) for host, count in read_hostfile(path, key).items()}
+    slots = choose_slots(slots, args.include, args.exclude, key=f"{key}: {path}")
+    if args.num_nodes > len(slots):
+        raise LaunchError(
+            f"num_nodes: {args.num_nodes} asked for, {key} {path} leaves {len(slots)}: {', '.join(slots)}"
+        )
+    nodes = [_node(host, found) for host, found in slots.items()][: args.num_nodes if args.num_nodes > 0 else None]
+    if args.num_gpus is None:
+        return tuple(nodes)
+    for node in nodes:
+        if args.num_gpus > (node.ranks or 0):
+            raise LaunchError(f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}")
+    return tuple(replace(node, ranks=args.num_gpus, devices=node.devices[: args.num_gpus]) for node in nodes)
+
+
+def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
+    """Slots of each host: lines `host slots=N`, comments behind `#`. Raises LaunchError."""
+    found: dict[str, int] = {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as problem:
+        raise LaunchError(f"{key}: {path} cannot be read ({problem.strerror})") from None
+    for number, line in enumerate(lines, start=1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if match is None:
+            raise LaunchError(f"{path}:{number}: {line!r} is not of the form `host slots=N`")
+        if match[1] in found:
+            raise LaunchError(f"{path}:{number}: {match[1]} stands in it twice; add its slots up")
+        found[match[1]] = int(match[2])
+    found = {host: slots for host, slots in found.items() if slots}
+    if not found:
+        raise LaunchError(f"{key}: {path} gives no slots; write `localhost slots=N`")
+    return found
+
+
+def choose_slots(
+    slots: Mapping[str, list[int]], include: str | None, exclude: str | None, key: str = "hostfile"
+) -> dict[str, list[int]]:
+    """Slots of each host that are used, in the hostfile's order. include, exclude: DeepSpeed's `a:2,3@b`, a host alone
+    meaning all its slots. Raises LaunchError for a host or slot that is not there and where nothing is left."""
+    if include and exclude:
+        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them")
+    if not include and not exclude:
+        return dict(slots)
+    word, text = ("include", include) if include else ("exclude", exclude)
+    named: dict[str, set[int]] = {}
+    for part in str(text).split("@"):
+        host, colon, numbers = part.strip().partition(":")
+        if host not in slots:
+            raise LaunchError(f"{word}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})")
+        if not re.fullmatch(r"\d+(,\d+)*", numbers) and colon:
+            raise LaunchError(f"{word}: {part!r} is not of the form host:0,1")
+        for slot in map(int, numbers.split(",")) if colon else slots[host]:
+            if slot not in slots[host]:
+                raise LaunchError(f"{word}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}")
+            named.setdefault(host, set()).add(slot)
+    kept = {
+        host: [slot for slot in own if (slot in named.get(host, ())) == (word == "include")]
+        for host, own in slots.items()
+    }
+    kept = {host: own for host, own in kept.items() if own}
+    if not kept:
+        raise LaunchError(f"{word}: {text!r} leaves no slot of {key}")
+    return kept
+
+
+def carried(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that go to other machines, with those of DeepSpeed's `.deepspeed_env` (DS_ENV_FILE) in the home and
+    working folder. Raises LaunchError for a line of it that is not NAME=VALUE."""
+    found = {
+        name: value for name, value in env.items() if name.startswith(_CARRIED) and not _SECRET.search(name)
+    }  # fmt: skip
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), env.get("PYTHONPATH"))))
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / env.get("DS_ENV_FILE", ".deepspeed_env")
+        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            name, equals, value = line.strip().partition("=")
+            if not equals:
+                raise LaunchError(f"{path}:{number}: {line!r} is not of the form NAME=VALUE")
+            found[name] = value
+    return found
+
+
+def _host(text: str) -> Node:
+    """`a:2,3` (GPUs), `a=2` (ranks) or `a` (every GPU it has)."""
+    match = re.fullmatch(r"([^\s:=,@]+)(?::(\d+(?:,\d+)*)|=(\d+))?", text)
+    if match is None or text.endswith((".py", ".yml", ".yaml")):
+        raise LaunchError(
+            f"--hosts: {text!r} is not of the form HOST:0,1 or HOST=RANKS; put the flag behind the script, or another "
+            "flag behind it"
+        )
+    devices = tuple(match[2].split(",")) if match[2] else ()
+    return Node(match[1], len(devices) or (int(match[3]) if match[3] else None), devices)
+
+
+def _node(host: str, slots: Sequence[int]) -> Node:
+    first = list(slots) == list(range(len(slots)))  # the first N: also a machine without GPUs can give them
+    return Node(host, len(slots), () if first else tuple(map(str, slots)))

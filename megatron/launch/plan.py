@@ -1,0 +1,180 @@
+"""One description of a run: which machines, how many ranks on each, where they meet and what every rank runs."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.launch.byhand import ByHand, by_hand
+from megatron.launch.devices import choose_ranks, cores, is_here, visible_gpus
+from megatron.launch.environment import DEFAULT_PORT, LaunchError
+from megatron.launch.hosts import Node, carried, hosts_of
+from megatron.launch.slurm import allocation, has_slurm, job_port, need_gpus, step_node
+from megatron.neox_arguments.places import is_remote
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+ARGS_FLAG = "--neox-args"
+_WITHOUT_BATCH = ("eval", "generate", "serve")  # scripts that need none, and may run where training's does not fit
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to start, and how. A renderer is a pure function of it; `start` alone does something.
+
+    launcher: local, nodes (one launcher a machine, typed there by hand), pdsh, openmpi, mvapich, slurm or torchrun.
+    nodes: the machines in order of their ranks; `node_rank` is this one, for nodes and torchrun. master_port: None
+    where any free port will do. environment: what a starter must carry to other machines. watched: also a single rank
+    gets a launcher that sees how it ends.
+    """
+
+    launcher: str
+    command: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    log_dir: Path
+    args: "NeoXArgs"
+    args_file: Path
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    total_ranks: int | None = None  # what TOTAL_GPUS says
+    environment: Mapping[str, str] = field(default_factory=dict)
+    watched: bool = False
+
+    @property
+    def node(self) -> Node:
+        """This machine."""
+        return self.nodes[self.node_rank]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines; of machines that count their own GPUs when they come, none."""
+        return sum(node.ranks or 0 for node in self.nodes)
+
+
+def plan(
+    script: str | Path,
+    args: "NeoXArgs",
+    script_args: Sequence[str] = (),
+    node_rank: int | None = None,
+    hosts: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """How `script` is to be started as `args`, the environment and the flags `--node_rank` and `--hosts` say;
+    nothing is written and nothing started.
+
+    Raises LaunchError for machines and GPUs that are not there or contradict each other, ConfigError for a layout that
+    does not fit their number.
+    """
+    env = os.environ if env is None else env
+    script = Path(script)
+    args_file = _log_dir(args) / _name_of_args_file(script)
+    # -u: a log line must reach the log when it is printed, not when a buffer is full
+    command = (sys.executable, "-u", str(script), ARGS_FLAG, str(args_file), *script_args)
+    port = None if args.origin("master_port") == "default" else args.master_port
+    run = Run(
+        "local", command, (), _log_dir(args), args, args_file,
+        master_addr=args.master_addr or "127.0.0.1", master_port=port, watched=args.max_restarts > 0,
+    )  # fmt: skip
+    wanted = _launcher(args)
+    step = step_node(env, started_by_us=bool(hosts)) if wanted == "slurm" else None
+    if step is not None:
+        node_rank = step if hosts else node_rank
+        need_gpus(env, visible_gpus(env))
+    if wanted == "slurm" and step is None and has_slurm(args, env):
+        nodes = allocation(args, env)
+        address = args.master_addr or env.get("MASTER_ADDR") or nodes[0].host
+        run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
+    else:
+        # A hostfile that nobody named says nothing to somebody who types on each machine.
+        typed = node_rank is not None and not hosts and not args.hostfile
+        known = () if typed else hosts_of(args, hosts, env)
+        hand = by_hand(args, node_rank, known, hosts, env)
+        if hand is not None:
+            run = _nodes(run, args, hand, wanted, env)
+        elif known and (len(known) > 1 or args.force_multi or not is_here(known[0].host)):
+            run = _over_hosts(run, args, known, wanted, env)
+        else:
+            run = replace(run, launcher="torchrun" if wanted == "torchrun" else "local", nodes=_here(args, known, env))
+    if all(node.ranks for node in run.nodes):
+        if run.total_ranks not in (None, run.world_size):
+            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks")
+        run = fit(run, run.world_size)
+    return run
+
+
+def fit(run: Run, world_size: int) -> Run:
+    """The run on so many ranks: what does not fit is refused once, not by every rank. Raises ConfigError."""
+    if Path(run.command[2]).stem in _WITHOUT_BATCH:
+        return run
+    return replace(run, args=run.args.for_world(world_size))
+
+
+def hand_over(run: Run) -> None:
+    """Write the file of resolved arguments that every rank reads."""
+    run.log_dir.mkdir(parents=True, exist_ok=True)
+    run.args_file.write_text(run.args.to_json(), encoding="utf-8")
+
+
+def _launcher(args: "NeoXArgs") -> str:
+    """GPT-NeoX's two switches say the same as the key."""
+    if args.deepspeed_slurm and args.deepspeed_mpi:
+        raise LaunchError("deepspeed_slurm and deepspeed_mpi are both true; one of them starts the ranks")
+    return "slurm" if args.deepspeed_slurm else "openmpi" if args.deepspeed_mpi else args.launcher
+
+
+def _here(args: "NeoXArgs", known: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
+    """The ranks of this machine, when it is the only one."""
+    include, exclude, wanted = args.include, args.exclude, args.num_gpus
+    if known:  # include and exclude have chosen among its slots
+        include, exclude = known[0].include(), None
+        wanted = known[0].ranks if wanted is None else wanted
+    count, devices = choose_ranks(visible_gpus(env), wanted, include, exclude)
+    return (Node(socket.gethostname(), count, devices),)
+
+
+def _nodes(run: Run, args: "NeoXArgs", hand: ByHand, wanted: str, env: Mapping[str, str]) -> Run:
+    """This machine among several on which the same line is typed."""
+    count, devices = choose_ranks(visible_gpus(env), hand.ranks, hand.include, hand.exclude)
+    nodes = list(hand.nodes)
+    if len(nodes) == 1:
+        return replace(run, nodes=(Node(nodes[0].host, count, devices),), total_ranks=hand.total_ranks)
+    nodes[hand.node_rank] = replace(nodes[hand.node_rank], ranks=count, devices=devices)
+    return replace(
+        run, launcher="torchrun" if wanted == "torchrun" else "nodes", nodes=tuple(nodes), node_rank=hand.node_rank,
+        master_addr=hand.master_addr, master_port=hand.master_port, total_ranks=hand.total_ranks,
+    )  # fmt: skip
+
+
+def _over_hosts(run: Run, args: "NeoXArgs", known: Sequence[Node], wanted: str, env: Mapping[str, str]) -> Run:
+    """Other machines, reached over ssh or by MPI."""
+    if wanted in ("slurm", "torchrun"):
+        where = "inside sbatch or salloc" if wanted == "slurm" else "on each machine, with --node_rank 0, 1, ..."
+        raise LaunchError(
+            f"launcher: {wanted} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
+        )
+    address = args.master_addr or known[0].host
+    if address in ("localhost", "127.0.0.1") and not all(is_here(node.host) for node in known):
+        address = socket.gethostname()
+    environment = carried(env)
+    if wanted != "pdsh":  # with pdsh a launcher on each machine sees to it
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in known))))
+    return replace(
+        run, launcher=wanted, nodes=tuple(known), master_addr=address, master_port=run.master_port or DEFAULT_PORT,
+        environment=environment,
+    )  # fmt: skip
+
+
+def _log_dir(args: "NeoXArgs") -> Path:
+    local = args.save if not is_remote(args.save) else None
+    return Path(args.log_dir or (Path(local) / "logs" if local else "logs"))
+
+
+def _name_of_args_file(script: Path) -> str:
+    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
+    return f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"

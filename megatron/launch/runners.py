@@ -1,0 +1,162 @@
+"""Command lines of the starters that reach other machines: DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and torchrun.
+
+Each is a pure function of a Run: words to execute, and the variables to execute them with."""
+
+import os
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron.launch.environment import LaunchError
+from megatron.launch.hosts import Node
+from megatron.launch.plan import Run
+
+DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
+_INSTALL = {
+    "pdsh": ("pdsh", "apt install pdsh"),
+    "openmpi": ("mpirun", "apt install openmpi-bin"),
+    "mvapich": ("mpiname", "load the cluster's MVAPICH2-GDR module"),
+    "slurm": ("srun", "start it where Slurm is"),
+    "torchrun": ("torchrun", "pip install torch"),
+}
+
+
+def need_starter(run: Run) -> None:
+    """Raises LaunchError when the program that starts the run is not on PATH."""
+    program, how = _INSTALL[run.launcher]
+    if run.launcher != "torchrun" and shutil.which(program) is None:
+        raise LaunchError(
+            f"launcher: {run.launcher} needs {program}, which is not on PATH; {how}, or name another launcher"
+        )
+
+
+def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
+    """One launcher on every host, over ssh; each finds its place by pdsh's %n."""
+    runner = _deepspeed("PDSHRunner")(_deepspeed_args(run, ""), world_info_base64="")
+    runner.exports = {name: _remote(value) for name, value in run.environment.items()}
+    words, _, env = runner.get_cmd({}, dict.fromkeys(node.host for node in run.nodes))
+    # DeepSpeed's own launcher on each host keeps no logs and tells the other hosts nothing: ours is put in its place.
+    words = words[: words.index("-u")]
+    flags = ["--hosts", *map(str, run.nodes), "--node_rank", "%n"]
+    flags += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
+    ours = ["-u", str(DEEPY), *flags, *run.command[2:]]
+    return [*words, *(word if word == "%n" else _remote(word) for word in ours)], env
+
+
+def openmpi(run: Run) -> tuple[list[str], dict[str, str]]:
+    """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left them."""
+    _first_slots(run)
+    # mpirun would bind each rank to one core, and its data workers with it.
+    runner = _deepspeed("OpenMPIRunner")(
+        _deepspeed_args(run, *run.command[2:], options="--bind-to none"), "", _pool(run)
+    )
+    _export(runner, run)
+    return runner.get_cmd({}, _pool(run)), {}
+
+
+def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
+    """Every rank by MVAPICH's mpirun. Raises LaunchError for hosts with different numbers of ranks."""
+    _first_slots(run)
+    if len({node.ranks for node in run.nodes}) > 1:
+        raise LaunchError(f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}")
+    runner = _deepspeed("MVAPICHRunner")(_deepspeed_args(run, *run.command[2:]), "", _pool(run))
+    _export(runner, run)
+    try:
+        return runner.get_cmd({}, _pool(run)), {}
+    except OSError as problem:  # it writes a hostfile to a fixed place
+        raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
+
+
+def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
+    """This machine's ranks by torchrun, which is told what it needs of the other machines."""
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={run.node.ranks}"]
+    if len(run.nodes) == 1:
+        words += ["--standalone"]
+    else:
+        words += [f"--nnodes={len(run.nodes)}", f"--node-rank={run.node_rank}"]
+        words += [f"--master-addr={run.master_addr}", f"--master-port={run.master_port}"]
+    if run.args.max_restarts:
+        words += [f"--max-restarts={run.args.max_restarts}"]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(run.node.devices)} if run.node.devices else {}
+    return [*words, *run.command[2:]], env
+
+
+def by_hand_lines(
+    nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
+) -> list[tuple[str, str]]:
+    """(host, the line to type there) for every machine. words: the script, its files and what else was typed."""
+    lines = []
+    for rank, node in enumerate(nodes):
+        flags = ["--num_nodes", str(len(nodes)), "--node_rank", str(rank)]
+        flags += ["--master_addr", master_addr, "--master_port", str(master_port)]
+        if node.devices:
+            flags += ["--include", node.include() or ""]
+        elif node.ranks is not None:
+            flags += ["--num_gpus", str(node.ranks)]
+        lines.append((node.host, shlex.join(["python", DEEPY.name, *flags, *words])))
+    return lines
+
+
+def hostfile_of(run: Run) -> str:
+    """Text of a hostfile with the slots that are used."""
+    return "".join(f"{node.host} slots={node.ranks}\n" for node in run.nodes)
+
+
+def hostfile_path(run: Run) -> str:
+    """Where mpirun finds it: beside the arguments."""
+    return f"{run.args_file.with_suffix('')}.hosts"
+
+
+def _deepspeed(name: str) -> Any:
+    """A runner class of DeepSpeed's."""
+    told = "DS_ACCELERATOR" in os.environ
+    # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find their own.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        return getattr(import_module("deepspeed.launcher.multinode_runner"), name)
+    finally:
+        if not told:
+            del os.environ["DS_ACCELERATOR"]
+
+
+def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Namespace:
+    """What DeepSpeed's runners read of their own command line."""
+    return Namespace(
+        user_script=script, user_args=list(words), launcher_args=options, hostfile=hostfile_path(run), include="",
+        exclude="", num_nodes=-1, num_gpus=-1, master_addr=run.master_addr, master_port=run.master_port, ssh_port=None,
+        venv_script=None, no_python=False, module=False, no_local_rank=True, save_pid=False, enable_each_rank_log=None,
+    )  # fmt: skip
+
+
+def _export(runner: Any, run: Run) -> None:
+    meeting = {"MASTER_ADDR": run.master_addr, "MASTER_PORT": str(run.master_port)}
+    for name, value in {**run.environment, **meeting}.items():
+        runner.exports[name] = value  # words of their own, without a shell: no quotes
+
+
+def _pool(run: Run) -> Mapping[str, int]:
+    return {node.host: node.ranks or 0 for node in run.nodes}
+
+
+def _first_slots(run: Run) -> None:
+    """MPI counts slots, and does not choose among them."""
+    for node in run.nodes:
+        if node.devices:
+            raise LaunchError(
+                f"launcher: {run.launcher} takes the first slots of a host, and cannot take {node}; leave out whole "
+                "hosts, or use pdsh"
+            )
+
+
+def _remote(text: str) -> str:
+    """A word as the shell of another machine reads it, pdsh having replaced %h, %n and %u."""
+    return shlex.quote(text).replace("%", "%%")
+
+
+def _shown(nodes: Sequence[Node]) -> str:
+    return ", ".join(f"{node.host}: {node.ranks}" for node in nodes)

@@ -1,0 +1,90 @@
+"""Two machines of one and two ranks, here two launchers on loopback: one end for both, the losses of one machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, config, curves
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
+VALUES = config(
+    LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2, log_interval=1
+)  # fmt: skip
+SCRIPT = """\
+import os, signal, sys, time
+from megatron.neox_arguments.cli import parse_script
+args = parse_script(sys.argv[1:], "script.py")
+rank, start = os.environ["RANK"], os.environ["NEOX_RESTARTS"]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, local {os.environ['LOCAL_RANK']}, start {start}")
+if start == "0":
+    if rank == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def by_hand(folder: Path, script: Path, *words: str) -> list[tuple[int, str]]:
+    """Exit code and output of deepy.py on a machine with one rank, and on one with two."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MAIN_NODE_IP": "127.0.0.1"}
+    env |= {"TOTAL_GPUS": "3", "GPUS": ""}
+    common = ["--num_nodes", "2", "--master_port", str(free_port()), str(script), str(folder / "a.yml"), *words]
+    started = []
+    for rank in (1, 0):
+        line = [sys.executable, str(ROOT / "deepy.py"), "--node_rank", str(rank), "--num_gpus", str(rank + 1), *common]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(line, cwd=folder, env=env, text=True, **both))
+    try:
+        ends = []
+        for process in reversed(started):
+            out, _ = process.communicate(timeout=120)
+            ends.append((process.returncode, out))
+        return ends
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def on_one_machine() -> list[float]:
+    return run_ranks(curves, 3, [VALUES], STEPS)[0][0].losses
+
+
+@pytest.mark.parametrize("words", [(), ("--launcher", "torchrun")], ids=["by hand", "torchrun"])
+def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
+    (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": str(tmp_path / "logs")}))
+    ends = by_hand(tmp_path, ROOT / "train.py", *words)
+    assert [code for code, _ in ends] == [0, 0], ends
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/lm_loss"] for row in rows if "train/lm_loss" in row] == on_one_machine
+
+
+def test_a_rank_that_dies_is_named_on_both_machines_which_start_again_together(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": "logs"}))
+    (code, first), (other_code, second) = by_hand(tmp_path, tmp_path / "script.py", "--max-restarts", "1")
+    assert (code, other_code) == (0, 0), first + second
+    log = tmp_path / "logs" / "rank_2.log"
+    culprit = f"node 1 (host {socket.gethostname()}): rank 2 of 3 was killed by SIGKILL"
+    assert f"deepy.py: error: {culprit}; its output is in {log} there\n" in first
+    assert "deepy.py: error: rank 2 of 3 was killed by SIGKILL" in second
+    for out in (first, second):
+        assert f"deepy.py: restart 1 of 1 after {culprit}\n" in out
+    assert "rank 0 of 3, local 0, start 1\n" in first and "rank 0 of 3" not in second
+    assert log.read_text() == "".join(f"rank 2 of 3, local 1, start {start}\n" for start in (0, 1))

@@ -1,0 +1,152 @@
+"""Launchers of several machines find each other, and hear how the run ends: seats of one process, over real sockets."""
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import LaunchError, Node, Outcome, Run
+from megatron.launch import courier as couriers
+from megatron.launch.front import Front
+from megatron.launch.meeting import Meeting, Place
+
+
+def run_of(ranks: list[int | None], node: int, port: int, **more) -> Run:
+    nodes = tuple(Node(f"h{k}" if k == node else "", count if k == node else None) for k, count in enumerate(ranks))
+    return Run("nodes", (), nodes, Path(), None, Path(), node, "127.0.0.1", port, **more)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def together(ranks: list[int], **more) -> Iterator[tuple[list[Meeting], list[Place]]]:
+    """All machines of a run, assembled."""
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        runs = [run_of(ranks, node, port, **more) for node in range(len(ranks))]
+        meetings = list(pool.map(lambda run: Meeting(run, 20), runs))
+        yield meetings, list(pool.map(lambda meeting: meeting.assemble(0), meetings))
+        list(pool.map(lambda meeting: meeting.leave(Outcome(0)), meetings))
+
+
+def heard(meeting: Meeting, seconds: float = 5.0) -> Outcome | None:
+    deadline = time.monotonic() + seconds
+    while (outcome := meeting.heard()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return outcome
+
+
+def test_ranks_follow_the_machines_in_order():
+    with together([1, 3, 2]) as (meetings, places):
+        assert [place.first_rank for place in places] == [0, 1, 4]
+        assert {place.world_size for place in places} == {6} and len({place.port for place in places}) == 1
+        for meeting in meetings[:2]:
+            meeting.tell(Outcome(0))
+        time.sleep(0.5)
+        assert meetings[0].heard() is None, "the run goes on as long as one machine's ranks do"
+        meetings[2].tell(Outcome(0))
+        assert [heard(meeting) for meeting in meetings] == [Outcome(0)] * 3
+
+
+def test_the_first_failure_is_everyones_and_all_start_again_together():
+    with together([1, 2]) as (meetings, _):
+        meetings[1].tell(Outcome(137, "rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log"))
+        time.sleep(0.6)
+        meetings[0].tell(Outcome(1, "rank 0 of 3 failed with exit code 1", True, "/a/rank_0.log"))
+        host = socket.gethostname()
+        expected = Outcome(137, f"node 1 (host {host}): rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log")
+        assert heard(meetings[0]) == expected
+        with ThreadPoolExecutor() as pool:
+            ends = list(pool.map(lambda meeting: meeting.leave(Outcome(5)), meetings))
+            assert ends == [expected] * 2
+            places = list(pool.map(lambda meeting: meeting.assemble(1), meetings))
+        assert [place.first_rank for place in places] == [0, 1]
+        time.sleep(0.3)
+        assert meetings[0].heard() is None
+
+
+def test_a_starter_sends_signals_to_all_and_its_end_stops_the_run(monkeypatch):
+    monkeypatch.setattr(couriers, "SILENT_S", 1.0)
+    monkeypatch.setattr(couriers, "BEAT_S", 0.1)
+    with together([1, 1]) as (meetings, _):
+        front = Front(run_of([1, 1], 0, meetings[0]._run.master_port or 0))
+        front.send(10)
+        for _ in range(10):
+            front.beat()
+            time.sleep(0.1)
+        assert [meeting.signals() for meeting in meetings] == [[10], [10]]
+        time.sleep(2.5)  # nobody beats any more
+        assert [meeting.signals() for meeting in meetings] == [[15], [15]]
+        assert meetings[0].heard() is None
+
+
+def test_a_machine_that_falls_silent_is_named(monkeypatch):
+    monkeypatch.setattr(couriers, "SILENT_S", 1.0)
+    monkeypatch.setattr(couriers, "BEAT_S", 0.1)
+    with together([1, 1, 1]) as (meetings, _):
+        courier = meetings[2]._courier
+        assert courier is not None
+        courier._leaving.set()  # as when the machine loses its power
+        outcome = heard(meetings[0])
+        assert outcome is not None and outcome.code == 1 and not outcome.repeatable
+        assert outcome.reason.startswith("node 2 (host ") and "was not heard of for 1 s" in outcome.reason
+        assert heard(meetings[1]) == outcome
+
+
+def _problem(future: Future) -> str:
+    with pytest.raises(LaunchError) as problem:
+        future.result(20)
+    return str(problem.value)
+
+
+def test_a_machine_that_does_not_come_is_named():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        began = time.monotonic()
+        first = pool.submit(lambda: Meeting(run_of([1, 1, 1], 0, port), 1).assemble(0))
+        third = pool.submit(lambda: Meeting(run_of([1, 1, 1], 2, port), 1).assemble(0))
+        said = [_problem(first), _problem(third)]
+    host = socket.gethostname()
+    assert f"node 1 of 3 did not come within 1 s (here: node 0 (host {host}), node 2 (host {host}))" in said[0]
+    assert "node 1" in said[1]
+    assert time.monotonic() - began < 10
+
+
+def test_node_0_that_is_not_there_is_named():
+    port = free_port()
+    with pytest.raises(LaunchError, match=f"node 0 did not answer at 127.0.0.1:{port} within 1 s .*refused"):
+        Meeting(run_of([1, 1], 1, port), 1)
+
+
+def test_contradictions_are_named():
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        ends = [pool.submit(lambda n=n: Meeting(run_of([1, 1, 1], n, port), 2).assemble(0)) for n in (0, 1, 1)]
+        assert "node_rank 1 is taken by host" in " ".join(_problem(end) for end in ends)
+    with together([1, 1]) as (meetings, _):
+        with pytest.raises(LaunchError, match=r"master_port: port \d+ cannot be used"):
+            Meeting(run_of([1, 1], 0, meetings[0]._run.master_port or 0))
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        ends = [
+            pool.submit(lambda: Meeting(run_of([1, 1], 0, port), 3).assemble(0)),
+            pool.submit(lambda: Meeting(run_of([1, 1, 1], 1, port), 3).assemble(0)),
+        ]
+        said = " ".join(_problem(end) for end in ends)
+    assert "num_nodes is 2 here" in said or "num_nodes is 3 here" in said
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        ends = [
+            pool.submit(lambda node=node: Meeting(run_of([1, 2], node, port, total_ranks=4), 3).assemble(0))
+            for node in (0, 1)
+        ]
+        for end in ends:
+            assert "TOTAL_GPUS is 4, but node 0" in _problem(end)

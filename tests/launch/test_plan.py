@@ -1,0 +1,185 @@
+"""Which machines a run has and who starts it, and the command lines that follow."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import LaunchError, Node, dry_run
+from megatron.launch.plan import Run, plan
+from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.cli import parse_deepy
+from tests.training.runs import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A machine `here` with four GPUs; a.example resolves to nothing of ours."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: ["0", "1", "2", "3"])
+    monkeypatch.setattr("megatron.launch.plan.is_here", lambda host: host in ("here", "localhost", "127.0.0.1"))
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
+
+
+def planned(node_rank=None, hosts=(), env=None, **changes) -> Run:
+    args = NeoXArgs.from_dict({**BASE, "train_batch_size": 60, **changes})
+    return plan("train.py", args, (), node_rank, hosts, env or {})
+
+
+def test_one_machine_is_started_here_whatever_the_launcher():
+    for changes in ({}, {"launcher": "openmpi"}, {"deepspeed_mpi": True}, {"num_nodes": 1}):
+        run = planned(num_gpus=2, **changes)
+        assert (run.launcher, run.nodes) == ("local", (Node("here", 2, ("0", "1")),)), changes
+    Path("mine").write_text("localhost slots=3\n")
+    assert planned(hostfile="mine").node == Node("here", 3, ("0", "1", "2"))
+    assert planned(hostfile="mine", include="localhost:1,2").node == Node("here", 2, ("1", "2"))
+    assert planned(hostfile="mine", force_multi=True).launcher == "pdsh"
+    Path("other").write_text("a slots=3\n")
+    assert planned(hostfile="other").launcher == "pdsh"
+
+
+def test_by_hand():
+    run = planned(1, num_nodes=2, master_addr="10.0.0.1", include="localhost:2,3")
+    assert (run.launcher, run.node_rank, run.master_addr, run.master_port) == ("nodes", 1, "10.0.0.1", 29500)
+    assert run.nodes == (Node(""), Node("here", 2, ("2", "3")))
+
+
+def test_by_hand_from_the_environment():
+    """As the two-node scripts of accelerate users set it, and as operators of Kubernetes do."""
+    env = {"MAIN_NODE_IP": "192.168.1.100", "GPUS": "2,3", "TOTAL_GPUS": "4", "MASTER_PORT": "23456"}
+    run = planned(0, env=env, num_nodes=2)
+    assert (run.master_addr, run.node.devices, run.total_ranks) == ("192.168.1.100", ("2", "3"), 4)
+    assert run.master_port == 23456
+    pods = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_NPROC_PER_NODE": "1", "MASTER_ADDR": "job-master-0"}
+    run = planned(env=pods)
+    assert (len(run.nodes), run.node_rank, run.node.ranks, run.master_addr) == (4, 3, 1, "job-master-0")
+    run = planned(env={"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0"})
+    assert (len(run.nodes), run.node_rank) == (3, 1)
+
+
+def test_by_hand_with_a_hostfile_or_hosts():
+    run = planned(1, hostfile="hosts")
+    assert (run.launcher, run.node_rank, run.master_addr) == ("nodes", 1, "a")
+    assert run.nodes == (Node("a", 2), Node("b", 4, ("0", "1", "2", "3")))
+    run = planned(0, hosts=["a:2,3", "b"])
+    assert (run.node, run.nodes[1].ranks) == (Node("a", 2, ("2", "3")), None)
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "env", "changes", "message"),
+    [
+        (None, {}, {"num_nodes": 2}, "num_nodes: 2, but which of them is this"),
+        (0, {}, {"num_nodes": 2}, "set master_addr"),
+        (2, {}, {"num_nodes": 2, "master_addr": "a"}, "node_rank: 2 is outside 0 to 1"),
+        (0, {"GPUS": "all"}, {"num_nodes": 2, "master_addr": "a"}, "GPUS='all'"),
+        (0, {"GPUS": "7"}, {"num_nodes": 2, "master_addr": "a"}, "asks for GPU 7; this machine shows"),
+        (0, {"TOTAL_GPUS": "5"}, {"hostfile": "hosts"}, "TOTAL_GPUS is 5, but the machines have 6 ranks"),
+        (None, {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, {}, "PET_NNODES='1:4'"),
+        (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "this process is a rank already"),
+        (None, {}, {"deepspeed_slurm": True, "deepspeed_mpi": True}, "both true"),
+        (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun is used on each machine"),
+    ],
+)
+def test_refused(node_rank, env, changes, message):
+    with pytest.raises(LaunchError, match=message):
+        planned(node_rank, env=env, **changes)
+
+
+def test_hosts_alone_start_nothing_elsewhere():
+    with pytest.raises(LaunchError, match="--hosts reaches no other machine: type on each"):
+        planned(hosts=["a:2,3", "b"])
+
+
+def test_a_layout_that_does_not_fit_all_machines_is_refused_before_they_start():
+    with pytest.raises(ConfigError, match="6 ranks cannot be divided"):
+        planned(hostfile="hosts", model_parallel_size=4)
+
+
+def test_pdsh_line():
+    """DeepSpeed's options and exports; a launcher of ours on each host, told its number by pdsh."""
+    # The file of arguments still has the exclude: the launchers there go by --hosts.
+    run = planned(hostfile="hosts", exclude="b:0", env={"NCCL_NET": "AWS Libfabric", "NEOX_X": "50% $HOME"})
+    words, env = pdsh(run)
+    assert env == {"PDSH_RCMD_TYPE": "ssh"}
+    assert words[:6] == ["pdsh", "-S", "-f", "1024", "-w", "a,b"]
+    remote = " ".join(words[6:])
+    assert plan("train.py", run.args, (), 1, ["a=2", "b:1,2,3"], {}).node == Node("b", 3, ("1", "2", "3"))
+    assert "export NCCL_NET='AWS Libfabric'; export NEOX_X='50%% $HOME'; " in remote
+    assert remote.endswith(
+        f"cd {os.getcwd()}; {sys.executable} -u {ROOT}/deepy.py --hosts a=2 b:1,2,3 --node_rank %n --master_addr a "
+        f"--master_port 29500 train.py --neox-args {run.args_file}"
+    )
+
+
+def test_mpirun_lines():
+    run = planned(hostfile="hosts", deepspeed_mpi=True, env={"NCCL_DEBUG": "INFO"})
+    words, _ = openmpi(run)
+    assert words[:5] == ["mpirun", "-n", "6", "-hostfile", f"{str(run.args_file).removesuffix('.json')}.hosts"]
+    exports = [words[k + 1] for k, word in enumerate(words) if word == "-x"]
+    assert {"NCCL_DEBUG=INFO", "MASTER_ADDR=a", "MASTER_PORT=29500"} <= set(exports)
+    assert words[-5:] == [sys.executable, "-u", "train.py", "--neox-args", str(run.args_file)]
+    run = planned(hostfile="hosts", num_gpus=2, launcher="mvapich")
+    assert mvapich(run)[0][:5] == ["mpirun", "-np", "4", "-ppn", "2"]
+    with pytest.raises(LaunchError, match="the same number of ranks on every host, found a: 2, b: 4"):
+        mvapich(planned(hostfile="hosts", launcher="mvapich"))
+    with pytest.raises(LaunchError, match="openmpi takes the first slots of a host, and cannot take b:1,2,3"):
+        openmpi(planned(hostfile="hosts", exclude="b:0", launcher="openmpi"))
+
+
+def test_torchrun_lines():
+    run = planned(1, num_nodes=2, master_addr="a", include="localhost:2,3", launcher="torchrun", max_restarts=2)
+    words, env = torchrun(run)
+    assert env == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert words[1:] == [
+        "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=2", "--node-rank=1", "--master-addr=a",
+        "--master-port=29500", "--max-restarts=2", "train.py", "--neox-args", str(run.args_file),
+    ]  # fmt: skip
+    assert "--standalone" in torchrun(planned(launcher="torchrun"))[0]
+
+
+def test_dry_run_of_hosts_prints_the_line_of_every_machine():
+    """Row 51: one line typed on each node. Typed again, a line means that machine."""
+    Path("train.py").write_text("")
+    Path("a.yml").write_text("".join(f"{key}: 8\n" for key in ("num_layers", "hidden_size", "num_attention_heads")))
+    Path("b.yml").write_text("seq_length: 8\nmax_position_embeddings: 8\ntrain_batch_size: 10\n")
+    typed = "--hosts a:2,3 b:0,1,2 --dry-run train.py a b.yml --iteration 3 --set seed=5".split()
+    command = parse_deepy(typed)
+    lines = dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts)
+    rest = "train.py a b.yml --iteration 3 --set seed=5"
+    for rank, (host, gpus) in enumerate({"a": "2,3", "b": "0,1,2"}.items()):
+        place = f"--num_nodes 2 --node_rank {rank} --master_addr a --master_port 29500 --include localhost:{gpus}"
+        assert lines[rank] == f"{host}: python deepy.py {place} {rest}"
+    again = parse_deepy(shlex.split(lines[1].partition("deepy.py ")[2]))
+    run = plan(again.user_script, again.args, (), again.node_rank, again.hosts, {})
+    assert (run.node_rank, run.node.devices, run.master_addr) == (1, ("0", "1", "2"), "a")
+    assert (again.args.seed, again.args.iteration) == (5, 3)
+    assert not Path("logs").exists(), "nothing is written"
+
+
+def test_dry_run_of_every_starter():
+    args = {"hostfile": "hosts"}
+    for changes, expected in (
+        ({"num_gpus": 2}, "here (2 ranks, GPUs 0,1): "),
+        ({"launcher": "torchrun"}, f"CUDA_VISIBLE_DEVICES=0,1,2,3 {sys.executable} -m torch.distributed.run"),
+        (args, "PDSH_RCMD_TYPE=ssh pdsh -S"),
+        (args | {"launcher": "openmpi"}, "mpirun -n 6"),
+    ):
+        (line,) = dry_run("train.py", NeoXArgs.from_dict({**BASE, "train_batch_size": 60, **changes}), ())
+        assert line.startswith(expected)
+    assert not Path("logs").exists()
+
+
+def test_arguments_longer_than_a_command_line_may_be():
+    """128 KiB an argument is what Linux takes; a long list of data files is more."""
+    paths = [f"/data/{k:06d}/" + "x" * 100 for k in range(2800)]
+    run = planned(
+        hostfile="hosts", data_path=None, train_data_paths=paths, valid_data_paths=paths, test_data_paths=paths
+    )
+    assert len(run.args.to_json()) > 300 * 1024
+    assert sum(map(len, pdsh(run)[0])) < 4096
