@@ -16,15 +16,15 @@ from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools import quickstart_data
 from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES, fetch, parts
 from tools.datasets.run_job import progress_line
+from tools.site import site_defaults
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", nargs="?", help=f"one of {', '.join(SOURCES)}; without it: the test data")
     parser.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", help="kind of tokenizer (GPT2BPETokenizer)")
-    parser.add_argument(
-        "-d", "--data-dir", type=Path, default=Path(os.environ.get("DATA_DIR", "./data")), help="./data, or $DATA_DIR"
-    )
+    folder = os.environ.get("DATA_DIR") or site_defaults(parser).get("NEOX_DATA_DIR", "./data")
+    parser.add_argument("-d", "--data-dir", type=Path, default=Path(folder), help="$DATA_DIR, the site's, or ./data")
     parser.add_argument("-v", "--vocab-file", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
     parser.add_argument("-m", "--merge-file", help="its merges (<data-dir>/gpt2-merges.txt)")
     parser.add_argument(

@@ -26,10 +26,13 @@ from megatron.data.readers import Row, Shard
 from megatron.data.workers import in_order
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import progress_line
+from tools.site import site_defaults
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    site = site_defaults(parser)
+    tokenizer = site.get("NEOX_TOKENIZER_DIR")
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", required=True, help="name on the hub, or a file or folder here")
     data.add_argument("--subset", help="configuration of the dataset")
@@ -42,11 +45,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     text.add_argument("--midtrain-chat-messages", action="store_true", help="contents of messages only, without roles")
     text.add_argument("--skip-chat-template", action="store_true", help="messages as Python writes them")
     tokens = parser.add_argument_group("tokenizers")
-    tokens.add_argument("--vocab-file", help="tokenizer.json for the .bin/.idx")
-    tokens.add_argument("--hf-tokenizer", help="folder or hub name, for the chat template and the token count")
+    tokens.add_argument(
+        "--vocab-file", default=tokenizer and f"{tokenizer}/tokenizer.json",
+        help="tokenizer.json for the .bin/.idx (the site's)",
+    )  # fmt: skip
+    tokens.add_argument(
+        "--hf-tokenizer", default=tokenizer,
+        help="folder or hub name, for the chat template and the token count (the site's)",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", type=Path, help="<output-base>/<name>_<subset>_<split>")
-    output.add_argument("--output-base", type=Path, default=Path("./data"), help="./data")
+    output.add_argument(
+        "--output-base", type=Path, default=Path(site.get("NEOX_DATA_DIR", "./data")), help="the site's, or ./data"
+    )
     output.add_argument("--skip-count", action="store_true", help="do not count tokens before")
     output.add_argument("--skip-tokenize", action="store_true", help="no .bin/.idx")
     output.add_argument("--count-only", action="store_true", help="count tokens, write nothing")

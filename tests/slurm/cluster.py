@@ -1,0 +1,120 @@
+"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
+NODES = ("n1", "n2")
+
+_SLURM = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+ReturnToService=2
+KillWait=3
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node1} CPUs=40 RealMemory=600000 Gres=gpu:4
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={node2} CPUs=40 RealMemory=600000 Gres=gpu:4
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+"""
+_GRES = "NodeName=n[1-2] Name=gpu Count=4 File=/dev/tty[0-3]\n"
+_CGROUP = "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n"
+
+
+def missing() -> str:
+    """Why no cluster can be made here; empty where one can."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed; `make test-slurm` installs them"
+    return "" if os.geteuid() == 0 else "only root can start slurmd"
+
+
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+class Cluster:
+    """Up from `start` to `stop`. environment: what `sbatch` and the like need to find it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        for name in ("state", *(f"spool/{node}" for node in NODES)):
+            (self.folder / name).mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        controller, node1, node2 = _free_ports(3)
+        (self.folder / "slurm.conf").write_text(
+            _SLURM.format(
+                host=socket.gethostname().split(".")[0], folder=self.folder, port=controller, node1=node1, node2=node2
+            )
+        )
+        (self.folder / "gres.conf").write_text(_GRES)
+        (self.folder / "cgroup.conf").write_text(_CGROUP)
+        self.run(
+            "munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock", f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed", "--force",
+        )  # fmt: skip
+        self.run("slurmctld", "-c")
+        for node in NODES:
+            self.run("slurmd", "-N", node, "-c")
+        deadline = time.monotonic() + 30
+        while self.run("sinfo", "--noheader", "--format=%T").strip() != "idle":
+            if time.monotonic() > deadline:
+                raise TimeoutError((self.folder / "slurmctld.log").read_text())
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, capture_output=True)
+        for name in (*(f"slurmd-{node}" for node in NODES), "slurmctld", "munged"):
+            try:
+                os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
+        """Output of a command of Slurm's; fails with what it said."""
+        done = subprocess.run(
+            command, env={**self.environment, **variables}, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

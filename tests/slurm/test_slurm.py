@@ -1,0 +1,164 @@
+"""sbatch pretrain_neox.sbatch and run_on_compute.sbatch in a real Slurm, as they are typed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import ROOT, losses
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Losses of the same configuration as deepy.py trains it here, by number of ranks; trained once."""
+    known: dict[int, list[float]] = {}
+
+    def run(path: Path, ranks: int) -> list[float]:
+        if ranks not in known:
+            save = tmp_path_factory.mktemp("local") / "save"
+            command = [
+                sys.executable,
+                "deepy.py",
+                "--num_gpus",
+                str(ranks),
+                "train.py",
+                str(path),
+                "--set",
+                f"save={save}",
+            ]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+            known[ranks] = losses(save)
+        return known[ranks]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (("--ntasks-per-node=2",), 2),
+        (("--nodes=2",), 2),
+        (("--nodes=2", "--ntasks=3", "--ntasks-per-node=2"), 3),
+    ],
+    ids=["two tasks", "two nodes", "three tasks on two nodes"],
+)
+def test_trains_as_on_one_machine(slurm, write_config, local, options, ranks, tmp_path):
+    path = write_config(train_batch_size=12)
+    job = slurm.submit(*options, "--gres=none", "pretrain_neox.sbatch", str(path))
+    log = slurm.wait(job)
+    assert slurm.state(job) == "COMPLETED", log
+    assert losses(tmp_path / "save") == pytest.approx(local(path, ranks), rel=1e-6)
+    # What people grep a job's log for.
+    assert len(re.findall(r"iteration +\d+/ +6 .*lm_loss: ", log)) == 6
+    assert re.search(f"save.*{tmp_path}/save", log)
+    assert not re.search("error|exception|traceback", log, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("how", ["USR1", "requeue", "finetune"])
+def test_told_to_stop_it_saves_is_queued_again_and_ends_as_if_it_had_not(slurm, write_config, local, how, tmp_path):
+    """finetune: the weights come from elsewhere once; a job that comes back goes on with its own."""
+    keys = {"train_iters": 60, "checkpoint_factor": 1000, "train_batch_size": 12}
+    if how == "finetune":
+        base = write_config("base.yml", train_iters=2, checkpoint_factor=2, save=str(tmp_path / "base"))
+        subprocess.run([sys.executable, "deepy.py", "train.py", str(base)], cwd=ROOT, check=True, timeout=120)
+        keys |= {"load": str(tmp_path / "base"), "finetune": True}
+    whole, save = tmp_path / "whole", tmp_path / "save"
+    done = slurm.submit(
+        "--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch",
+        str(write_config("whole.yml", **keys, save=str(whole))),
+    )  # fmt: skip
+    slurm.wait(done)
+
+    job = slurm.submit(
+        "--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch", str(write_config(**keys))
+    )  # fmt: skip
+    slurm.wait(job, lambda: len(re.findall("iteration +[1-9]", slurm.log(job))) >= 3)
+    if how == "requeue":  # what a scheduler does when it wants the nodes back: no notice but SIGTERM
+        slurm.cluster.run("scontrol", "requeue", job)
+    else:
+        slurm.cluster.run("scancel", "--signal=USR1", "--batch", job)
+    slurm.wait(job, lambda: "Restarts=1" in slurm.cluster.run("scontrol", "show", "job", job))
+    log = slurm.wait(job)  # Slurm holds a job that comes back until its first credential has expired
+    assert slurm.state(job) == "COMPLETED", log
+    assert (save / "latest").read_text().strip() == "global_step60"
+    assert losses(save) == losses(whole)
+    if how != "requeue":
+        assert f"job {job} is queued again" in log
+        ours = "\n".join(line for line in log.splitlines() if "DUE TO JOB REQUEUE" not in line)  # slurmstepd's
+        assert not re.search("error|exception|traceback", ours, re.IGNORECASE)
+
+
+def test_other_names_options_and_secrets(slurm, write_config, tmp_path):
+    (slurm.clone / ".env").write_text("NEOX_TEST_SECRET=tr0ub4dor\nWANDB_API_KEY='a b'\nB=$NOT_SET\n")
+    path = write_config(train_iters=1)
+    extra = ("--gres=none", "--cpus-per-task=32", "--mem=500G", "--job-name=my-run")
+    job = slurm.submit(*extra, "pretrain_neox.sbatch", str(path), "--set", "hidden_size=16", NEOX_SITE="local")
+    log = slurm.wait(job, name="my-run")
+    assert slurm.state(job) == "COMPLETED", log
+    assert "tr0ub4dor" not in log and re.search(r"hidden_size.*16", log)
+    shown = slurm.cluster.run("scontrol", "show", "job", job)
+    assert "mem=500G" in shown or "MinMemoryNode=500G" in shown
+    job = slurm.submit(
+        "--gres=none", "run_on_compute.sbatch", "bash", "-c", "echo len ${#NEOX_TEST_SECRET}; type python"
+    )
+    log = slurm.wait(job, name="run-on-compute")
+    assert "len 9" in log and os.path.dirname(sys.executable) in log
+    (slurm.clone / ".env").unlink()
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (("model.yml",), {}, "model.yml is a relative path"),
+        ((), {}, "usage: sbatch"),
+        (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
+        (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: isambard.sh local.sh"),
+        (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_says_why(slurm, words, variables, message):
+    job = slurm.submit("--gres=none", "pretrain_neox.sbatch", *words, **variables)
+    log = slurm.wait(job)
+    assert slurm.state(job) == "FAILED" and re.search(message, log), log
+
+
+def test_gpus_that_torch_does_not_see(slurm, write_config):
+    """Four are pretended here: a node whose driver is gone must not go on with its CPU."""
+    job = slurm.submit("pretrain_neox.sbatch", str(write_config()))
+    log = slurm.wait(job)
+    assert slurm.state(job) == "FAILED" and "Slurm gave this node 4 GPUs, of which torch sees 0" in log, log
+
+
+def test_a_transport_below_the_bound_stops_the_job(slurm, write_config):
+    options = ("--nodes=2", "--gres=none", "pretrain_neox.sbatch")
+    job = slurm.submit(*options, str(write_config()), NEOX_MIN_ALLREDUCE_GB_S="100000")
+    log = slurm.wait(job)
+    assert slurm.state(job) == "FAILED" and re.search(
+        r"min_allreduce_gb_s: 100000 GB/s asked for; all-reduce of .* \d\S* GB/s", log
+    ), log
+
+
+def test_ranks_that_srun_starts_itself(slurm, write_config, local, tmp_path):
+    """A batch file of one's own, without deepy.py."""
+    path = write_config(train_batch_size=12)
+    wrapped = f"srun --ntasks=2 {sys.executable} train.py {path}"
+    job = slurm.submit("--ntasks=2", "--output=logs/neox-training-%j.out", "--wrap", wrapped)
+    log = slurm.wait(job)
+    assert slurm.state(job) == "COMPLETED", log
+    assert losses(tmp_path / "save") == pytest.approx(local(path, 2), rel=1e-6)
+
+
+def test_a_queued_job_is_found_by_its_name(slurm, write_config):
+    job = slurm.submit("--gres=none", "--begin=now+1hour", "pretrain_neox.sbatch", str(write_config()))
+    typed = ("bash", "-c", "squeue -u $USER | grep neox-training")
+    # squeue's own column has eight letters.
+    columns = {"USER": "root", "SQUEUE_FORMAT": "%.18i %.9P %.20j %.8u %.2t %.10M %.6D %R"}
+    assert slurm.cluster.run(*typed, **columns).split()[0] == job
+    slurm.cluster.run("scancel", job)

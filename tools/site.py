@@ -1,0 +1,14 @@
+"""Defaults of the command-line tools from the site that NEOX_SITE names (docs/slurm.md)."""
+
+import argparse
+
+from megatron.launch.environment import LaunchError
+from megatron.launch.site import site_variables
+
+
+def site_defaults(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The site's variables; empty without one. A site that cannot be read ends the command with one line."""
+    try:
+        return site_variables()
+    except LaunchError as problem:
+        parser.error(str(problem))
