@@ -86,7 +86,7 @@ CASES = [
     (
         {"train_data_paths": ["t"]},
         {"train_data_paths": ["t"], "eval_iters": 0},
-        "train_data_paths: needs valid_data_paths, test_data_paths too",
+        "train_data_paths: needs valid_data_paths too",
     ),
     (PATHS | {"train_data_paths": []}, BLEND, "train_data_paths: expected at least one path, got none"),
     (

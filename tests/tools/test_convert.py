@@ -109,8 +109,8 @@ def test_the_batch_script(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_layers_not_of_the_model(tmp_path: Path) -> None:
-    """1 GB there and back, checks included, to the byte."""
-    words = ["--gb", "1", "--hidden", "1024", "--precision", "fp32", "--folder", str(tmp_path), "--json"]
+    """0.5 GB there and back, checks included, to the byte."""
+    words = ["--gb", "0.5", "--hidden", "1024", "--precision", "fp32", "--folder", str(tmp_path), "--json"]
     # The allocator gives large pieces back at once, so that what is measured is what is held.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     command = [sys.executable, str(ROOT / "benchmarks" / "conversion.py"), *words]
@@ -118,6 +118,6 @@ def test_memory_is_that_of_layers_not_of_the_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     print(found)
-    assert found["same"] and found["bytes"] > 0.98e9 and found["largest_layer"] < 70e6
+    assert found["same"] and found["bytes"] > 0.48e9 and found["largest_layer"] < 70e6
     for way in ("there", "back"):
         assert found[way]["peak"] < 4.5 * found["largest_layer"], way

@@ -1,0 +1,84 @@
+"""A configuration, and whether what it names is there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron.launch.doctor.check import Check
+from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.neox_arguments.places import is_remote
+
+_SHOWN = 10  # problems of a configuration
+
+
+def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
+    """The configuration, if it can train, and what is wrong with it."""
+    try:
+        args = load([file if Path(file).suffix else f"{file}.yml" for file in files]).check_training()
+    except ConfigError as refused:
+        more = len(refused.problems) - _SHOWN
+        checks = [Check("config", "failed", problem) for problem in refused.problems[:_SHOWN]]
+        return None, checks + ([Check("config", "failed", f"{more} more problems")] if more > 0 else [])
+    return args, [Check("config", "ok", f"{', '.join(files)}: can train")]
+
+
+def data_checks(args: NeoXArgs) -> list[Check]:
+    """Every .bin/.idx pair that the configuration names."""
+    missing, found = [], 0
+    for key, prefix in _prefixes(args):
+        absent = [end for end in (".idx", ".bin") if not _filled(f"{prefix}{end}")]
+        found += not absent
+        if absent:
+            missing.append(
+                Check("data", "failed", f"{key}: {prefix}{' and '.join(absent)} not there or empty", args.origin(key))
+            )
+    return missing or [Check("data", "ok", f"{found} pairs of .bin and .idx")]
+
+
+def load_check(args: NeoXArgs) -> Check | None:
+    """Whether `load` names a checkpoint, where the run cannot begin without one."""
+    place = args.load
+    if place is None or place == args.save or is_remote(place) or place.startswith("hf://"):
+        return None
+    folder = Path(place)
+    if any((folder / name).exists() for name in ("latest", "config.json")) or any(folder.glob("global_step*")):
+        return Check("load", "ok", place)
+    return Check(
+        "load", "failed", f"{place} holds no checkpoint ({args.origin('load')})", "name one, or remove the key"
+    )
+
+
+def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Check:
+    """Whether the tokenizer can be made. build: raises, with the reason, where it cannot."""
+    try:
+        build(args)
+    except Exception as problem:  # those of the tokenizer's own library too
+        return Check(
+            "tokenizer", "failed", f"{args.tokenizer_type}: {problem}".splitlines()[0], args.origin("tokenizer_type")
+        )
+    return Check("tokenizer", "ok", f"{args.tokenizer_type}" + (f", {args.vocab_file}" if args.vocab_file else ""))
+
+
+def checkpoint_bytes(args: NeoXArgs) -> int:
+    """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
+    h, ffn = args.hidden_size, args.ffn_size
+    attention = 2 * h * h + 2 * h * h * args.kv_heads // args.num_attention_heads
+    layer = attention + (3 if args.is_gated else 2) * h * ffn
+    embeddings = (args.padded_vocab_size or 50304) * h * (1 if args.no_weight_tying is False else 2)
+    parameters = args.num_layers * layer + embeddings
+    return parameters * (12 if args.params_dtype == "fp32" else 14)
+
+
+def _prefixes(args: NeoXArgs) -> Iterator[tuple[str, str]]:
+    for name in args.__dataclass_fields__:
+        if name.endswith(("data_path", "data_paths")):
+            value = getattr(args, name)
+            for prefix in (value,) if isinstance(value, str) else value or ():
+                if prefix is not None:
+                    yield name, prefix
+
+
+def _filled(file: str) -> bool:
+    try:
+        return Path(file).stat().st_size > 0
+    except OSError:
+        return False

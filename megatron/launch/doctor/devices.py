@@ -1,0 +1,115 @@
+"""GPUs: whether the driver, torch and each device work together, and what the devices can do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.software import Torch
+
+GIB = 1 << 30
+_IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible device. name: as CUDA_VISIBLE_DEVICES spells it; total, free: bytes; problem: why a small product
+    of matrices on it failed."""
+
+    name: str
+    model: str
+    total: int
+    free: int
+    capability: tuple[int, int]
+    problem: str = ""
+
+
+def driver_version(path: str | Path = "/proc/driver/nvidia/version") -> str | None:
+    """Version of the loaded kernel module; None without one."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return None
+    return next((word for word in text.split() if word[0].isdigit() and word.count(".") >= 1), None)
+
+
+def read_gpus(names: Sequence[str]) -> list[Gpu]:
+    """Ask every visible device, and let it compute."""
+    if not names:
+        return []
+    import torch  # not where it cannot be imported: then no names are known
+
+    gpus = []
+    for index, name in enumerate(names):
+        try:
+            found = torch.cuda.get_device_properties(index)
+            ones = torch.ones(64, 64, device=f"cuda:{index}")
+            problem = "" if (ones @ ones).sum().item() == 64**3 else "it computes 64 x 64 ones wrongly"
+            free, total = torch.cuda.mem_get_info(index)
+        except Exception as cause:  # RuntimeError, AcceleratorError, AssertionError: whatever CUDA says
+            gpus.append(Gpu(name, "?", 0, 0, (0, 0), str(cause).strip().splitlines()[0]))
+            continue
+        gpus.append(Gpu(name, found.name, total, free, (found.major, found.minor), problem))
+    return gpus
+
+
+def driver_check(driver: str | None, torch: Torch, gpus: int) -> Check:
+    """Driver, torch's CUDA and devices: a driver too old for torch's CUDA shows none."""
+    if driver is None and not gpus:
+        return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
+    found = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
+    if torch.version is None or torch.problem:
+        return Check("driver", "warning", found, "torch cannot be asked")
+    if torch.cuda is None:
+        return Check("driver", "warning", f"{found}; torch is built without CUDA", "install torch without --cpu")
+    if not gpus:
+        advice = f"CUDA_VISIBLE_DEVICES hides them, or the driver is older than CUDA {torch.cuda} needs: nvidia-smi"
+        return Check("driver", "warning", found, advice)
+    return Check("driver", "ok", found)
+
+
+def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
+    """One check a device, of those wanted or all; a wanted one that is not there fails."""
+    checks = []
+    for name in wanted:
+        if name not in [gpu.name for gpu in gpus]:
+            there = ", ".join(gpu.name for gpu in gpus) or "none"
+            checks.append(
+                Check(f"gpu {name}", "failed", f"not there; this machine shows {there}", "see CUDA_VISIBLE_DEVICES")
+            )
+    for gpu in gpus:
+        if wanted and gpu.name not in wanted:
+            continue
+        title, used = f"gpu {gpu.name}", (gpu.total - gpu.free) / GIB
+        found = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
+        if gpu.problem:
+            checks.append(
+                Check(
+                    title,
+                    "failed",
+                    f"{gpu.model}: {gpu.problem}",
+                    "nvidia-smi -q shows its state; leave it out with --exclude",
+                )
+            )
+        elif used > _IN_USE:
+            checks.append(Check(title, "warning", found, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
+        else:
+            checks.append(Check(title, "ok", found))
+    models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not wanted or gpu.name in wanted)})
+    if len(models) > 1:
+        checks.append(Check("gpus", "warning", f"not alike: {', '.join(models)}", "the slowest sets the pace"))
+    return checks
+
+
+def ability_check(gpus: Sequence[Gpu], torch: Torch) -> Check | None:
+    """What the least of the devices can compute with."""
+    working = [gpu.capability for gpu in gpus if not gpu.problem]
+    if not working:
+        return None
+    major, minor = least = min(working)
+    able = {"bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9), "FP4": (10, 0)}
+    words = ", ".join(f"{name} {'yes' if least >= needed else 'no'}" for name, needed in able.items())
+    found = f"capability {major}.{minor}: {words}; cuDNN {torch.cudnn or 'missing'}"
+    if least < able["bf16"]:
+        return Check("ability", "warning", found, "train with precision: fp16")
+    return Check("ability", "ok", found)

@@ -1,0 +1,117 @@
+"""Whether a model can be read: a folder, or one on the Hub with the token that is found. The token is never shown."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.launch.doctor.check import Check
+
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_CACHE = "models--{}/snapshots"
+
+
+def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float = 10.0) -> Check:
+    """A HuggingFace model by folder, ORG/NAME or hf://ORG/NAME, with @revision if wanted."""
+    name = name.removeprefix("hf://")
+    title = f"model {name}"
+    if Path(name).expanduser().exists() or name.startswith(("/", ".", "~")):
+        return _folder(title, Path(name).expanduser())
+    repository, _, revision = name.partition("@")
+    token, place = find_token(env)
+    said = f"token found in {place}" if token else "no token found"
+    cached = list((_home(env) / "hub" / _CACHE.format(repository.replace("/", "--"))).glob("*/config.json"))
+    if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        if cached:
+            return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")
+        return Check(
+            title, "failed", "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first"
+        )
+    endpoint = env.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    status, code = _ask(f"{endpoint}/{repository}/resolve/{revision or 'main'}/config.json", token, timeout_s)
+    if status is None:
+        found = f"the Hub cannot be reached ({code}); " + (
+            f"in the cache: {cached[0].parent}" if cached else "not in the cache"
+        )
+        return Check(
+            title,
+            "warning" if cached else "failed",
+            found,
+            "" if cached else "fetch the model where there is a network",
+        )
+    if status < 400:
+        return Check(title, "ok", f"can be read; {said}")
+    return Check(title, "failed", *_refusal(status, code, said, bool(token)))
+
+
+def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
+    """The token and where it stands; as huggingface_hub looks for it."""
+    for variable in _TOKENS:
+        if env.get(variable, "").strip():
+            return env[variable].strip(), variable
+    file = Path(env.get("HF_TOKEN_PATH") or _home(env) / "token").expanduser()
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        text = ""
+    return (text, str(file)) if text else (None, "")
+
+
+def _folder(title: str, folder: Path) -> Check:
+    if not folder.is_dir():
+        return Check(title, "failed", f"{folder} is no folder", "name the folder with the model's config.json")
+    try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type", "of no named type")
+    except (OSError, ValueError, AttributeError) as problem:
+        return Check(
+            title, "failed", f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder"
+        )
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        return Check(title, "failed", f"{folder}: no weights (*.safetensors, *.bin)", "copy the whole model")
+    return Check(title, "ok", f"{folder}: {kind}")
+
+
+def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str]:
+    """HTTP status and the Hub's error code; (None, reason) without an answer. A redirect is an answer: following it
+    would hand the token to another host."""
+    headers = {"user-agent": "neox-doctor"} | ({"authorization": f"Bearer {token}"} if token else {})
+    opener = urllib.request.build_opener(_NoRedirect)
+    try:
+        with opener.open(urllib.request.Request(url, headers=headers, method="HEAD"), timeout=timeout_s) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as answer:
+        return answer.code, answer.headers.get("X-Error-Code", "")
+    except OSError as problem:
+        return None, str(getattr(problem, "reason", problem))
+
+
+def _refusal(status: int, code: str, said: str, with_token: bool) -> tuple[str, str]:
+    """What a status means, and what to do."""
+    if status == 403 or code == "GatedRepo":
+        return (
+            f"access is not granted ({status}); {said}",
+            "ask for access on the model's page, with the token's account",
+        )
+    if status == 401 and not with_token:
+        return f"the Hub wants a token, or there is no such model (401); {said}", "check the name; export HF_TOKEN=..."
+    if status == 401:
+        return f"the token is not valid, or there is no such model (401); {said}", "check the name; make a new token"
+    if code == "EntryNotFound":
+        return f"the model has no config.json ({status}); {said}", "name a model of transformers"
+    if code == "RevisionNotFound":
+        return f"the model has no such revision ({status}); {said}", "see its branches and tags"
+    if status == 404:
+        return f"no such model (404); {said}", "check the name: ORG/NAME"
+    return f"the Hub answers {status}; {said}", "try again later"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    return Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()

@@ -1,0 +1,96 @@
+"""Ports and other machines."""
+
+import errno
+import os
+import socket
+import time
+from pathlib import Path
+
+from megatron.launch.doctor.check import Check
+
+TIMEOUT_S = 3.0
+
+
+def port_check(port: int) -> Check:
+    """Whether rank 0 could listen here at the port where ranks meet."""
+    title = f"port {port}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except PermissionError:
+            return Check(title, "failed", "may not be opened by this user", "choose one from 1024 on: master_port")
+        except OSError as problem:
+            if problem.errno != errno.EADDRINUSE:
+                return Check(title, "failed", f"cannot be opened: {problem.strerror}", "choose another: master_port")
+            owner = _owner(port)
+            who = f"by {owner}" if owner else "by another process"
+            return Check(title, "failed", f"is taken {who}", "choose another (master_port), or end that process")
+    return Check(title, "ok", "is free")
+
+
+def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
+    """Whether another machine answers at `host:port`, `[v6]:port` or `host` (then at `port`)."""
+    host, number = split_address(peer, port)
+    title = f"peer {host}:{number}"
+    try:
+        address = str(socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror as problem:
+        return Check(
+            title, "failed", f"its name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS"
+        )
+    started = time.perf_counter()
+    try:
+        socket.create_connection((address, number), timeout_s).close()
+    except ConnectionRefusedError:
+        found = f"{address} answers and refuses: nothing listens at {number}"
+        return Check(
+            title, "failed", found, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
+        )
+    except TimeoutError:
+        found = f"{address} does not answer within {timeout_s:g} s"
+        return Check(
+            title, "failed", found, "a firewall drops it, the machine is off, or the address is of another network"
+        )
+    except OSError as problem:
+        return Check(title, "failed", f"{address}: {problem.strerror}", "check the address and the route to it")
+    return Check(title, "ok", f"{address} answers after {1000 * (time.perf_counter() - started):.1f} ms")
+
+
+def hostname_check(name: str | None = None) -> Check:
+    """Whether this machine's own name has an address, which gloo and other machines ask for."""
+    name = socket.gethostname() if name is None else name
+    try:
+        return Check("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
+    except OSError:
+        return Check("hostname", "warning", f"{name} has no address", "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME")
+
+
+def split_address(peer: str, port: int) -> tuple[str, int]:
+    """`host:port` in its two parts. Raises ValueError."""
+    host, colon, number = peer.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):
+        host, number = peer, str(port)
+    if not number.isdecimal() or not 0 < int(number) < 65536:
+        raise ValueError(f"{peer!r}: {number!r} is no port; write HOST:29500")
+    return host.strip("[]"), int(number)
+
+
+def _owner(port: int) -> str | None:
+    """`process 123 (python)` that listens at the port, if this user may see it (Linux)."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # listens
+                inodes.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        try:
+            if any(os.readlink(entry) in inodes for entry in (process / "fd").iterdir()):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+        except OSError:  # it ended, or is another user's
+            continue
+    return None

@@ -1,0 +1,148 @@
+"""Python, torch, DeepSpeed and the optional packages."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from megatron.launch.arch_list import readable
+from megatron.launch.doctor.check import Check
+from megatron.neox_arguments.deepspeed_versions import FIX, TESTED, wrong_deepspeed
+
+PYTHON, TORCH = (3, 11), (2, 11)
+NEEDED = ("numpy", "tokenizers", "PyYAML", "tqdm", "tensorboard", "matplotlib")
+OPTIONAL = {  # what each is for
+    "transformers": "checks of conversions, chat templates",
+    "huggingface_hub": "hf://",
+    "datasets": "Parquet, Arrow, hub data",
+    "sentencepiece": "SPMTokenizer",
+    "tiktoken": "TiktokenTokenizer",
+    "lm_eval": "eval.py",
+    "wandb": "use_wandb",
+    "comet_ml": "use_comet",
+    "nvidia-ml-py": "log_device_metrics",
+    "s3fs": "save in S3",
+    "starlette": "tools/serve.py",
+}
+# Not needed here, and of trouble when they were compiled for another torch.
+COMPILED = {"flash-attn": "flash_attn", "transformer-engine": "transformer_engine.pytorch"}
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What the installed torch says of itself. cuda, cudnn, nccl: None in a build without CUDA."""
+
+    version: str | None
+    cuda: str | None = None
+    cudnn: str | None = None
+    nccl: str | None = None
+    problem: str = ""  # why it cannot be imported
+
+
+def read_torch() -> Torch:
+    """Import torch and ask it."""
+    try:
+        import torch
+    except Exception as problem:  # a broken build raises OSError, ImportError or RuntimeError
+        return Torch(installed("torch"), problem=f"{type(problem).__name__}: {problem}".splitlines()[0])
+    if not torch.version.cuda:
+        return Torch(torch.__version__)
+    number = torch.backends.cudnn.version() or 0
+    cudnn = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return Torch(torch.__version__, torch.version.cuda, cudnn, nccl)
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed distribution."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Check:
+    """The interpreter."""
+    found = f"{'.'.join(map(str, number))} ({executable})"
+    if number[:2] < PYTHON:
+        return Check("python", "failed", found, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh")
+    return Check("python", "ok", found)
+
+
+def torch_check(torch: Torch) -> Check:
+    """torch, and the CUDA it was built for."""
+    if torch.version is None:
+        return Check("torch", "failed", "not installed", "make env, or bash setup_uv_env.sh (docs/install.md)")
+    if torch.problem:
+        return Check("torch", "failed", f"{torch.version} cannot be imported: {torch.problem}", "install it again")
+    found = f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA")
+    if _numbers(torch.version)[:2] < TORCH:
+        return Check("torch", "failed", found, "2.11 or newer is needed")
+    return Check("torch", "ok", found)
+
+
+def deepspeed_check(found: str | None) -> Check:
+    """The installed DeepSpeed: some releases compute wrong gradients."""
+    if found is None:
+        return Check("deepspeed", "failed", "not installed", FIX)
+    wrong = wrong_deepspeed(found)
+    if wrong is not None:
+        return Check("deepspeed", "failed", wrong, FIX)
+    if found.split("+")[0] != TESTED:
+        return Check("deepspeed", "warning", f"{found}: not known to be wrong, and not tested", FIX)
+    return Check("deepspeed", "ok", f"{found}, the release tested")
+
+
+def packages_check(find: Callable[[str], str | None] = installed) -> Check:
+    """Packages that every run needs."""
+    found = {name: find(name) for name in NEEDED}
+    missing = [name for name, number in found.items() if number is None]
+    if missing:
+        return Check("packages", "failed", f"missing: {', '.join(missing)}", "pip install -c constraints.txt -e .")
+    return Check("packages", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
+
+
+def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
+    """Optional packages: those there with their versions, the others with what they are for."""
+    found = {name: find(name) for name in (*OPTIONAL, *COMPILED)}
+    there = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "none"
+    missing = ", ".join(f"{name} ({purpose})" for name, purpose in OPTIONAL.items() if not found[name])
+    return [Check("extras", "ok", there), *([Check("not installed", "ok", missing)] if missing else [])]
+
+
+def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
+    """Whether what was compiled for another torch or CUDA still loads; each is imported in a process of its own."""
+    checks = []
+    for name, module in COMPILED.items():
+        number = find(name)
+        if number is None or not gpus:  # without a GPU they refuse to be imported at all
+            continue
+        command = [sys.executable, "-c", f"import torch, {module}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            checks.append(Check(name, "failed", f"{number}: importing it takes more than 60 s", "remove it"))
+            continue
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            advice = f"compile it again for this torch: pip install --no-build-isolation {name}; or remove it"
+            checks.append(Check(name, "failed", f"{number} cannot be imported: {said}", advice))
+        else:
+            checks.append(Check(name, "ok", number))
+    return checks
+
+
+def arch_list_check(env: Mapping[str, str] = os.environ) -> Check | None:
+    """TORCH_CUDA_ARCH_LIST, if DeepSpeed's builder cannot read it; train.py then sets that of the device."""
+    value = env.get("TORCH_CUDA_ARCH_LIST", "")
+    if readable(value):
+        return None
+    found = f"{value!r}, which DeepSpeed's builder cannot read"
+    return Check("TORCH_CUDA_ARCH_LIST", "warning", found, "deepy.py and train.py set the device's own, as 9.0")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0]))

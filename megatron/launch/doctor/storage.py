@@ -1,0 +1,117 @@
+"""Disks, shared memory and the limits of a process."""
+
+import errno
+import os
+import resource
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.launch.doctor.check import Check
+
+MIB, GIB = 1 << 20, 1 << 30
+_PROBE = 64 * MIB
+_SECONDS = 0.5  # that the probe may take
+_SLOW = 100 * MIB  # bytes a second
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_check(
+    title: str, folder: str | Path, needed: int, what: str, statvfs: Callable[[str], Any] = os.statvfs
+) -> Check:
+    """Whether `needed` bytes (`what`, in words) can be written in a folder, or where it would be made, and how fast.
+
+    Free space is what the file system tells this user; a quota shows when a file of up to 64 MiB is written.
+    """
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        return Check(title, "failed", f"{there} is a file", "name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Check(
+            title, "failed", f"{there} may not be written by this user", "name another folder, or see its rights"
+        )
+    space = statvfs(str(there))
+    free = space.f_bavail * space.f_frsize
+    found = f"{folder}: {size(free)} free"
+    if space.f_files and not space.f_favail:
+        return Check(title, "failed", f"{found}, no files left (inodes)", "delete files, or name another folder")
+    if free < needed:
+        return Check(
+            title, "failed", f"{found}, less than {what} of about {size(needed)}", "make room, or name another folder"
+        )
+    try:
+        speed = _write(there)
+    except OSError as problem:
+        full = problem.errno in _FULL
+        why = "the disk or the quota is full" if full else f"cannot be written: {problem.strerror}"
+        return Check(title, "failed", f"{found}, but {why}", "make room, or name another folder")
+    found += f", {speed / MIB:.0f} MiB/s"
+    if free < 2 * needed:
+        return Check(title, "warning", found, f"enough for one of {what} (about {size(needed)}), not for two")
+    if speed < _SLOW:
+        return Check(title, "warning", found, f"slow: {what} of {size(needed)} takes {needed / speed:.0f} s")
+    return Check(title, "ok", found)
+
+
+def _write(folder: Path) -> float:
+    """Bytes a second written and synced, in a file that is removed."""
+    block, written = os.urandom(4 * MIB), 0
+    file = folder / f".doctor-{secrets.token_hex(4)}"
+    started = time.perf_counter()
+    try:
+        with open(file, "wb", buffering=0) as target:
+            while written < _PROBE and time.perf_counter() - started < _SECONDS:
+                written += target.write(block)
+            os.fsync(target.fileno())
+        return written / (time.perf_counter() - started)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] = os.statvfs) -> Check | None:
+    """Size of /dev/shm, over which the ranks of a machine talk; containers have 64 MiB unless told."""
+    if not Path(folder).is_dir():
+        return None
+    space = statvfs(folder)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    found = f"{size(free)} of {size(total)} free"
+    advice = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    if free < 32 * MIB:
+        return Check(folder, "failed", found, advice)
+    return Check(folder, "ok", found) if free >= GIB else Check(folder, "warning", found, advice)
+
+
+def open_files_check(limits: tuple[int, int] | None = None) -> Check:
+    """Files that a process may hold open: every data file and every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
+    found = f"{_limit(soft)} (may be raised to {_limit(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < 4096:
+        return Check("open files", "warning", found, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
+    return Check("open files", "ok", found)
+
+
+def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
+    """Memory that may be locked: a network that reads memory itself cannot start without."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
+    if soft != resource.RLIM_INFINITY and soft < GIB:
+        return Check(
+            "locked memory", "warning", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)"
+        )
+    return Check("locked memory", "ok", _limit(soft) if soft < 0 else size(soft))
+
+
+def size(number: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number < 0 or number == resource.RLIM_INFINITY else str(number)

@@ -1,0 +1,160 @@
+"""Which way NCCL would send data between machines. TCP where a fast network is there costs a factor of 17."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.launch.doctor.check import Check
+
+_BUILT_IN = ("IB", "Socket")
+_SLOW_PROVIDERS = ("tcp", "sockets", "udp", "shm")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What this machine has: names of interfaces, InfiniBand/RoCE and Slingshot (cxi) devices, shared libraries by
+    file name, and the NCCL libraries this process has loaded."""
+
+    interfaces: tuple[str, ...] = ()
+    infiniband: tuple[str, ...] = ()
+    slingshot: tuple[str, ...] = ()
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    loaded: tuple[str, ...] = ()
+
+
+def read_network(env: Mapping[str, str] = os.environ) -> Network:
+    """Ask the machine."""
+    libraries: dict[str, str] = {}
+    folders = [folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    for folder in folders:
+        for file in sorted(Path(folder).glob("libnccl*.so*")):
+            libraries.setdefault(file.name, str(file))
+    if shutil.which("ldconfig"):
+        cache = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
+        for name, file in re.findall(r"^\s*(libnccl\S+) .* => (\S+)$", cache, re.MULTILINE):
+            libraries.setdefault(name, file)
+    try:
+        loaded = sorted(set(re.findall(r"/\S*libnccl\.so\S*", Path("/proc/self/maps").read_text())))
+    except OSError:  # not Linux
+        loaded = []
+    return Network(
+        _names("/sys/class/net"), _names("/sys/class/infiniband"), _names("/sys/class/cxi"), libraries, tuple(loaded)
+    )
+
+
+def nccl_version(library: str) -> str:
+    """What a libnccl says it is, as `2.26.6`."""
+    number = ctypes.c_int()
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
+    major, rest = divmod(number.value, 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def nccl_check(torch_nccl: str | None, env: Mapping[str, str], loaded: tuple[str, ...]) -> Check:
+    """Which NCCL this process has: NCCL_LIBRARY names one, LD_PRELOAD brings it."""
+    wanted = env.get("NCCL_LIBRARY")
+    if not wanted:
+        return Check("nccl", "ok", f"{torch_nccl}, torch's own" if torch_nccl else "none: torch is built without CUDA")
+    if not Path(wanted).is_file():
+        return Check(
+            "nccl", "failed", f"NCCL_LIBRARY={wanted} is no file", "load the module it belongs to, or unset it"
+        )
+    if str(Path(wanted).resolve()) not in [str(Path(file).resolve()) for file in loaded]:
+        return Check(
+            "nccl", "warning", f"NCCL_LIBRARY={wanted} is not loaded", "LD_PRELOAD=$NCCL_LIBRARY python deepy.py ..."
+        )
+    return Check("nccl", "ok", f"{nccl_version(wanted)}, {wanted}")
+
+
+def transport_check(env: Mapping[str, str], network: Network, several: bool = False) -> Check:
+    """What NCCL would take for other machines, by its variables, its plugins and the devices that are here.
+
+    several: whether there are other machines; else sockets are no loss.
+    """
+    fast = [*network.slingshot, *network.infiniband]
+    net, plugin = env.get("NCCL_NET"), env.get("NCCL_NET_PLUGIN")
+    file = _plugin(plugin, network)
+    provider = env.get("FI_PROVIDER")
+    set_here = ", ".join(
+        f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)
+    )
+    given = f" ({set_here})" if set_here else ""
+    if plugin not in (None, "none") and file is None:
+        return _failed(
+            f"NCCL_NET_PLUGIN={plugin}: no such library", "its folder belongs into LD_LIBRARY_PATH (module load)"
+        )
+    if net is not None and net not in _BUILT_IN and file is None:
+        return _failed(
+            f"NCCL_NET={net}: its plugin libnccl-net.so is not found",
+            "its folder belongs into LD_LIBRARY_PATH (module load)",
+        )
+    if net != "Socket" and file is not None and net != "IB":
+        if provider in _SLOW_PROVIDERS:
+            return Check(
+                "transport",
+                "warning",
+                f"plugin {file} over {provider}{given}",
+                "FI_PROVIDER=cxi on Slingshot, efa on AWS",
+            )
+        return Check("transport", "ok", f"plugin {file}{given}")
+    disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    if network.infiniband and not disabled and net != "Socket":
+        return Check("transport", "ok", f"InfiniBand or RoCE: {', '.join(network.infiniband)}{given}")
+    outside = ", ".join(name for name in network.interfaces if name != "lo")
+    tcp = f"TCP over {env.get('NCCL_SOCKET_IFNAME') or outside or 'no interface'}{given}"
+    if network.slingshot and net != "Socket":
+        return _failed(
+            f"{tcp}, although Slingshot is here ({', '.join(network.slingshot)})",
+            "load the OFI plugin (aws-ofi-nccl) and set NCCL_NET='AWS Libfabric', FI_PROVIDER=cxi: TCP is 17x slower",
+        )
+    if fast:
+        return Check(
+            "transport", "warning", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE"
+        )
+    if several:
+        return Check("transport", "warning", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")
+    return Check("transport", "ok", f"{tcp}; within this machine shared memory and NVLink")
+
+
+def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> list[Check]:
+    """Interfaces that variables name and this machine has not: ranks then never meet."""
+    checks = []
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = env.get(name, "")
+        if not value or value.startswith("^"):
+            continue
+        exact = value.startswith("=") or name.startswith("GLOO")
+        wanted = [entry for entry in value.removeprefix("=").split(",") if entry]
+        there = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
+        if not there:
+            found = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
+            checks.append(Check(name, "failed", found, f"set {name} to one of these, or unset it"))
+    return checks
+
+
+def _plugin(plugin: str | None, network: Network) -> str | None:
+    """The file of NCCL's net plugin: NCCL_NET_PLUGIN is a name, a file or none; unset, libnccl-net.so."""
+    if plugin == "none":
+        return None
+    if plugin and "/" in plugin:
+        return plugin if Path(plugin).is_file() else None
+    for name in [f"libnccl-net-{plugin}.so", plugin] if plugin else ["libnccl-net.so", "libnccl-net-ofi.so"]:
+        if name in network.libraries:
+            return network.libraries[name]
+    return None
+
+
+def _failed(found: str, advice: str) -> Check:
+    return Check("transport", "failed", found, advice)
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(folder)))
+    except OSError:
+        return ()

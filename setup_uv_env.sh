@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# Make .venv with uv, at the versions of constraints.txt, and check it:
+#   bash setup_uv_env.sh [--cpu] [--flash-attn] [--transformer-engine]
+#
+#   --cpu                 torch without CUDA
+#   --flash-attn          also flash-attn, compiled here (needs nvcc; takes long)
+#   --transformer-engine  also Transformer-Engine, its torch part compiled here (needs nvcc)
+#
+# PY names the interpreter, Python 3.11 or newer. What pip is configured with (index, extra indexes, links,
+# certificate) is handed to uv. Typed again it goes on where it stopped.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+
+readonly FLASH_ATTN=flash-attn==2.8.3.post2
+readonly TRANSFORMER_ENGINE_VERSION=2.20.2
+readonly VENV=.venv
+readonly UNFINISHED=$VENV/unfinished # there while packages are installed
+
+die() {
+  printf 'setup_uv_env.sh: error: %s\n' "$@" >&2
+  exit 1
+}
+
+cpu='' extras=()
+for word in "$@"; do
+  case $word in
+    --cpu) cpu=1 ;;
+    --flash-attn | --transformer-engine) extras+=("${word#--}") ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0" && exit 0 ;;
+    *) die "$word is no option; known are --cpu, --flash-attn, --transformer-engine" ;;
+  esac
+done
+[[ -z $cpu || ${#extras[@]} == 0 ]] || die "--${extras[0]} needs CUDA; leave out --cpu"
+
+PY=${PY:-python3}
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+pip_config=$("$PY" -m pip config list 2>/dev/null || true)
+# What pip is configured with by that name, by its variable or its files; nothing when it is not.
+pip_setting() {
+  local section value
+  for section in :env: install global; do
+    value=$(sed -n "s/^$section\\.$1='\\(.*\\)'\$/\\1/p" <<<"$pip_config" | sed 's/\\n/ /g; s/^ *//; s/ *$//; s/  */ /g')
+    if [[ -n $value ]]; then
+      echo "$value"
+      return
+    fi
+  done
+}
+
+find_uv() {
+  if command -v uv >/dev/null; then
+    command -v uv
+  elif [[ -x .cache/uv/bin/uv ]]; then
+    echo "$PWD/.cache/uv/bin/uv"
+  elif "$PY" -m venv .cache/uv >&2 && .cache/uv/bin/python -m pip install --quiet uv >&2; then
+    echo "$PWD/.cache/uv/bin/uv"
+  else
+    die "uv is missing and $PY could not install it (see above); install it (pip install uv) and type this again"
+  fi
+}
+
+install() { # WHAT ARGUMENTS...: one call of uv pip install
+  local what=$1
+  shift
+  echo "setup_uv_env.sh: $what"
+  touch "$UNFINISHED"
+  if ! "$UV" pip install --python "$VENV/bin/python" -c constraints.txt "$@"; then
+    [[ $* != *--no-build-isolation* ]] || rm "$UNFINISHED" # compiling failed: nothing was written yet
+    die "installing $what failed (see above). Typed again, this goes on here." \
+      "No connection? Name an index that can be reached: PIP_INDEX_URL=URL, or pip config set global.index-url URL."
+  fi
+  rm "$UNFINISHED"
+}
+
+UV=$(find_uv)
+
+index=$(pip_setting index-url) more=$(pip_setting extra-index-url)
+links=$(pip_setting find-links) cert=$(pip_setting cert)
+if [[ -n $cpu && -z $index$more$links${UV_DEFAULT_INDEX:-}${UV_INDEX:-}${UV_INDEX_URL:-}${UV_FIND_LINKS:-} ]]; then
+  export UV_TORCH_BACKEND=cpu # torch's own index of CPU builds
+fi
+[[ -z $index ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
+[[ -z $more ]] || export UV_INDEX=${UV_INDEX:-$more} UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} # as pip
+[[ -z $links ]] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}}
+[[ -z $cert ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}
+export UV_LINK_MODE=${UV_LINK_MODE:-copy} # the cache is often on another file system
+
+# Of a package that was being written when this was interrupted uv thinks that it is there. It keeps what it fetched.
+if [[ -e $UNFINISHED ]] || ! new_enough "$VENV/bin/python"; then
+  # Without one of our own uv brings a Python.
+  python=3.11
+  if new_enough "$PY"; then python=$(command -v "$PY"); fi
+  "$UV" venv --quiet --clear --python "$python" "$VENV" ||
+    die "no environment could be made (see above); name a Python 3.11 or newer: PY=/path/to/python3.11"
+fi
+command -v uv >/dev/null || ln -sf "$UV" "$VENV/bin/uv" # for `uv run`, once .venv is activated
+
+torch=$(grep '^torch==' constraints.txt)
+again=()
+if [[ -n $cpu ]] && "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then
+  again=(--reinstall-package torch)
+fi
+install "$torch" ${again[@]+"${again[@]}"} "$torch" pip # pip: for `make`
+install "everything of neox[dev]" -e '.[dev]'
+
+if ((${#extras[@]})); then
+  command -v nvcc >/dev/null || [[ -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]] ||
+    die "--${extras[0]} compiles CUDA code and finds no nvcc; load the CUDA toolkit's module or set CUDA_HOME"
+  cuda=$("$VENV/bin/python" -c 'import torch; print((torch.version.cuda or "").split(".")[0])')
+  [[ -n $cuda ]] || die "--${extras[0]} needs a torch with CUDA; the one in $VENV has none"
+  export MAX_JOBS=${MAX_JOBS:-4} # each compiler takes gigabytes
+  install "what is needed to compile" 'setuptools>=77' wheel ninja packaging psutil pybind11
+  for extra in "${extras[@]}"; do
+    case $extra in
+      flash-attn) install "$FLASH_ATTN" --no-build-isolation "$FLASH_ATTN" ;;
+      transformer-engine)
+        install "$extra" --no-build-isolation "transformer-engine[core_cu$cuda,pytorch]==$TRANSFORMER_ENGINE_VERSION"
+        ;;
+    esac
+  done
+fi
+touch "$VENV/installed" # `make` need not install again
+
+preload=${NCCL_LIBRARY:-${LD_PRELOAD:-}}
+if [[ -z ${NCCL_LIBRARY:-} ]] && command -v ldconfig >/dev/null; then
+  NCCL_LIBRARY=$(ldconfig -p | awk '$1 == "libnccl.so.2" { print $NF; exit }')
+fi
+echo
+if [[ -n ${NCCL_LIBRARY:-} ]]; then
+  echo "NCCL of this machine, in the place of torch's own:"
+else
+  echo "No NCCL of this machine is found: torch's own is used. On a cluster that has one (module load ...):"
+  NCCL_LIBRARY=/path/to/libnccl.so.2
+fi
+cat <<X
+  export NCCL_LIBRARY=$NCCL_LIBRARY
+  LD_PRELOAD=\$NCCL_LIBRARY uv run python deepy.py train.py ...
+Activate: source $VENV/bin/activate; look at the machine: python deepy.py doctor
+
+X
+LD_PRELOAD=$preload NEOX_UV_EXTRAS="${extras[*]-}" "$VENV/bin/python" -m pytest -q tests/test_uv_install.py

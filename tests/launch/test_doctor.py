@@ -1,0 +1,289 @@
+"""`deepy.py doctor`: each trouble it is for is made here, and found."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.launch import LaunchError
+from megatron.launch.doctor import main
+from megatron.launch.doctor.check import Check, table, verdict
+from megatron.launch.doctor.devices import Gpu, ability_check, driver_check, gpu_checks
+from megatron.launch.doctor.network import peer_check, port_check, split_address
+from megatron.launch.doctor.software import Torch, compiled_checks, deepspeed_check, python_check, torch_check
+from megatron.launch.doctor.storage import GIB, MIB, disk_check, open_files_check, shared_memory_check
+from megatron.launch.doctor.transport import Network, interface_checks, nccl_check, transport_check
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def listening():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def mountable() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+
+
+def test_a_taken_port_a_full_disk_and_a_bad_deepspeed_are_found_by_the_command(tmp_path, listening):
+    """As typed, in a process of its own, whose disk is a file system of 16 KiB (where one may be mounted)."""
+    bad = tmp_path / "packages/deepspeed-0.16.4.dist-info"
+    bad.mkdir(parents=True)
+    (bad / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.16.4\n")
+    save = tmp_path / "save"
+    save.mkdir()
+    doctor = [sys.executable, str(ROOT / "deepy.py"), "doctor", "--port", str(listening), "--save", str(save), "--json"]
+    in_full_disk = [*NAMESPACE, "sh", "-c", f'mount -t tmpfs -o size=16k none {save} && exec "$@"', "sh"]
+    full = mountable()
+    done = subprocess.run(
+        [*(in_full_disk if full else []), *doctor], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}/packages:{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    failed = {check["name"]: check["found"] for check in found["checks"] if check["state"] == "failed"}
+    assert found["state"] == "failed"
+    assert failed.pop("deepspeed").startswith("deepspeed 0.16.4 computes wrong gradients")
+    assert failed.pop(f"port {listening}").startswith("is taken by ")
+    if full:
+        assert "16.0 KiB free, less than a small checkpoint" in failed.pop("save")
+    assert not failed
+
+
+def test_table_for_people_of_a_machine_that_can_train(capsys, tmp_path):
+    assert main(["--port", str(free_port()), "--save", str(tmp_path)], lambda args: None) == 0
+    lines = capsys.readouterr().out.splitlines()
+    column = lines[0].index("ok")
+    assert lines[0].startswith("python ")
+    assert all(line[column:].startswith(("ok  ", "warning", "  ")) for line in lines[:-2])
+    assert lines[-1].endswith("ok") or "warning" in lines[-1]
+    assert "\033" not in "".join(lines)
+
+
+def test_the_words_that_take_the_place_of_verify_setup(capsys, monkeypatch, listening, tmp_path):
+    """Rows 48 and 53 of the commands, on a machine that shows no GPUs."""
+    monkeypatch.setattr("megatron.launch.doctor.command.visible_gpus", lambda env: [])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
+    words = ["--gpus", "2,3", "--port", str(free_port()), "--peer", f"127.0.0.1:{listening}", "--model", str(tmp_path)]
+    assert main([*words, "--peer", f"127.0.0.1:{free_port()}", "--json"], lambda args: None) == 1
+    found = [(check["name"], check["state"]) for check in json.loads(capsys.readouterr().out)["checks"]]
+    assert {("gpu 2", "failed"), ("gpu 3", "failed"), (f"peer 127.0.0.1:{listening}", "ok")} <= set(found)
+    assert (f"model {tmp_path}", "ok") in found
+    failed = [name.partition(":")[0] for name, state in found if state == "failed"]
+    assert failed == ["gpu 2", "gpu 3", "peer 127.0.0.1"]
+
+
+def test_the_site_says_where_checkpoints_go(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("NEOX_CHECKPOINT_DIR", raising=False)
+    monkeypatch.setenv("PROJECTDIR", str(tmp_path))
+    monkeypatch.setenv("NEOX_SITE", "isambard")
+    assert main(["--port", str(free_port())], lambda args: None) == 0
+    assert f"{tmp_path}/public/checkpoints: " in capsys.readouterr().out
+    monkeypatch.setenv("NEOX_SITE", "mars")
+    assert main(["--port", str(free_port())], lambda args: None) == 1
+    assert re.search(r"^site +failed +NEOX_SITE=mars: there is no ", capsys.readouterr().out, re.MULTILINE)
+    monkeypatch.setenv("MASTER_PORT", "abc")
+    with pytest.raises(LaunchError, match="MASTER_PORT='abc' in the environment is not a port number"):
+        main([], lambda args: None)
+
+
+def test_table_and_verdict():
+    checks = [Check("a", "ok", "fine"), Check("longer", "warning", "so", "do this"), Check("b", "failed", "no")]
+    assert table(checks).splitlines() == [
+        "a       ok       fine",
+        "longer  warning  so",
+        "                 do this",
+        "b       failed   no",
+        "",
+        "1 ok, 1 warning, 1 failed",
+    ]
+    assert [verdict(checks), verdict(checks[:2]), verdict(checks[:1])] == ["failed", "warning", "ok"]
+    assert "\033[31mfailed \033[0m" in table(checks, colours=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "said"),
+    [
+        ("0.19.8", "ok", "the release tested"),
+        ("0.19.2", "failed", "divides its gradients again"),
+        ("0.18.5", "failed", "ZeRO-1 with bf16"),
+        ("0.15.4", "failed", "older than anything"),
+        ("0.20.0", "warning", "not tested"),
+        (None, "failed", "not installed"),
+    ],
+)
+def test_deepspeed(version, state, said):
+    check = deepspeed_check(version)
+    assert (check.state, said in check.found) == (state, True)
+    assert state == "ok" or check.advice == "pip install deepspeed==0.19.8"
+
+
+def test_python_and_torch():
+    assert python_check((3, 10, 1), "/p").state == "failed" and python_check((3, 13, 0), "/p").state == "ok"
+    assert torch_check(Torch("2.13.0+cu130", "13.0")).found == "2.13.0+cu130, for CUDA 13.0"
+    assert torch_check(Torch("2.9.1")).state == "failed"
+    assert "libcudart" in torch_check(Torch("2.13.0", problem="OSError: libcudart.so.13")).found
+    assert torch_check(Torch(None)).found == "not installed"
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    done = subprocess.run(
+        [sys.executable, "deepy.py", "doctor", "--port", str(free_port()), "--save", str(tmp_path), "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    failed = [check for check in json.loads(done.stdout)["checks"] if check["state"] == "failed"]
+    assert [check["name"] for check in failed] == ["torch"]
+    assert "cannot be imported: OSError: libcudart.so.13" in failed[0]["found"]
+
+
+def test_a_compiled_package_that_does_not_load(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (check,) = compiled_checks({"flash-attn": "2.8.3"}.get)
+    assert check.state == "failed" and "undefined symbol: _ZN3c10" in check.found
+
+
+def test_ports(listening):
+    assert port_check(free_port()).state == "ok"
+    assert f"is taken by process {os.getpid()} (" in port_check(listening).found
+
+
+def test_peers(listening):
+    assert "127.0.0.1 answers after" in peer_check(f"localhost:{listening}", 1).found
+    assert "refuses: nothing listens" in peer_check(f"127.0.0.1:{free_port()}", 1).found
+    assert "its name has no address" in peer_check("no-such-machine.invalid", 1).found
+    with socket.socket() as busy, socket.socket() as first, socket.socket() as second:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen(0)
+        for client in (first, second):  # fill the queue: what comes next gets no answer
+            client.setblocking(False)
+            client.connect_ex(busy.getsockname())
+        silent = peer_check("127.0.0.1", busy.getsockname()[1], timeout_s=0.3)
+    assert silent.state == "failed" and "does not answer within 0.3 s" in silent.found
+
+
+def test_addresses():
+    assert split_address("a:1", 2) == ("a", 1)
+    assert split_address("a", 2) == ("a", 2)
+    assert split_address("[fe80::1]:1", 2) == ("fe80::1", 1)
+    assert split_address("fe80::1", 2) == ("fe80::1", 2)
+    with pytest.raises(ValueError, match="no port"):
+        split_address("a:b", 2)
+
+
+OFI = {"libnccl-net.so": "/opt/ofi/libnccl-net.so"}
+LIBFABRIC = {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}
+
+
+@pytest.mark.parametrize(
+    ("env", "network", "state", "said"),
+    [
+        ({}, Network(("lo", "eth0")), "warning", "TCP over eth0"),
+        (LIBFABRIC, Network(slingshot=("cxi0",), libraries=OFI), "ok", "plugin /opt/ofi/libnccl-net.so (NCCL_NET="),
+        (LIBFABRIC, Network(slingshot=("cxi0",)), "failed", "NCCL_NET=AWS Libfabric: its plugin"),
+        ({}, Network(("hsn0",), slingshot=("cxi0",)), "failed", "TCP over hsn0, although Slingshot is here (cxi0)"),
+        ({"FI_PROVIDER": "tcp"}, Network(libraries=OFI), "warning", "over tcp"),
+        ({}, Network(infiniband=("mlx5_0",)), "ok", "InfiniBand or RoCE: mlx5_0"),
+        ({"NCCL_IB_DISABLE": "1"}, Network(("eth0",), ("mlx5_0",)), "warning", "although mlx5_0 is here"),
+        ({"NCCL_NET": "Socket"}, Network(("eth0",), slingshot=("cxi0",), libraries=OFI), "warning", "NCCL_NET=Socket"),
+        ({"NCCL_NET_PLUGIN": "spcx"}, Network(), "failed", "NCCL_NET_PLUGIN=spcx"),
+    ],
+)
+def test_transport(env, network, state, said):
+    check = transport_check(env, network, several=True)
+    assert (check.state, said in check.found) == (state, True), check
+
+
+def test_interfaces_that_variables_name():
+    there = ("lo", "hsn0", "hsn1")
+    assert not interface_checks({"NCCL_SOCKET_IFNAME": "hsn", "GLOO_SOCKET_IFNAME": "hsn0"}, there)
+    assert not interface_checks({"NCCL_SOCKET_IFNAME": "^lo"}, there)
+    wrong = interface_checks({"NCCL_SOCKET_IFNAME": "=hsn", "GLOO_SOCKET_IFNAME": "hsn"}, there)
+    assert [check.name for check in wrong] == ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+    assert "no such interface; here are lo, hsn0, hsn1" in wrong[0].found
+
+
+def test_nccl_library(tmp_path):
+    library = tmp_path / "libnccl.so.2"
+    env = {"NCCL_LIBRARY": str(library)}
+    assert nccl_check("2.28.3", env, ()).state == "failed"
+    library.touch()
+    assert nccl_check("2.28.3", env, ()).state == "warning"
+    assert nccl_check("2.28.3", {}, ()).found == "2.28.3, torch's own"
+
+
+def gpu(name: str, model: str = "H100", free: int = 80, problem: str = "", capability=(9, 0)) -> Gpu:
+    return Gpu(name, model, 80 * GIB, free * GIB, capability, problem)
+
+
+def test_gpus():
+    (fine,) = gpu_checks([gpu("0")])
+    assert (fine.state, fine.found) == ("ok", "H100, 80.0 GiB, 80.0 free")
+    assert [check.name for check in gpu_checks([gpu("0"), gpu("2")], ["2", "3"])] == ["gpu 3", "gpu 2"]
+    assert gpu_checks([gpu("0")], ["3"])[0].state == "failed"
+    assert gpu_checks([gpu("0", free=30)])[0].advice == "50.0 GiB are in use by other processes: nvidia-smi"
+    assert "system not yet initialized" in gpu_checks([gpu("0", problem="system not yet initialized")])[0].found
+    assert gpu_checks([gpu("0"), gpu("1", "A100")])[-1].found == "not alike: A100, H100"
+
+
+def test_abilities_and_driver():
+    torch = Torch("2.13.0", "13.0", "9.13.0", "2.28.3")
+    assert ability_check([], torch) is None
+    found = ability_check([gpu("0"), gpu("1", capability=(8, 0))], torch).found
+    assert found == "capability 8.0: bf16 yes, TF32 yes, FP8 no, FP4 no; cuDNN 9.13.0"
+    assert ability_check([gpu("0", capability=(7, 5))], torch).advice == "train with precision: fp16"
+    assert driver_check(None, Torch("2.13.0+cpu"), 0).state == "ok"
+    assert "older than CUDA 13.0 needs" in driver_check("535.1", torch, 0).advice
+    assert "built without CUDA" in driver_check("535.1", Torch("2.13.0+cpu"), 0).found
+
+
+def space(free: int, files_left: int = 9) -> SimpleNamespace:
+    return SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=free, f_files=10, f_favail=files_left)
+
+
+def test_disks(tmp_path, monkeypatch):
+    def look(free: int, files_left: int = 9, folder: Path = tmp_path / "not/yet/made") -> Check:
+        return disk_check("save", folder, GIB, "a checkpoint", lambda _: space(free, files_left))
+
+    assert look(9 * GIB).state in ("ok", "warning") and "MiB/s" in look(9 * GIB).found
+    assert look(GIB * 3 // 2).advice.startswith("enough for one of a checkpoint")
+    assert "512 MiB free, less than a checkpoint of about 1.0 GiB" in look(GIB // 2).found
+    assert "no files left" in look(9 * GIB, 0).found
+    (tmp_path / "file").touch()
+    assert "is a file" in look(9 * GIB, folder=tmp_path / "file").found
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"], "a probe was left behind, or a folder made"
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EDQUOT, "Disk quota exceeded")))
+    assert look(9 * GIB).found.endswith("the disk or the quota is full")
+
+
+def test_limits():
+    assert shared_memory_check("/", lambda _: space(16 * MIB)).state == "failed"
+    assert shared_memory_check("/", lambda _: space(64 * MIB)).state == "warning"
+    assert shared_memory_check("/no such folder") is None
+    assert open_files_check((1024, 4096)).advice == "ulimit -n 4096"
+    assert open_files_check((65536, 65536)).state == "ok"

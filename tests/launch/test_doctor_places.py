@@ -1,0 +1,156 @@
+"""`deepy.py doctor` on what is elsewhere: models on the Hub, and the files that a configuration names."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megatron.launch.doctor import main
+from megatron.launch.doctor.config import checkpoint_bytes, data_checks, load_check, read_config, tokenizer_check
+from megatron.launch.doctor.hub import model_check
+from megatron.neox_arguments import NeoXArgs, load
+
+SECRET = "hf_do_not_show_this"
+ANSWERS = {  # model: status and code without a token, with the right one
+    "org/open": ((200, ""), (200, "")),
+    "org/large": ((302, ""), (302, "")),
+    "org/gated": ((401, "GatedRepo"), (403, "GatedRepo")),
+    "org/private": ((401, "RepoNotFound"), (200, "")),
+    "org/missing": ((401, "RepoNotFound"), (404, "RepoNotFound")),
+    "org/data": ((404, "EntryNotFound"), (404, "EntryNotFound")),
+    "org/down": ((503, ""), (503, "")),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as huggingface.co does, by status and X-Error-Code."""
+
+    def do_HEAD(self) -> None:
+        if self.path == "/elsewhere":
+            self.server.leaked.append(self.headers.get("authorization"))
+        model, _, rest = self.path.strip("/").partition("/resolve/")
+        status, code = ANSWERS[model][self.headers.get("authorization") == f"Bearer {SECRET}"]
+        assert rest == "main/config.json"
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        if status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[dict[str, str]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.leaked = []
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    server.shutdown()
+    server.server_close()
+    assert not server.leaked
+
+
+@pytest.mark.parametrize(
+    ("model", "token", "state", "said"),
+    [
+        ("org/open", False, "ok", "can be read; no token found"),
+        ("hf://org/large", True, "ok", "can be read; token found in HF_TOKEN"),
+        ("org/private", True, "ok", "can be read"),
+        ("org/private", False, "failed", "the Hub wants a token, or there is no such model (401); no token found"),
+        ("org/gated", True, "failed", "access is not granted (403); token found in HF_TOKEN"),
+        ("org/gated", False, "failed", "access is not granted (401); no token found"),
+        ("org/missing", True, "failed", "no such model (404)"),
+        ("org/data", False, "failed", "has no config.json"),
+        ("org/down", False, "failed", "the Hub answers 503"),
+    ],
+)
+def test_models_on_the_hub(hub, model, token, state, said):
+    check = model_check(model, hub | ({"HF_TOKEN": SECRET} if token else {}))
+    assert (check.state, said in check.found) == (state, True), check
+    assert SECRET not in str(check)
+
+
+def test_the_token_of_a_file(hub, tmp_path):
+    (tmp_path / "token").write_text(SECRET + "\n")
+    check = model_check("org/private", hub)
+    assert (check.state, check.found) == ("ok", f"can be read; token found in {tmp_path}/token")
+
+
+def test_without_a_network(tmp_path):
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "cannot be reached" in model_check("org/open", env).found
+    assert "HF_HUB_OFFLINE is set" in model_check("org/open", env | {"HF_HUB_OFFLINE": "1"}).found
+    snapshot = tmp_path / "hub/models--org--open/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    assert model_check("org/open", env).state == "warning"
+    assert model_check("org/open", env | {"HF_HUB_OFFLINE": "1"}).state == "ok"
+
+
+def test_models_in_folders(tmp_path):
+    assert "is no folder" in model_check(f"{tmp_path}/none", {}).found
+    assert "config.json cannot be read" in model_check(str(tmp_path), {}).found
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "no weights" in model_check(str(tmp_path), {}).found
+    (tmp_path / "model.safetensors").touch()
+    assert model_check(str(tmp_path), {}).found.endswith(": llama")
+
+
+CONFIG = """\
+num_layers: 2
+hidden_size: 64
+num_attention_heads: 4
+seq_length: 32
+max_position_embeddings: 32
+train_iters: 1
+train_micro_batch_size_per_gpu: 1
+vocab_file: tokenizer.json
+data_path: text
+load: base
+save: run
+checkpoint_factor: 1
+tokenizer_type: HFTokenizer
+"""
+
+
+def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yml").write_text(CONFIG)
+
+    def no_tokenizer(args: NeoXArgs) -> None:
+        raise OSError(f"{args.vocab_file}: no such file")
+
+    assert main(["a", "--json"], no_tokenizer) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert found["config"]["state"] == "ok"
+    assert found["data"]["found"] == "data_path: text.idx and .bin not there or empty"
+    assert found["data"]["advice"] == "a.yml:9"
+    assert found["tokenizer"]["found"] == "HFTokenizer: tokenizer.json: no such file"
+    assert found["load"]["found"] == "base holds no checkpoint (a.yml:10)"
+    assert found["save"]["found"].startswith("run: ")
+
+    args, _ = read_config(["a.yml"])
+    for file in ("text.idx", "text.bin"):
+        (tmp_path / file).write_text("x")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/latest").touch()
+    checks = [*data_checks(args), load_check(args), tokenizer_check(args, lambda args: None)]
+    assert [check.state for check in checks] == ["ok"] * 3
+
+
+def test_a_configuration_that_cannot_train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yml").write_text(CONFIG.replace("train_iters", "train_itres"))
+    args, checks = read_config(["a.yml"])
+    assert args is None and checks[0].state == "failed"
+    assert checks[0].found.startswith("a.yml:6: train_itres")
+
+
+def test_a_checkpoint_takes_about_as_much_as_it_does():
+    args = load(["configs/1-3B.yml", "configs/local_setup.yml"])
+    assert checkpoint_bytes(args) == pytest.approx(14 * 1.42e9, rel=0.03)  # 1.32e9 and the output embedding

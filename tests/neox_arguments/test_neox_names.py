@@ -1,0 +1,121 @@
+"""What GPT-NeoX's tests/neox_args ask of NeoXArgs, told anew; what they write in place is read-only here."""
+
+import json
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import yaml
+from deepspeed.launcher import runner
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.frozen import thaw
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+GOLDEN = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").read_text())["loaded"]
+FILES = ("125M.yml", "local_setup.yml")
+SIZES = ("125M", "350M", "760M", "1-3B", "2-7B", "6-7B", "13B", "175B")
+
+
+def paths(*names: str) -> list[str]:
+    return [str(CONFIGS / name) for name in names]
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Sets sys.argv."""
+    monkeypatch.chdir(ROOT)
+    return lambda *words: monkeypatch.setattr("sys.argv", list(words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.py", *paths(*FILES)),
+        ("train.py", *paths("125M", "local_setup")),
+        ("train.py", "-d", str(CONFIGS), *FILES),
+    ],
+    ids=["files", "without suffix", "with folder"],
+)
+def test_a_command_line_means_its_files(typed, words):
+    typed("deepy.py", *words)
+    assert NeoXArgs.consume_deepy_args() == NeoXArgs.from_ymls(paths(*FILES))
+
+
+def test_a_hostfile_on_the_command_line(typed, tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    typed("deepy.py", "--hostfile", str(tmp_path / "hosts"), "train.py", *paths(*FILES))
+    assert NeoXArgs.consume_deepy_args().hostfile == str(tmp_path / "hosts")
+
+
+def test_what_deepspeeds_launcher_is_handed_comes_back(typed):
+    baseline = NeoXArgs.from_ymls(paths(*FILES), {"user_script": "train.py", "master_port": 1234, "force_multi": True})
+    words = baseline.get_deepspeed_main_args()
+    typed(*words)
+    args = NeoXArgs.consume_neox_args()
+    assert args == baseline and args.megatron_config == baseline.megatron_config
+    read = runner.parse_args(words)
+    assert (read.user_script, read.master_port, read.force_multi) == ("train.py", 1234, True)
+    typed(read.user_script, *read.user_args)  # as a rank is started
+    assert NeoXArgs.consume_neox_args({"train_iters": 7}).train_iters == 7
+    Path(words[-1]).unlink()
+    typed("train.py")
+    with pytest.raises(ConfigError, match="--neox-args FILE is not among the arguments"):
+        NeoXArgs.consume_neox_args()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("more", [(), ("text_generation.yml",)], ids=["train", "generate"])
+def test_every_value_of_a_file_is_that_of_the_attribute(size, more):
+    files = paths(f"{size}.yml", "local_setup.yml", *more)
+    args = NeoXArgs.from_ymls(files)
+    assert isinstance(args, NeoXArgs)
+    for file in files:
+        for key, value in yaml.safe_load(Path(file).read_text()).items():
+            name = key.replace("-", "_")
+            written, resolved = args.given[name], thaw(getattr(args, name))
+            assert resolved == thaw(written) or isinstance(resolved, dict), key  # sections get their defaults
+            assert str(written) == str(value) or not isinstance(value, int | bool), key
+
+
+@pytest.mark.parametrize("name", ["configs/125M.yml + configs/local_setup.yml", "configs/20B.yml"])
+def test_the_values_gpt_neox_made_of_its_own_files(name, tmp_path):
+    values = GOLDEN[name]["values"]
+    halves = [dict(list(values.items())[half::2]) for half in (0, 1)]
+    for number, half in enumerate(halves):
+        (tmp_path / f"{number}.yml").write_text(yaml.safe_dump(half))
+    args = NeoXArgs.from_ymls([tmp_path / "0.yml", tmp_path / "1.yml"])
+    assert args.megatron_config == NeoXArgs.from_dict(values).megatron_config | {
+        "config_files": thaw(args.config_files)
+    }
+    assert {name: args.megatron_config[name] for name in ("num_layers", "hidden_size", "seq_length")} == {
+        name: values[name] for name in ("num_layers", "hidden_size", "seq_length")
+    }
+    assert "rms_norm_epsilon" not in args.megatron_config
+
+
+def test_required_keys_are_required():
+    with pytest.raises(ConfigError, match="num_layers"):
+        NeoXArgs.from_ymls(paths("local_setup.yml"))
+    with pytest.raises(ConfigError, match="num_layers, .* are required"):
+        NeoXArgs()
+
+
+def test_no_key_is_declared_twice():
+    assert NeoXArgs.validate_keys()
+
+    class Twice(NeoXArgs):
+        num_layers: int
+
+    with pytest.raises(ValueError, match="num_layers is declared by"):
+        type("Child", (Twice,), {}).validate_keys()
+
+
+def test_what_is_written_in_place_there_is_refused_here(model):
+    args = NeoXArgs.from_dict(model)
+    with pytest.raises(TypeError, match=r"args = args.replace\(user_script='train.py'\)"):
+        args.update_value("user_script", "train.py")
+    with pytest.raises(FrozenInstanceError):
+        args.wandb_group = "other"
+    assert args.replace(wandb_group="other").wandb_group == "other"
