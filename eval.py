@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
+    from megatron.mpu import StartError
     from megatron.tokenizer import TokenizerError
 
     try:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         need_harness(args)
         return 0 if run_evaluation(args, enter(args), track) else 1
-    except (ConfigError, LaunchError, TokenizerError, CheckpointError) as problem:
+    except (ConfigError, LaunchError, StartError, TokenizerError, CheckpointError) as problem:
         for line in str(problem).splitlines():
             print(f"eval.py: error: {line}", file=sys.stderr)
         return 1

@@ -13,20 +13,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
-    from megatron.checkpointing.huggingface import find_hf, is_hf
     from megatron.data import DataError
     from megatron.generation.adopting import hf_model_keys
+    from megatron.mpu import StartError
     from megatron.tokenizer import TokenizerError
 
     try:
         args = parse_script(argv, "generate.py", hf_model_keys).check_generation()
-        if args.load is not None and is_hf(args.load):
-            find_hf(args.load)  # may download, which is done before ranks wait for each other
         process = enter(args)
         from megatron.generation import generate
 
         generate(args, process)
-    except (ConfigError, LaunchError, DataError, TokenizerError, CheckpointError) as problem:
+    except (ConfigError, LaunchError, StartError, DataError, TokenizerError, CheckpointError) as problem:
         for line in str(problem).splitlines():
             print(f"generate.py: error: {line}", file=sys.stderr)
         return 1

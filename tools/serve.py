@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
     from megatron.generation.adopting import hf_model_keys
+    from megatron.mpu import StartError
     from megatron.tokenizer import TokenizerError
 
     try:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.generation.serving import serve
 
         serve(args, process)
-    except (ConfigError, LaunchError, TokenizerError, CheckpointError) as problem:
+    except (ConfigError, LaunchError, StartError, TokenizerError, CheckpointError) as problem:
         for line in str(problem).splitlines():
             print(f"serve.py: error: {line}", file=sys.stderr)
         return 1

@@ -6,15 +6,17 @@ The bottom room: it imports neither torch nor DeepSpeed, so that resolving a con
 from megatron.neox_arguments.cli import DeepyCommand, parse_deepy, parse_script
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load
-from megatron.neox_arguments.report import arguments_dump, print_config
+from megatron.neox_arguments.report import arguments_dump, flat_values, print_config, yaml_value
 
 __all__ = [
     "ConfigError",
     "DeepyCommand",
     "NeoXArgs",
     "arguments_dump",
+    "flat_values",
     "load",
     "parse_deepy",
     "parse_script",
     "print_config",
+    "yaml_value",
 ]

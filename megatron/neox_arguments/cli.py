@@ -2,8 +2,9 @@
 
 import argparse
 import os
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,11 @@ examples:
   python deepy.py train.py configs/quickstart.yml configs/local_setup.yml
   python deepy.py train.py -d configs quickstart local_setup          (.yml may be left out)
   python deepy.py --num_gpus 2 train.py a.yml --set model_parallel_size=2 optimizer.params.lr=1e-3
+  python deepy.py --hostfile hosts --include a:2,3@b train.py a.yml --dry-run
+  python deepy.py --num_nodes 2 --node_rank 1 --master_addr 10.0.0.1 --include localhost:2,3 train.py a.yml
   python deepy.py generate.py -d configs quickstart text_generation -i prompts.txt -o samples.jsonl
   python deepy.py train.py a.yml --print-config
+  python deepy.py doctor a.yml                             (can a run start here? more: doctor --help)
   python deepy.py --help-config gradient_clipping          (or zero_optimization.stage, or 'lr_*')
   python deepy.py --diff-config a.yml b.yml                (layers with commas: a.yml,local.yml b.yml,local.yml)
 """
@@ -34,7 +38,11 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hosts and their slots"}),
     (("--include",), "include", {"metavar": "DEVICES", "help": "devices to use, as in localhost:2,3"}),
     (("--exclude",), "exclude", {"metavar": "DEVICES", "help": "devices not to use, as in localhost:0"}),
-    (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks to start here"}),
+    (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks on each machine"}),
+    (("--num_nodes", "--num-nodes"), "num_nodes", {"metavar": "N", "type": int, "help": "machines"}),
+    (("--master_addr", "--master-addr"), "master_addr", {"metavar": "IP", "help": "address of the first machine"}),
+    (("--master_port", "--master-port"), "master_port", {"metavar": "N", "type": int, "help": "port to meet at"}),
+    (("--launcher",), "launcher", {"metavar": "NAME", "help": "pdsh, openmpi, mvapich, slurm or torchrun"}),
     (("--max-restarts", "--max_restarts"), "max_restarts", {"metavar": "N", "type": int, "help": "after failures"}),
     (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
     (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
@@ -64,23 +72,66 @@ class DeepyCommand(NamedTuple):
     user_script: str
     args: NeoXArgs
     print_config: bool
+    node_rank: int | None = None
+    hosts: Sequence[str] = ()
+    dry_run: bool = False
+    words: Sequence[str] = ()
+    """The script, its files and flags as they were typed, without what says where it is started."""
 
 
+# What by-hand lines say anew for each machine.
+_OF_ONE_MACHINE = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
 Adopt = Callable[[str], Mapping[str, Any]]
 """Gives the keys of a HuggingFace model, which `--hf-model` puts in the place of files. This room cannot read one."""
 
 
 def parse_deepy(argv: Sequence[str] | None = None, adopt: Adopt | None = None) -> DeepyCommand:
     """Command line of deepy.py (without its name). Raises ConfigError."""
-    description = "Start a script on the ranks of this machine."
+    description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=adopt is not None)
+    parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="which of num_nodes machines this is")
+    parser.add_argument(
+        "--hosts", metavar="HOST:0,1", nargs="+", default=(),
+        help="machines and their GPUs, or HOST=RANKS; with --dry-run: the line to type on each",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would be started, and exit")
+    parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
         raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
     assignments = _assignments(parsed, adopt)
-    if not (parsed.conf_file or assignments and parsed.hf_model):
+    if parsed.neox_args is not None:
+        args = _read_resolved(parsed.neox_args)
+        args = args.replace(**{path: value for path, value, _ in assignments})
+    elif not (parsed.conf_file or assignments and parsed.hf_model):
         raise ConfigError(["no configuration files; usage: deepy.py SCRIPT CONF [CONF ...]"])
-    return DeepyCommand(parsed.user_script, _load(parsed, assignments), parsed.print_config)
+    else:
+        args = _load(parsed, assignments)
+        if parsed.hosts and (args.include or args.exclude or args.hostfile):
+            key = next(name for name in ("include", "exclude", "hostfile") if getattr(args, name))
+            raise ConfigError([f"--hosts names the machines and their GPUs; remove {key} ({args.origin(key)})"])
+    return DeepyCommand(
+        parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
+        tuple(_words(parsed)),
+    )  # fmt: skip
+
+
+def _words(parsed: argparse.Namespace) -> Iterator[str]:
+    yield parsed.user_script
+    yield from parsed.conf_file
+    if parsed.conf_dir is not None:
+        yield from ("--conf_dir", parsed.conf_dir)
+    if parsed.hf_model is not None:
+        yield from ("--hf-model", parsed.hf_model)
+    for names, key, options in _FLAGS:
+        value = getattr(parsed, key)
+        if value is None or key in _OF_ONE_MACHINE:
+            continue
+        yield next(name for name in names if name.startswith("--"))
+        if options.get("action") != "store_const":
+            yield from map(str, value if isinstance(value, list) else [value])
+    if parsed.set:
+        yield from ("--set", *parsed.set)
 
 
 def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = None) -> NeoXArgs:
@@ -185,11 +236,19 @@ def _load(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -
 def _from_launcher(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
     if assignments or parsed.conf_dir:
         raise ConfigError(["--neox-args is complete in itself; give --set and other flags to deepy.py"])
+    return _read_resolved(parsed.neox_args)
+
+
+def _read_resolved(path: str) -> NeoXArgs:
+    """The file of a launcher, which may have run on another machine."""
     try:
-        return NeoXArgs.from_json(Path(parsed.neox_args).read_text(encoding="utf-8"))
+        return NeoXArgs.from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as cause:
-        raise ConfigError([f"--neox-args {parsed.neox_args}: {cause.strerror}"]) from cause
+        raise ConfigError([
+            f"--neox-args {path}: {cause.strerror} on host {socket.gethostname()}; log_dir (or save) must be one "
+            "folder that all machines see"
+        ]) from cause  # fmt: skip
     except (KeyError, ValueError) as cause:
         if isinstance(cause, ConfigError):
             raise
-        raise ConfigError([f"--neox-args {parsed.neox_args}: not a file written by deepy.py"]) from cause
+        raise ConfigError([f"--neox-args {path}: not a file written by deepy.py"]) from cause

@@ -15,6 +15,7 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "Adam": _ADAM, "AdamW": _ADAM, "CPU_Adam": _ADAM, "CPU_Torch_Adam": _ADAM, "SGD": {"momentum": 0.0},
     "Lion": {"betas": (0.9, 0.99)},
 }  # fmt: skip
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 _OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
@@ -42,6 +43,7 @@ def derive(
     values["world_size"] = None  # for_world says it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
+    _dropout(values)
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
         for name in ("layer_types", "no_rope_layers"):
@@ -49,6 +51,14 @@ def derive(
     if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values
+
+
+def _dropout(values: dict[str, Any]) -> None:
+    """None in preference training, unless it is asked for: the reference has none either."""
+    if values["disable_dropout"] is None:
+        values["disable_dropout"] = values["train_impl"] in ("dpo", "kto", "rm")
+    if values["disable_dropout"]:
+        values |= dict.fromkeys(DROPOUTS, 0.0)
 
 
 def _repeated(values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems) -> None:

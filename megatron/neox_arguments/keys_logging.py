@@ -93,10 +93,17 @@ class TextgenKeys:
     recompute: bool = key(False, "Generate without a cache: every token runs the text before it again (slow)")
     chat: bool = key(
         False,
-        "text_gen_type interactive: prompts are a user's turns in a conversation, put through the chat template",
+        "text_gen_type interactive, demo_prompts: prompts are a user's turns in a conversation, put through the chat "
+        "template",
         source="new",
     )
     system_prompt_file: str | None = key(None, "File with what such a conversation begins with", source="new")
+    demo_prompts: str | None = key(
+        None,
+        "Training: file of prompts that are answered before the first step and after the last, in <save>/demo_outputs; "
+        "a text a line, or .jsonl with `prompt` or `messages`",
+        source="new",
+    )
     kv_cache_gb: Literal["auto"] | float = key(
         "auto", "Size of the cache of keys and values on each rank; auto: a share of free memory", source="new", gt=0
     )

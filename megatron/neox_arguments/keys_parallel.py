@@ -7,29 +7,43 @@ from typing import Any, Literal
 from megatron.neox_arguments.declare import key
 from megatron.neox_arguments.sections import ZeroOptimization
 
-_STARTER = "deepy.py starts the ranks of this machine; srun and mpirun start train.py themselves"
+_HOSTS = (
+    "DeepSpeed's pdsh starts one deepy.py a host instead of DeepSpeed's launcher: logs by rank, one end for all hosts"
+)
 
 
 @dataclass(frozen=True)
 class RunnerKeys:
-    hostfile: str | None = key(None, "File with one `host slots=N` a line; ranks are started on this machine only")
-    include: str | None = key(None, "Devices to use, as in `localhost:2,3`")
-    exclude: str | None = key(None, "Devices not to use, as in `localhost:0`")
-    num_nodes: int = key(-1, "Machines to start ranks on; -1 and 1: this one, more is not built yet", ge=-1)
-    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
-        "pdsh", "What starts ranks on other machines", no_effect=_STARTER
+    hostfile: str | None = key(
+        None, "File with one `host slots=N` a line; unset: DLTS_HOSTFILE, or /job/hostfile where it is", differs=_HOSTS
     )
-    force_multi: bool = key(False, "Start over ssh even on one machine", no_effect=_STARTER)
-    no_ssh_check: bool = key(False, "Do not try ssh first", no_effect=_STARTER)
-    deepspeed_slurm: bool = key(False, "Ranks are started by Slurm", no_effect=_STARTER)
-    deepspeed_mpi: bool = key(False, "Ranks are started by MPI", no_effect=_STARTER)
-    comment: str | None = key(None, "Slurm's --comment", no_effect=_STARTER)
-    account: str | None = key(None, "Slurm's --account", no_effect=_STARTER)
-    num_gpus: int | None = key(None, "Ranks to start on this machine; unset: one a visible GPU, or one", ge=1)
-    master_addr: str | None = key(None, "Address at which the ranks meet; unset: this machine")
+    include: str | None = key(None, "Devices to use, as in `localhost:2,3`, or slots of hosts, as in `a:2,3@b`")
+    exclude: str | None = key(None, "Devices not to use, as in `localhost:0`, or slots of hosts, as in `a:0@b`")
+    num_nodes: int = key(
+        -1, "Machines: the first of a hostfile, or how many the same line is typed on (`--node_rank`); -1: all", ge=-1
+    )
+    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm", "torchrun"] = key(
+        "pdsh",
+        "What starts ranks on a hostfile's machines; slurm: srun, inside an allocation; torchrun: also on one machine",
+        differs="one machine needs none of them: deepy.py starts its ranks itself, but with slurm and torchrun",
+    )
+    force_multi: bool = key(False, "Start through `launcher` even on one machine of a hostfile")
+    no_ssh_check: bool = key(False, "Do not try ssh first")
+    deepspeed_slurm: bool = key(False, "The same as `launcher: slurm`")
+    deepspeed_mpi: bool = key(False, "The same as `launcher: openmpi`")
+    comment: str | None = key(None, "Slurm's --comment")
+    account: str | None = key(None, "Slurm's --account")
+    num_gpus: int | None = key(None, "Ranks to start on each machine; unset: one a visible GPU, or one", ge=1)
+    master_addr: str | None = key(None, "Address at which the ranks meet; unset: the first machine")
     master_port: int = key(29500, "Port at which the ranks meet", ge=1, le=65535)
     max_restarts: int = key(
         0, "Times that deepy.py starts a failed run again; it goes on from `save`", ge=0, source="new"
+    )
+    rendezvous_timeout_s: float | None = key(
+        None,
+        "How long machines and ranks wait for the next one at start; unset: 45 after the latest came",
+        gt=0,
+        source="new",
     )
     first_step_timeout_mins: float = key(
         30.0,
@@ -40,6 +54,13 @@ class RunnerKeys:
     collective_timeout_s: float = key(
         40.0,
         "How long ranks wait for each other in later steps; never less than three times the longest step",
+        gt=0,
+        source="new",
+    )
+    min_allreduce_gb_s: float | None = key(
+        None,
+        "Bus bandwidth that an all-reduce of all ranks must reach before training starts; unset: "
+        "NEOX_MIN_ALLREDUCE_GB_S of the environment, which a site's file sets, else it is only said",
         gt=0,
         source="new",
     )

@@ -27,6 +27,19 @@ class PostTrainingKeys:
         "fine-tuning); validation is nll",
         source="new",
     )
+    neftune_noise_alpha: float | None = key(
+        None,
+        "train_impl normal: uniform noise on the embeddings, in training alone, of this over the root of (tokens of "
+        "the document x hidden_size), as NEFTune; 5 to 15 are common",
+        ge=0,
+        source="new",
+    )
+    disable_dropout: bool | None = key(
+        None,
+        "Train without hidden_dropout and attention_dropout; unset: in preferences, where the policy would be compared "
+        "with a reference that has none",
+        source="new",
+    )
     train_label_data_paths: Paths = key(
         None, "Labels of train_data_paths, one for each: the tokens, -100 where they are not trained"
     )

@@ -124,6 +124,13 @@ class CheckpointKeys:
         None, "So many with the lowest validation loss are not deleted, of those saved where it was computed",
         ge=1, source="new",
     )  # fmt: skip
+    save_best: str | None = key(
+        None,
+        "Keep the best model of the validations after the first step in <save>/best_model, in HuggingFace's format, by "
+        "this metric: validation/lm_loss, validation/rewards/accuracies, eval_tasks/TASK_METRIC; where its name does "
+        "not say which is better, `:min` or `:max` after it does",
+        source="new",
+    )
     ephemeral_save_interval: int | None = key(
         None, "Also save every so many iterations, each until the next checkpoint", ge=1, source="new"
     )

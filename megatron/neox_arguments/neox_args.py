@@ -9,7 +9,7 @@ from typing import Any
 from megatron.neox_arguments.batch import BATCH_KEYS, batch_sizes
 from megatron.neox_arguments.check import check_keys
 from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.derive import derive
+from megatron.neox_arguments.derive import DROPOUTS, derive
 from megatron.neox_arguments.errors import ConfigError, Problems
 from megatron.neox_arguments.ffn import GATED, ffn_width
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
@@ -28,6 +28,7 @@ from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, Runne
 from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
 from megatron.neox_arguments.keys_serving import ServingKeys
 from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
+from megatron.neox_arguments.neox_names import NeoXNames
 from megatron.neox_arguments.notes import notes
 from megatron.neox_arguments.places import is_remote, staging_folder
 from megatron.neox_arguments.read import Given, parse_overrides, read_deepspeed_config, read_files
@@ -43,7 +44,7 @@ from megatron.neox_arguments.validate import (
 
 @dataclass(frozen=True)
 class NeoXArgs(
-    DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
+    NeoXNames, DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
     TransformerEngineKeys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
     CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys,
     RunnerKeys,
@@ -106,7 +107,7 @@ class NeoXArgs(
         value = getattr(self, name)
         if place is None:
             return "default" if value == keys_of(NeoXArgs)[name].default else "derived"
-        changed = value == 0.0 and name == "gradient_clipping" and self.given[name] != 0
+        changed = value == 0.0 and name in ("gradient_clipping", *DROPOUTS) and self.given[name] != 0
         return f"derived from {place}" if changed else place
 
     def notes(self) -> list[str]:

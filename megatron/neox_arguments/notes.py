@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.derive import DROPOUTS
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
@@ -30,6 +31,12 @@ def notes(args: "NeoXArgs") -> list[str]:
         lines.append(f"as GPT-NeoX did it: {told}")
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
+    given = [name for name in DROPOUTS if args.given.get(name)]
+    if given and args.disable_dropout:
+        asked = args.given.get("disable_dropout") is not None
+        why = args.origin("disable_dropout") if asked else f"train_impl: {args.train_impl}"
+        told = " and ".join(f"{name} {args.given[name]} ({args.origins[name]})" for name in given)
+        lines.append(f"disable_dropout ({why}): trained without {told}")
     if args.te_layernorm_mlp:
         kind, epsilon = (
             ("rms_norm", args.rms_norm_epsilon) if "rms" in args.norm else ("layernorm", args.layernorm_epsilon)

@@ -33,8 +33,6 @@ def refusals(args: "NeoXArgs") -> dict[str, str]:
         found["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
     elif args.te_layernorm_mlp and args.activation not in ("gelu", "geglu", "relu", "reglu", "swiglu"):
         found["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
-    if args.num_nodes > 1:
-        found["num_nodes"] = f"{args.num_nodes}: deepy.py starts the ranks of this machine; use srun or torchrun"
     width = ffn_problem(args)
     if width is not None:
         key = "intermediate_size" if args.intermediate_size else "activation"

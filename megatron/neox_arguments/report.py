@@ -19,7 +19,7 @@ def print_config(args: "NeoXArgs") -> str:
     refused = args.refusals()
     rows = [
         (path, yaml_value(value), args.origin(path) + (" (REFUSED by a run, see below)" if path in refused else ""))
-        for path, value in _flat(args)
+        for path, value in flat_values(args)
     ]
     shown = {path for path, _, _ in rows}
     changed = [row for row in rows if row[2] != "default"]
@@ -40,7 +40,7 @@ def print_config(args: "NeoXArgs") -> str:
 
 def diff_config(one: "NeoXArgs", other: "NeoXArgs") -> str:
     """The resolved values that differ, a line each: `path: one (place) -> other (place)`; "" when none does."""
-    left, right = dict(_flat(one)), dict(_flat(other))
+    left, right = dict(flat_values(one)), dict(flat_values(other))
     lines = []
     for path in dict.fromkeys([*left, *right]):
         texts = [
@@ -70,7 +70,8 @@ def arguments_dump(args: "NeoXArgs") -> str:
     return "\n".join([begin, *rows, end])
 
 
-def _flat(args: "NeoXArgs") -> Iterator[tuple[str, Any]]:
+def flat_values(args: "NeoXArgs") -> Iterator[tuple[str, Any]]:
+    """Every resolved value but the files' text, by dotted path."""
     for name, key in keys_of(type(args)).items():
         if name == "config_files":
             continue

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from megatron.neox_arguments.best_metric import best_metric
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.places import is_remote, problem_of
 from megatron.neox_arguments.read import show
@@ -46,6 +47,8 @@ def validate_training(args: "NeoXArgs") -> Problems:
             "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
         )
     _vocab_file(args, problems)
+    _best(args, problems)
+    _demos(args, problems)
     return problems
 
 
@@ -63,18 +66,9 @@ def validate_generation(args: "NeoXArgs") -> Problems:
         return problems
     if args.chat and args.text_gen_type != "interactive":
         problems.add("chat", "is a conversation at the terminal; set text_gen_type: interactive")
-    if args.system_prompt_file is not None and not args.chat:
-        problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
-    if "" in args.stop_strings:
-        problems.add("stop_strings", "an empty string would end every text at once; remove it")
     if not args.prompt_end:
         problems.add("prompt_end", 'is empty; it separates prompts, as "\\n" (in double quotes) does')
-    if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
-        problems.add(
-            "maximum_tokens",
-            f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
-            f"{at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
-        )
+    _texts(args, problems)
     return problems
 
 
@@ -147,14 +141,55 @@ def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("extra_save_iters", "expected iterations from 0 on")
 
 
+def _best(args: "NeoXArgs", problems: Problems) -> None:
+    if args.save_best is None:
+        return
+    try:
+        metric, _ = best_metric(args.save_best)
+    except ValueError as problem:
+        problems.add("save_best", str(problem))
+        return
+    if args.save is None:
+        problems.add("save_best", "needs save, the folder in which it is kept")
+    elif is_remote(args.save):
+        problems.add("save_best", f"keeps one folder up to date, which {at(args, 'save')} cannot; save to a folder")
+    if metric.startswith("validation/") and args.eval_iters == 0:
+        problems.add("save_best", f"needs validations: eval_iters is {at(args, 'eval_iters')}; set it to their batches")
+    if metric.startswith("eval_tasks/") and not args.eval_tasks:
+        problems.add("save_best", f"{metric}: eval_tasks names no task; add it")
+
+
+def _demos(args: "NeoXArgs", problems: Problems) -> None:
+    if args.demo_prompts is None:
+        return
+    if args.save is None:
+        problems.add("demo_prompts", "needs save, the folder in which answers are written")
+    _texts(args, problems)
+
+
+def _texts(args: "NeoXArgs", problems: Problems) -> None:
+    """Of texts that are written after prompts."""
+    if args.system_prompt_file is not None and not args.chat:
+        problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
+    if "" in args.stop_strings:
+        problems.add("stop_strings", "an empty string would end every text at once; remove it")
+    if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
+        problems.add(
+            "maximum_tokens",
+            f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
+            f"{at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
+        )
+
+
 def _data(args: "NeoXArgs", problems: Problems) -> None:
     names = ("train_data_paths", "valid_data_paths", "test_data_paths")
     present = [name for name in names if getattr(args, name) is not None]
     if present and args.data_path is not None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
-    elif 0 < len(present) < 3 and (args.eval_iters > 0 or args.train_data_paths is None):
-        missing = ", ".join(name for name in names if name not in present)
-        problems.add(present[0], f"needs {missing} too (or eval_iters: 0, to train only)")
+    elif present and args.train_data_paths is None:
+        problems.add(present[0], "needs train_data_paths too")
+    elif present and args.eval_iters > 0 and args.valid_data_paths is None:
+        problems.add(present[0], "needs valid_data_paths too (or eval_iters: 0, to train only)")
     parts = args.split.replace("/", ",").split(",")
     try:
         shares = [float(part) for part in parts]

@@ -26,6 +26,8 @@ def validate_preferences(args: "NeoXArgs", problems: Problems) -> None:
                 problems.add(name, f"only train_impl: {impl} reads it, not {at(args, 'train_impl')}; remove it")
     if args.sft_loss_type == "dft" and (args.z_loss or args.train_impl != "normal"):
         problems.add("sft_loss_type", "dft is a loss of train_impl: normal without z_loss; remove one of them")
+    if args.neftune_noise_alpha:
+        _noise(args, problems)
     if args.train_impl in ("dpo", "kto") and args.z_loss:
         problems.add("z_loss", f"is for language modelling; remove it, or train_impl {at(args, 'train_impl')}")
     if args.train_impl == "dpo":
@@ -35,6 +37,15 @@ def validate_preferences(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
     if args.compat_kto and args.kto_loss_type != "kto":
         problems.add("compat_kto", f"GPT-NeoX has no loss but kto; remove it, or {at(args, 'kto_loss_type')}")
+
+
+def _noise(args: "NeoXArgs", problems: Problems) -> None:
+    if args.train_impl != "normal":
+        problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a reference has no noise, and the policy "
+                     f"would be compared with it; remove it, or train_impl {at(args, 'train_impl')}")  # fmt: skip
+    elif args.pack_impl != "packed" and not args.reset_attention_mask:
+        problems.add("neftune_noise_alpha", "depends on the length of a document, and rows here hold several or "
+                     "padding; set reset_attention_mask: true")  # fmt: skip
 
 
 def _reference(args: "NeoXArgs", problems: Problems) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron.data import IndexedDataset
 from megatron.launch import process_info
 from megatron.neox_arguments import NeoXArgs
-from megatron.training import start
+from megatron.training import start, train
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, LLAMA, config, curves
 
@@ -60,3 +64,40 @@ def test_labels_that_are_not_listed_are_named_at_start() -> None:
     lines = [line for line in said[0].splitlines() if "all tokens are trained" in line]
     assert len(lines) == 2 and all("train_label_data_paths" in line and "would mask" in line for line in lines)
     assert "all tokens are trained" not in said[1], "said once"
+
+
+def said_by(rank: int, world_size: int, values: dict[str, Any]) -> str:
+    """For the pool: what a whole run prints."""
+    with redirect_stdout(io.StringIO()) as said:
+        training = start(NeoXArgs.from_dict(values), process_info())
+        train(training)
+    training.engine.close()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["dp2", "pp2"])
+def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Path) -> None:
+    """At the start of all rows, and of each step; here one step is all rows."""
+    text, labels = (IndexedDataset(path) for path in (f"{CHAT}_document", LABELS[0]))
+    used = np.minimum(text.sizes, 129)
+    ranks, layout = LAYOUTS[name]
+    values = config(
+        LLAMA, SFT, layout, train_data_paths=[f"{CHAT}_document"], train_label_data_paths=LABELS[:1], train_iters=1,
+        train_batch_size=len(text), train_micro_batch_size_per_gpu=2, pack_impl="unpacked", save=str(tmp_path),
+        checkpoint_factor=1, eval_iters=1,
+    )  # fmt: skip
+    said = run_ranks(said_by, ranks, values)[0]
+    trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
+    padding, share = 1 - used.sum() / (24 * 129), trained / used.sum()
+    assert (
+        f"chat_conversation_document.bin: 24 documents in 24 rows of 128 tokens, 24.0 documents a step on average; "
+        f"{100 * padding:.1f} % padding, {100 * share:.1f} % of the tokens are trained" in said
+    )
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "train/lm_loss" in row]
+    places = np.minimum(text.sizes, 128)
+    assert row["train/padding_share"] == pytest.approx(1 - places.sum() / (24 * 128))
+    assert row["train/packing_efficiency"] == pytest.approx(places.sum() / (24 * 128))
+    assert row["train/trained_share"] == pytest.approx(trained / places.sum())
+    assert 0 <= row["train/mean_token_accuracy"] < 0.1 and 5.0 < row["train/entropy"] < 6.0
+    assert row["validation/lm_loss_ppl"] > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def pairs(folder: Path, count: int = 40) -> dict[str, Any]:
     return paths
 
 
+LOGGED = (
+    *(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")), "logps/chosen", "logps/rejected",
+    "entropy", "mean_token_accuracy", "padding_share", "packing_efficiency", "trained_share",
+)  # fmt: skip
 RUNS = {
     "simpo packed": (1, {"pack_impl": "best_fit", "dpo_loss_type": "simpo"}),
     "simpo padded pp2": (2, {"pack_impl": "unpacked", "dpo_loss_type": "simpo", "pipe_parallel_size": 2}),
@@ -56,3 +61,9 @@ def test_a_run_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None
     assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
     found = losses(through)
     assert found[12] < 0.7 * found[1]
+    lines = (through / "logs" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "train/lm_loss" in row]
+    assert {f"train/{metric}" for metric in LOGGED} <= set(rows[0])
+    padding = np.array([row["train/padding_share"] for row in rows])
+    assert padding == pytest.approx(1 - np.array([row["train/packing_efficiency"] for row in rows]))
+    assert (padding.min() > 0.5) if "padded" in name else (0 < padding.mean() < 0.2), padding
