@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from megatron.launch import LaunchError, dry_run, launch, set_arch_list
+from megatron.launch import LaunchError, dry_run, launch, remember_usr1, set_arch_list
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.cli import parse_deepy
 from megatron.neox_arguments.report import print_config
@@ -31,6 +31,7 @@ def main() -> int:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
+        remember_usr1()
         command = parse_deepy(adopt=hf_model_keys)
         if command.print_config:
             print(print_config(command.args))

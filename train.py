@@ -10,9 +10,10 @@ from megatron.neox_arguments import ConfigError, parse_script
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on this rank; the exit code."""
-    from megatron.launch import LaunchError, enter, set_arch_list, show_stacks_on_signal
+    from megatron.launch import LaunchError, enter, remember_usr1, set_arch_list, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
+    remember_usr1()
     from megatron.checkpointing import CheckpointError
     from megatron.data import DataError
     from megatron.mpu import StartError

@@ -58,9 +58,5 @@ train() {
         scontrol requeue "$SLURM_JOB_ID"
         exit 0
     fi
-    if [ "$code" = 138 ]; then # 128 + USR1
-        echo "pretrain_neox.sbatch: error: USR1 came before the run could take it, which ended it; Slurm sends it five" \
-            "minutes before the time limit: sbatch --time=..., or --signal=B:USR1@SECONDS" >&2
-    fi
     exit "$code"
 }

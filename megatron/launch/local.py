@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from megatron.launch.devices import cores, interface_to
+from megatron.launch.early import has_early
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.meeting import Meeting, Place
 from megatron.launch.plan import Run, fit, hand_over
@@ -18,7 +19,7 @@ def run_local(run: Run, restarts: int = 0) -> Outcome:
     this process. Raises LaunchError for a port that is taken."""
     place = Place(0, run.world_size, _port(run.master_port, os.environ))
     here = environments(run, place, restarts)
-    if run.world_size == 1 and not run.watched:
+    if run.world_size == 1 and not run.watched and not has_early():
         _become(run.command, here[0])
     return watch_ranks(run.command, here, run.log_dir)
 

@@ -75,6 +75,15 @@ class Rank:
         begins = WORTH_READING.search(last)
         return last[begins.start() if begins else 0 :].decode(errors="replace")
 
+    def would_die(self, number: int) -> bool:
+        """Whether a signal would end the rank because it has not got so far as to handle it (Linux)."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+        except OSError:  # another system, or it has ended
+            return False
+        handled = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+        return handled is not None and not int(handled[1], 16) >> (number - 1) & 1
+
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone."""
         if self.process.poll() is None:

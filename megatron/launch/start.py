@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megatron.launch.early import take_early
 from megatron.launch.environment import LaunchError
 from megatron.launch.front import Front
 from megatron.launch.hosts import hosts_of
@@ -119,7 +120,7 @@ def _start(run: Run) -> int:
         if not run.args.no_ssh_check:
             _check_ssh(run.nodes[0].host)
         Path(hostfile_path(run)).write_text(hostfile_of(run), encoding="utf-8")
-    received: list[int] = []
+    received = take_early()
     code = _watch(command, {**os.environ, **env}, Front(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
         return end_of_job(run.args, code, signal.SIGUSR1 in received, before, os.environ)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from megatron.launch.early import take_early
 from megatron.launch.ranks import STACK, Rank, start_rank
 from megatron.launch.stacks import STACKS_SIGNAL
 
@@ -21,6 +22,7 @@ POLL_S = 0.1
 TRACEBACK_S = 5.0
 STOPPED_S = 10.0  # a rank may be stopped (SIGSTOP) this long while the launcher runs
 SUSPENDED_S = 5.0  # a longer pause between two looks means that the launcher was stopped too
+STARTING_S = 30.0  # until ranks handle signals; Python may come from a slow file system
 STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
@@ -67,7 +69,7 @@ def watch_ranks(
     moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
     signal N counts as exit code 128 + N. With `elsewhere` the run ends when it has ended on every machine.
     """
-    received: list[int] = []
+    received = take_early()
 
     def remember(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -107,13 +109,14 @@ class _Screen:
 def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: Elsewhere | None) -> Outcome:
     """Pump output, pass signals on, until all ranks have ended, one has failed or one is stopped."""
     passed_on, looked, told = 0, time.monotonic(), False
+    began = looked
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.output, selectors.EVENT_READ, rank)
         while True:
             if elsewhere is not None:
                 received += elsewhere.signals()
-            while passed_on < len(received):
+            while passed_on < len(received) and not _too_early(ranks, received[passed_on], began):
                 for rank in ranks:
                     rank.signal(received[passed_on])
                 passed_on += 1
@@ -178,6 +181,12 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     if outcome.code:
         _say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
     return outcome
+
+
+def _too_early(ranks: list[Rank], number: int, began: float) -> bool:
+    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting."""
+    young = time.monotonic() - began < STARTING_S
+    return young and number == signal.SIGUSR1 and any(rank.would_die(number) for rank in ranks)
 
 
 def _suspect(ranks: list[Rank]) -> Rank | None:

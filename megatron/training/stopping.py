@@ -28,6 +28,9 @@ class SignalWatch:
         self.received = 0
         self._first = 0.0
         self._previous = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
+        for number, handler in self._previous.items():
+            if getattr(handler, "received", 0):  # it came while the run started
+                self._remember(number, None)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
