@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from megatron.launch.plan import Run
 
-PATIENCE_S = 45.0  # for the next machine, after the latest that came
 SAY_S = 15.0
 POLL_S = 0.1
 LEAVE_S = 10.0  # for the others to read how the run ended, before node 0's store goes
@@ -41,10 +40,10 @@ class Meeting:
     thread (`Courier`), so that a machine that vanished never blocks the watch over our own ranks.
     """
 
-    def __init__(self, run: "Run", patience_s: float | None = None) -> None:
+    def __init__(self, run: "Run", patience_s: float) -> None:
         """Raises LaunchError when node 0 cannot be reached, or the port cannot be had."""
         self._run = run
-        self._patience = patience_s or PATIENCE_S
+        self._patience = patience_s
         self._hosts = [node.host or "?" for node in run.nodes]
         self._hosts[run.node_rank] = socket.gethostname()
         self._store = self._serve() if run.node_rank == 0 else self._reach()

@@ -14,12 +14,12 @@ from megatron.launch.devices import choose_ranks, cores, is_here, visible_gpus
 from megatron.launch.environment import DEFAULT_PORT, LaunchError
 from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.slurm import allocation, has_slurm, job_port, need_gpus, step_node
+from megatron.neox_arguments.neox_names import ARGS_FLAG
 from megatron.neox_arguments.places import is_remote
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-ARGS_FLAG = "--neox-args"
 _WITHOUT_BATCH = ("eval", "generate", "serve")  # scripts that need none, and may run where training's does not fit
 
 

@@ -128,9 +128,8 @@ def sbatch_line(args: "NeoXArgs", env: Mapping[str, str]) -> str:
 
 
 def of_this_start(run: "Run", env: Mapping[str, str]) -> "Run":
-    """A run whose job was queued again and has saved before: keys that say how a run starts have had their effect.
-
-    Raises nothing; notes the first start of the job in log_dir.
+    """The run as this start of the job is to go on: keys that say how a run starts have had their effect once it has
+    saved. The first start of a job is noted in log_dir, for later ones to compare.
     """
     note = run.log_dir / f"slurm-{env['SLURM_JOB_ID']}.started"
     if not _restarts(env) or not note.exists():

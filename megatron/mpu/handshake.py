@@ -22,7 +22,6 @@ from megatron.mpu.rendezvous import Process, Rendezvous, StartError, named
 from megatron.neox_arguments import NeoXArgs, flat_values, yaml_value
 from megatron.neox_arguments.declare import keys_of
 
-RENDEZVOUS_TIMEOUT_S = 45.0  # unset: so that it is said within a minute of the start, slow imports included
 PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers")
 _OF_A_MACHINE = ("config_files", "log_dir", "remote_staging")  # may differ, as may RunnerKeys: how ranks are started
@@ -40,7 +39,7 @@ def meet(
     """
     if process.world_size == 1 or dist.is_initialized():
         return None
-    rendezvous = Rendezvous(process, args.rendezvous_timeout_s or RENDEZVOUS_TIMEOUT_S, logger)
+    rendezvous = Rendezvous(process, args.rendezvous_timeout_s, logger)
     try:
         rendezvous.arrive(card(args, process))
         if process.rank == 0:

@@ -39,9 +39,9 @@ class RunnerKeys:
     max_restarts: int = key(
         0, "Times that deepy.py starts a failed run again; it goes on from `save`", ge=0, source="new"
     )
-    rendezvous_timeout_s: float | None = key(
-        None,
-        "How long machines and ranks wait for the next one at start; unset: 45 after the latest came",
+    rendezvous_timeout_s: float = key(
+        45.0,
+        "How long machines and ranks wait at start for the next one, after the latest that came",
         gt=0,
         source="new",
     )

@@ -20,10 +20,7 @@ def build_objective(args: NeoXArgs) -> Objective:
     if args.train_impl == "kto":
         return kto(
             KtoSettings(
-                args.kto_beta,
-                args.kto_desirable_weight,
-                args.kto_undesirable_weight,
-                args.kto_loss_type,
+                args.kto_beta, args.kto_desirable_weight, args.kto_undesirable_weight, args.kto_loss_type,
                 neox=args.compat_kto,
             )  # fmt: skip
         )

@@ -14,5 +14,5 @@ export NEOX_MODULES="${NEOX_MODULES:-brics/nccl/2.26.6-1}"
 export NEOX_FABRIC="${NEOX_FABRIC-slingshot}" # NEOX_FABRIC= for none
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-hsn}"
 export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR:-userfaultfd}"
-# Of each Slingshot card 25 GB/s can be had, of all four of a node together about 90; over TCP 17 times less: 5.
+# Between TCP, which costs a factor of 17, and one Slingshot card of 25 GB/s; raise it to what the log of a good job says.
 export NEOX_MIN_ALLREDUCE_GB_S="${NEOX_MIN_ALLREDUCE_GB_S:-15}"

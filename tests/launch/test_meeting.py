@@ -133,7 +133,7 @@ def test_contradictions_are_named():
         assert "node_rank 1 is taken by host" in " ".join(_problem(end) for end in ends)
     with together([1, 1]) as (meetings, _):
         with pytest.raises(LaunchError, match=r"master_port: port \d+ cannot be used"):
-            Meeting(run_of([1, 1], 0, meetings[0]._run.master_port or 0))
+            Meeting(run_of([1, 1], 0, meetings[0]._run.master_port or 0), 1)
     port = free_port()
     with ThreadPoolExecutor() as pool:
         ends = [
