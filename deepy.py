@@ -36,6 +36,7 @@ def main() -> int:
         if command.print_config:
             print(print_config(command.args))
             return 0
+        command.args.check_for(command.user_script)  # before ranks are started, once
         if command.dry_run:
             for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
                 print(line)

@@ -78,12 +78,15 @@ def process_info(
 def enter(args: "NeoXArgs") -> ProcessInfo:
     """This process's place, with the variables set that torch.distributed reads, whoever started it.
 
+    With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on CPUs.
     Raises LaunchError as `process_info`.
     """
     # A default port must not win over the one derived from the job.
     port = None if args.origin("master_port") == "default" else args.master_port
     info = process_info(master_addr=args.master_addr, master_port=port)
     os.environ.update(info.variables())
+    if args.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return info
 
 

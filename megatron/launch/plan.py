@@ -85,7 +85,8 @@ def plan(
     step = step_node(env, started_by_us=bool(hosts)) if wanted == "slurm" else None
     if step is not None:
         node_rank = step if hosts else node_rank
-        need_gpus(env, visible_gpus(env))
+        if args.distributed_backend != "gloo":
+            need_gpus(env, visible_gpus(env))
     if wanted == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
         address = args.master_addr or env.get("MASTER_ADDR") or nodes[0].host
@@ -128,19 +129,24 @@ def _launcher(args: "NeoXArgs") -> str:
     return "slurm" if args.deepspeed_slurm else "openmpi" if args.deepspeed_mpi else args.launcher
 
 
+def _gpus(args: "NeoXArgs", env: Mapping[str, str]) -> list[str]:
+    """GPUs that ranks of this machine may take; none where the run is asked to work on CPUs."""
+    return [] if args.distributed_backend == "gloo" else visible_gpus(env)
+
+
 def _here(args: "NeoXArgs", known: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
     """The ranks of this machine, when it is the only one."""
     include, exclude, wanted = args.include, args.exclude, args.num_gpus
     if known:  # include and exclude have chosen among its slots
         include, exclude = known[0].include(), None
         wanted = known[0].ranks if wanted is None else wanted
-    count, devices = choose_ranks(visible_gpus(env), wanted, include, exclude)
+    count, devices = choose_ranks(_gpus(args, env), wanted, include, exclude)
     return (Node(socket.gethostname(), count, devices),)
 
 
 def _nodes(run: Run, args: "NeoXArgs", hand: ByHand, wanted: str, env: Mapping[str, str]) -> Run:
     """This machine among several on which the same line is typed."""
-    count, devices = choose_ranks(visible_gpus(env), hand.ranks, hand.include, hand.exclude)
+    count, devices = choose_ranks(_gpus(args, env), hand.ranks, hand.include, hand.exclude)
     nodes = list(hand.nodes)
     if len(nodes) == 1:
         return replace(run, nodes=(Node(nodes[0].host, count, devices),), total_ranks=hand.total_ranks)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from megatron.mpu.rendezvous import Process
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 T = TypeVar("T")
+_GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists what it found, whatever torch makes of it
 
 
 def configure_logging(rank: int) -> logging.Logger:
@@ -34,20 +36,9 @@ def join(args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.S
     """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this world.
 
     store: what `meet` gave, where a command lets ranks meet before each machine fetches what it needs.
-    Raises ConfigError when `distributed_backend: nccl` finds no GPU and there are ranks to connect. (All files of
-    GPT-NeoX say nccl; one rank alone exchanges nothing, and trains on the CPU.)
+    Raises ConfigError when `distributed_backend: nccl` meets GPUs of this machine that torch does not see.
     """
-    has_gpu = torch.cuda.is_available()
-    backend = args.distributed_backend
-    if backend == "auto":
-        backend = "nccl" if has_gpu else "gloo"
-        logger.info(f"distributed_backend: auto chose {backend}")
-    if backend == "nccl" and not has_gpu and process.world_size == 1:
-        backend = "gloo"
-        logger.info("distributed_backend: nccl has nothing to connect: one rank, on the CPU, for want of a GPU")
-    if backend == "nccl" and not has_gpu:
-        place = args.origin("distributed_backend")
-        raise ConfigError([f"{place}: distributed_backend: nccl needs a GPU; set distributed_backend: auto"])
+    backend = _backend(args, logger)
     device = torch.device("cuda", process.local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -62,6 +53,24 @@ def join(args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.S
             device_id=device if device.type == "cuda" else None,
         )
     return build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)
+
+
+def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
+    """nccl or gloo. All files of GPT-NeoX say nccl: where there is no GPU that is gloo, and said."""
+    backend, has_gpu = args.distributed_backend, torch.cuda.is_available()
+    if backend == "auto":
+        backend = "nccl" if has_gpu else "gloo"
+        logger.info(f"distributed_backend: auto chose {backend}")
+    elif backend == "nccl" and not has_gpu:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if _GPUS.is_dir() and not hidden:
+            raise ConfigError([
+                f"{args.origin('distributed_backend')}: distributed_backend: nccl, but torch sees none of this "
+                "machine's GPUs: `python deepy.py doctor` says why (distributed_backend: gloo trains on CPUs)"
+            ])  # fmt: skip
+        backend = "gloo"
+        logger.info("distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs")
+    return backend
 
 
 def on_rank_zero(groups: ParallelGroups, work: Callable[[], T]) -> T:

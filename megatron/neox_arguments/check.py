@@ -32,8 +32,10 @@ _ELSEWHERE = {
     "warmup_ratio": "warmup",
     "warmup_steps": "warmup_iters",
     "max_grad_norm": "gradient_clipping",
-    "decay_lr_to": "min_lr",
-    "attention_type": "attention_config",
+}
+_ADVICE = {
+    "decay_lr_to": "it is a fraction of lr; write min_lr: decay_lr_to x optimizer.params.lr",
+    "attention_type": "remove it, num_kv_heads says how many heads of keys and values there are",
 }
 
 
@@ -163,6 +165,8 @@ def _check_bounds(key: Key, value: Any) -> None:
 def _unknown(name: str, keys: Mapping[str, Key]) -> str:
     if name in _ELSEWHERE:
         return f"unknown key; it is {_ELSEWHERE[name]} here"
+    if name in _ADVICE:
+        return f"unknown key; {_ADVICE[name]}"
     near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
     ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
     near = [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.05]

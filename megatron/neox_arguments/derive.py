@@ -34,6 +34,8 @@ def derive(
         values["zero_optimization"] = resolve_section(ZeroOptimization, {}, problems)
     if values["lr_decay_iters"] is None and values["train_iters"] is not None:
         values["lr_decay_iters"] = max(1, int(values["train_iters"] * (values["lr_decay_fraction"] or 1)))
+    if values["te_backend"] == "auto":
+        values["te_backend"] = "native"  # the only one there is; what a run says at its start names the choice
     if values["text_gen_type"] is None:
         values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
     for name in ("comms_logger", "dump_state"):

@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+from megatron.neox_arguments.declare import keys_of
+
 GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 READINGS: Final = ("none", "upstream", "fork")
 # Widths of gated MLPs by hidden_size, from the published model configurations.
@@ -27,10 +29,10 @@ def ffn_width(values: Any, reading: str | None = None) -> int:
 
     none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated activations
     two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256 -> 11008).
-    upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset: compat_ffn_width's.
-    Raises ValueError when the keys contradict each other.
+    upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset: compat_ffn_width's, or
+    the fork's where a key that only it has shows that the file was written for it. Raises ValueError when the keys contradict each other.
     """
-    reading = reading or values.compat_ffn_width or "none"
+    reading = reading or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
     given, multiple = values.intermediate_size, values.mlp_multiple_of
     gated = values.activation in GATED
     base = given or int((values.expansion_factor or 4) * values.hidden_size)
@@ -58,7 +60,7 @@ def ffn_problem(values: Any) -> str | None:
         ffn_width(values)
     except ValueError as cause:
         cannot = str(cause)
-    if values.compat_ffn_width is not None:
+    if values.compat_ffn_width is not None or _written_for_the_fork(values):
         return cannot
     widths: dict[str, int] = {}
     for reading in READINGS:
@@ -80,6 +82,12 @@ def ffn_problem(values: Any) -> str | None:
             "add the line `compat_ffn_width: none` for a new model, upstream or fork for one that was trained there"
         )
     return f"the MLP would be {told} wide; {advice}"
+
+
+def _written_for_the_fork(values: Any) -> bool:
+    """Whether intermediate_size stands beside a key that only the fork has, so that it is the fork's true width."""
+    keys = keys_of(type(values))
+    return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.given)
 
 
 def _upstream_width(base: int, multiple: int, gated: bool) -> int:

@@ -7,26 +7,29 @@ from typing import Any, Literal
 from megatron.neox_arguments.declare import key
 
 _FP8, _MOE, _MAMBA, _MUP = "FP8", "mixture of experts", "Mamba", "MuP"
+_FP8_OFF = "FP8 is off: te_fp8_mha is not true"
+_SAME_LINEARS = "our own linears have the same maths and names on disk"
 _RWKV = "RWKV is not here; GPT-NeoX commit ea7aefd8 has it"
 _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
 
 
 @dataclass(frozen=True)
 class TransformerEngineKeys:
-    te_backend: Literal["native"] | None = key(
-        None,
-        "native: the maths of the te_* keys from our own layers, under Transformer-Engine's names on disk",
+    te_backend: Literal["auto", "native"] = key(
+        "auto",
+        "Whose layers do the maths of te_mha and te_layernorm_mlp, under Transformer-Engine's names on disk; native: our "
+        "own, which auto chooses",
         source="new",
     )
     te_mha: bool = key(False, "Transformer-Engine's attention")
     te_layernorm_mlp: bool = key(False, "Transformer-Engine's MLP, which holds the norm before it")
-    te_columnparallel: bool = key(False, "Transformer-Engine's column-parallel linears")
-    te_rowparallel: bool = key(False, "Transformer-Engine's row-parallel linears")
-    te_fp8_format: Literal["hybrid", "e4m3"] = key("hybrid", "FP8 formats of forward and backward", later=_FP8)
-    te_fp8_wgrad: bool = key(True, "Weight gradients in FP8", later=_FP8)
-    te_fp8_amax_history_len: int = key(1, "Steps that scaling factors look back", later=_FP8, ge=1)
-    te_fp8_amax_compute_algo: str = key("most_recent", "How scaling factors are made", later=_FP8)
-    te_fp8_margin: int = key(0, "Margin of scaling factors", later=_FP8)
+    te_columnparallel: bool = key(False, "Transformer-Engine's column-parallel linears", no_effect=_SAME_LINEARS)
+    te_rowparallel: bool = key(False, "Transformer-Engine's row-parallel linears", no_effect=_SAME_LINEARS)
+    te_fp8_format: Literal["hybrid", "e4m3"] = key("hybrid", "FP8 formats of forward and backward", no_effect=_FP8_OFF)
+    te_fp8_wgrad: bool = key(True, "Weight gradients in FP8", no_effect=_FP8_OFF)
+    te_fp8_amax_history_len: int = key(1, "Steps that scaling factors look back", no_effect=_FP8_OFF, ge=1)
+    te_fp8_amax_compute_algo: str = key("most_recent", "How scaling factors are made", no_effect=_FP8_OFF)
+    te_fp8_margin: int = key(0, "Margin of scaling factors", no_effect=_FP8_OFF)
     te_fp8_mha: bool = key(False, "Attention in FP8", later=_FP8)
 
 

@@ -81,7 +81,8 @@ class ParallelKeys:
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
     distributed_backend: Literal["auto", "nccl", "gloo", "mpi"] = key(
         "auto",
-        "Collectives; auto: nccl on GPUs, gloo on CPUs",
+        "Collectives, and with them the device; auto: nccl on GPUs, gloo on CPUs; gloo: CPUs, also beside GPUs",
+        differs="GPT-NeoX needs GPUs for nccl; here nccl is gloo on a machine that has none",
         refuse_values={"mpi": "torch is built without it; write auto"},
     )
     zero_optimization: Mapping[str, Any] = key(

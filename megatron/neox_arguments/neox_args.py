@@ -135,6 +135,17 @@ class NeoXArgs(
         self._check(validate_serving(self))
         return self
 
+    def check_for(self, script: str | Path) -> "NeoXArgs":
+        """This object, if it has all that a script of ours (train.py, eval.py, generate.py, tools/serve.py) needs before
+        it does anything; any other script checks for itself. Raises ConfigError."""
+        checks = {
+            "train": self.check_training,
+            "eval": self.check_evaluation,
+            "generate": self.check_generation,
+            "serve": self.check_serving,
+        }
+        return checks.get(Path(script).stem, lambda: self)()
+
     def refusals(self) -> dict[str, str]:
         """What a run refuses, by dotted path, with the reason and what to do; empty for what can run."""
         return refusals(self)

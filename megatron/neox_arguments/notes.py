@@ -37,6 +37,12 @@ def notes(args: "NeoXArgs") -> list[str]:
         why = args.origin("disable_dropout") if asked else f"train_impl: {args.train_impl}"
         told = " and ".join(f"{name} {args.given[name]} ({args.origins[name]})" for name in given)
         lines.append(f"disable_dropout ({why}): trained without {told}")
+    engine = [name for name in ("te_mha", "te_layernorm_mlp") if getattr(args, name)]
+    if engine and args.given.get("te_backend") != args.te_backend:
+        asked = f"{' and '.join(engine)} ({args.origin(engine[0])})"
+        lines.append(
+            f"te_backend: auto chose {args.te_backend} for {asked}: our own layers, the same maths and names on disk"
+        )
     if args.te_layernorm_mlp:
         kind, epsilon = (
             ("rms_norm", args.rms_norm_epsilon) if "rms" in args.norm else ("layernorm", args.layernorm_epsilon)
@@ -52,7 +58,7 @@ def notes(args: "NeoXArgs") -> list[str]:
 
 def _alone(args: "NeoXArgs") -> Iterator[tuple[str, str]]:
     """Keys that were set and only act beside another one that is not."""
-    engine = args.te_mha or args.te_layernorm_mlp or args.te_columnparallel or args.te_rowparallel
+    engine = args.te_mha or args.te_layernorm_mlp
     for name, other, there in (
         ("checkpoint_in_cpu", "checkpoint_activations", args.checkpoint_activations),
         ("lr_wsd_decay_style", "lr_decay_style: wsd", args.lr_decay_style == "wsd"),
@@ -60,9 +66,9 @@ def _alone(args: "NeoXArgs") -> Iterator[tuple[str, str]]:
         ("memory_profiling_path", "memory_profiling", args.memory_profiling),
         ("wandb_mode", "use_wandb", args.use_wandb),
         ("comet_mode", "use_comet", args.use_comet),
-        ("te_backend", "te_mha, te_layernorm_mlp, te_columnparallel or te_rowparallel", engine),
+        ("te_backend", "te_mha or te_layernorm_mlp", engine),
     ):
-        if name in args.given and getattr(args, name) != keys_of(type(args))[name].default and not there:
+        if name in args.given and args.given[name] != keys_of(type(args))[name].default and not there:
             yield name, other
 
 

@@ -14,17 +14,6 @@ if TYPE_CHECKING:
 def refusals(args: "NeoXArgs") -> dict[str, str]:
     """Reasons by dotted path, with what to do instead; empty for what can run."""
     found = dict(_declared(type(args), args.given, args))
-    engine = {
-        "te_mha": args.te_mha,
-        "te_layernorm_mlp": args.te_layernorm_mlp,
-        "te_columnparallel": args.te_columnparallel,
-        "te_rowparallel": args.te_rowparallel,
-    }
-    if any(engine.values()) and args.te_backend is None:
-        found[next(name for name, asked in engine.items() if asked)] = (
-            "true asks for Transformer-Engine, whose own layers are not used here; add the line `te_backend: native` "
-            "for the same maths and names on disk"
-        )
     if args.te_mha and not args.use_bias_in_attn_linear:
         found["te_mha"] = (
             "Transformer-Engine's attention has biases; set use_bias_in_attn_linear: true or remove te_mha"

@@ -159,7 +159,7 @@ class DataTypes:
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32",
         "Type gradients are summed in",
-        refuse_values=dict.fromkeys(("bf16", "fp16"), "sums of many micro-batches lose their small terms; write fp32"),
+        no_effect="gradients are summed in fp32, in which small terms are not lost",
     )
 
 

@@ -85,3 +85,18 @@ def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatc
         hand_over(run)
         files.append(run.command[-1])
     assert [NeoXArgs.from_json(open(file).read()).lr for file in files] == [1e-3, 5e-3]
+
+
+@pytest.mark.parametrize(
+    ("script", "key", "message"),
+    [
+        ("train.py", "moe_num_experts=8", "moe_num_experts: 8 is refused"),
+        ("train.py", "seed=1", "data_path: is required"),
+        ("eval.py", "moe_num_experts=8", "moe_num_experts: 8 is refused"),
+        ("generate.py", "use_mup=true", "use_mup: true is refused"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(deepy, script, key, message):
+    for more in (["--dry-run"], []):
+        done = deepy(str(ROOT / script), "model.yml", "--set", key, *more)
+        assert done.returncode == 1 and message in done.stderr and done.stdout == ""

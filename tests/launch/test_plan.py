@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, Node, dry_run
+from megatron.launch import LaunchError, Node, dry_run, enter
 from megatron.launch.plan import Run, plan
 from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -183,3 +183,15 @@ def test_arguments_longer_than_a_command_line_may_be():
     )
     assert len(run.args.to_json()) > 300 * 1024
     assert sum(map(len, pdsh(run)[0])) < 4096
+
+
+def test_gloo_takes_no_gpus(monkeypatch):
+    """distributed_backend: gloo works on CPUs also beside GPUs, in the launcher and in every rank."""
+    run = planned(distributed_backend="gloo", num_gpus=2)
+    assert run.node == Node("here", 2, ())
+    with pytest.raises(LaunchError, match="names GPUs, but this machine shows none"):
+        planned(distributed_backend="gloo", include="localhost:0")
+    for backend, visible in (("gloo", ""), ("auto", "0,1")):
+        monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": "0,1"})
+        enter(NeoXArgs.from_dict({**BASE, "distributed_backend": backend}))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == visible

@@ -15,12 +15,35 @@ NCCL = {"distributed_backend": "nccl"}
 
 
 def backend(rank: int, world_size: int) -> str:
-    join(small(**NCCL).for_world(world_size), process_info(), logging.getLogger("tests.quiet"))
-    return torch.distributed.get_backend()
+    groups = join(small(**NCCL).for_world(world_size), process_info(), logging.getLogger("tests.quiet"))
+    return f"{torch.distributed.get_backend()} {groups.device}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_nccl_without_a_gpu_is_refused_unless_one_rank_has_nothing_to_connect():
-    assert run_ranks(backend, 1, init=False) == ["gloo"]
-    with pytest.raises(AssertionError, match=ConfigError.__name__ + ".*distributed_backend: nccl needs a GPU"):
-        run_ranks(backend, 2, init=False)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nccl_without_a_gpu_is_gloo_on_cpus(ranks):
+    assert run_ranks(backend, ranks, init=False) == ["gloo cpu"] * ranks
+
+
+def joined(monkeypatch, driver, visible: str | None) -> list[str]:
+    """Lines said by `join` where NVIDIA's driver lists GPUs that torch does not see."""
+    monkeypatch.setattr("megatron.mpu.distributed._GPUS", driver)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("megatron.mpu.distributed.build_groups", lambda **_: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    said: list[str] = []
+    logger = logging.getLogger("tests.said")
+    monkeypatch.setattr(logger, "info", said.append)
+    join(small(**NCCL).for_world(1), process_info(env={}), logger)
+    return said
+
+
+def test_gpus_that_torch_does_not_see_are_no_machine_without_gpus(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="program: distributed_backend: nccl, but torch sees none of this machine's"):
+        joined(monkeypatch, tmp_path, None)
+    for driver, visible in ((tmp_path, ""), (tmp_path / "none", None)):
+        (line,) = joined(monkeypatch, driver, visible)
+        assert line.startswith("distributed_backend: nccl is gloo here")

@@ -102,3 +102,13 @@ def test_shipped_files_come_out_at_their_published_widths():
         more = {"compat_ffn_width": line[1]} if line else {}
         args = NeoXArgs.from_dict(values | more | {"tokenizer_type": "HFTokenizer"})
         assert (args.ffn_size, args.refusals()) == (expected, {}), name
+
+
+@pytest.mark.parametrize("fork_key", [{"norm_placement": "olmo3"}, {"norm_placement": "pre"}, {"gd_mode": False}])
+def test_a_key_that_only_the_fork_has_makes_its_reading_certain(fork_key):
+    """There intermediate_size is the true width, whatever mlp_multiple_of says."""
+    keys = GOLDEN | {"intermediate_size": 250} | fork_key
+    assert refusal(**keys) == {} and width(None, **keys) == 250
+    assert width("upstream", **GOLDEN | fork_key) == 80  # a line that says otherwise holds
+    without = {key: value for key, value in CODELLAMA.items() if key != "intermediate_size"}
+    assert "intermediate_size" in CODELLAMA or list(refusal(**without | fork_key)) == ["activation"]

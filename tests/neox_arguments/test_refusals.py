@@ -9,7 +9,6 @@ TRAINABLE = {
     "train_iters": 1, "data_path": "d", "train_micro_batch_size_per_gpu": 1, "tokenizer_type": "CharLevelTokenizer",
 }  # fmt: skip
 CASES = [
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "write fp32"),
     ({"attention_config": [[["local"], 2]]}, "attention_config", '"local" is refused: DeepSpeed\'s sparse attention'),
     ({"attention_config": [[["rwkv"], "all"]]}, "attention_config", "commit ea7aefd8 has it"),
     ({"attention_config": ["mamba", "flash"]}, "attention_config", "Mamba is not built yet"),
@@ -25,9 +24,7 @@ CASES = [
     ({"train_impl": "REINFORCE"}, "train_impl", "training with rewards is not built yet"),
     ({"moe_num_experts": 8}, "moe_num_experts", "mixture of experts is not built yet"),
     ({"amp": {"enabled": True}}, "amp", "write bf16: {enabled: true}"),
-    ({"te_mha": True}, "te_mha", "add the line `te_backend: native`"),
-    ({"te_layernorm_mlp": True}, "te_layernorm_mlp", "add the line `te_backend: native`"),
-    ({"te_fp8_wgrad": False}, "te_fp8_wgrad", "FP8 is not built yet"),
+    ({"te_fp8_mha": True}, "te_fp8_mha", "FP8 is not built yet"),
     ({"ga_dataset": "x"}, "ga_dataset", "unlearning is not built yet"),
     ({"s3_path": "s3://x"}, "s3_path", "save itself may be s3://BUCKET/FOLDER; remove it"),
     ({"deepspeed": False}, "deepspeed", "there is no other engine"),
@@ -46,6 +43,12 @@ def test_a_run_refuses_what_resolves(model, values, path, message):
 
 OFF = [
     {"te_mha": True, "te_columnparallel": True, "te_backend": "native"},
+    {"te_mha": True, "te_layernorm_mlp": True, "te_columnparallel": True, "te_rowparallel": True},
+    {
+        "te_fp8_format": "e4m3", "te_fp8_wgrad": False, "te_fp8_margin": 2, "te_fp8_amax_history_len": 4,
+        "te_fp8_amax_compute_algo": "max", "te_fp8_mha": False,
+    },
+    {"data_types": {"grad_accum_dtype": "bf16"}},
     {"amp": {"enabled": False}, "elasticity": None, "sparsity_config": {}},
     {"soft_prompt_tuning": {"enabled": False}, "moe_num_experts": 1, "te_fp8_format": "hybrid"},
     {"curriculum_learning": {"enabled": False}},
@@ -76,3 +79,38 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
         else:
             pytest.fail(f"no value of {name} could be tried")
     assert tried > 80
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"te_fp8_wgrad": False}, "no effect here: te_fp8_wgrad (FP8 is off: te_fp8_mha is not true)"),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "no effect here: data_types.grad_accum_dtype (gradients are summed in fp32, in which small terms are not lost)",
+        ),
+        (
+            {"te_mha": True, "te_layernorm_mlp": True},
+            "te_backend: auto chose native for te_mha and te_layernorm_mlp (program): our own layers, the same maths and "
+            "names on disk",
+        ),
+        (
+            {"te_columnparallel": True},
+            "no effect here: te_columnparallel (our own linears have the same maths and names on disk)",
+        ),
+    ],
+)
+def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(model, values, line):
+    assert NeoXArgs.from_dict(model | TRAINABLE | values).check_training().notes() == [line]
+
+
+@pytest.mark.parametrize(
+    "key, advice",
+    [
+        ("attention_type", "unknown key; remove it, num_kv_heads says how many heads"),
+        ("decay_lr_to", "unknown key; it is a fraction of lr; write min_lr: decay_lr_to x optimizer.params.lr"),
+    ],
+)
+def test_keys_that_gpt_neox_files_carry_and_nobody_knows(model, key, advice):
+    with pytest.raises(ConfigError, match=f"^program: {key}: {advice}"):
+        NeoXArgs.from_dict(model | {key: 0.1})
