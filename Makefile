@@ -16,7 +16,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-real test-slurm test-install soak gpu lint bench docs clean
+.PHONY: help env train test test-more test-real test-slurm test-install soak gpu lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ train: $(ENV)  ## train a small model on real English, plot its loss, let it wri
 
 test: $(ENV)  ## every test, on two cores (WORKERS=N for others); GPU tests only where there is a GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests
+
+test-more: $(ENV)  ## products that take longer: every real configuration file in layouts
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m more tests
 
 test-real: $(ENV)  ## a really trained model (89 MB from Python's index, once) in, over ranks, trained on, and out
 	$(RUN) tools/real_model.py

@@ -32,9 +32,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, soak, real,
-    slurm and install tests unless asked for."""
-    for mark in ("soak", "real", "slurm", "install"):
+    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, more,
+    soak, real, slurm and install tests unless asked for."""
+    for mark in ("more", "soak", "real", "slurm", "install"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and mark not in config.option.markexpr:
             items[:] = [item for item in items if item not in marked]

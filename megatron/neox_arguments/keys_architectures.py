@@ -17,8 +17,8 @@ _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
 class TransformerEngineKeys:
     te_backend: Literal["auto", "native"] = key(
         "auto",
-        "Whose layers do the maths of te_mha and te_layernorm_mlp, under Transformer-Engine's names on disk; native: our "
-        "own, which auto chooses",
+        "Whose layers do the maths of te_mha and te_layernorm_mlp, under Transformer-Engine's names on disk; native: "
+        "our own, which auto chooses",
         source="new",
     )
     te_mha: bool = key(False, "Transformer-Engine's attention")

@@ -136,8 +136,10 @@ class NeoXArgs(
         return self
 
     def check_for(self, script: str | Path) -> "NeoXArgs":
-        """This object, if it has all that a script of ours (train.py, eval.py, generate.py, tools/serve.py) needs before
-        it does anything; any other script checks for itself. Raises ConfigError."""
+        """This object, if it has all that train.py, eval.py, generate.py or serve.py needs before it does anything.
+
+        Any other script checks for itself. Raises ConfigError.
+        """
         checks = {
             "train": self.check_training,
             "eval": self.check_evaluation,

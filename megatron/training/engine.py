@@ -150,10 +150,14 @@ class _TiedPipelineModule(PipelineModule):
 def attach_deepspeed() -> None:
     """Put DeepSpeed on the existing process group, quietly.
 
-    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it).
+    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it),
+    and it refuses fp16 where the processor has no instructions for it, which torch computes nevertheless.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 

@@ -121,7 +121,7 @@ def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Opti
     try:
         import bitsandbytes
     except ImportError as problem:
-        raise ConfigError([f"{place}: use_bnb_optimizer needs bitsandbytes: pip install bitsandbytes"]) from problem
+        raise ConfigError([f"{place}: use_bnb_optimizer needs bitsandbytes: pip install 'neox[bnb]'"]) from problem
     params = args.optimizer["params"]
     return bitsandbytes.optim.AdamW8bit(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])
 

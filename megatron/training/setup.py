@@ -33,7 +33,7 @@ from megatron.mpu import (
     on_rank_zero,
     together,
 )
-from megatron.neox_arguments import ConfigError, NeoXArgs, arguments_dump
+from megatron.neox_arguments import NeoXArgs, arguments_dump
 from megatron.neox_arguments.places import is_remote
 from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
@@ -138,9 +138,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     groups = join(args, process, logger, store)
     check_transport(args, groups, process, logger)
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
-        raise ConfigError(
-            [f"{args.origin('precision')}: precision: fp16 needs a GPU; on CPU use --set precision=fp32 fp16=null"]
-        )
+        logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)

@@ -87,12 +87,13 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
         ({"te_fp8_wgrad": False}, "no effect here: te_fp8_wgrad (FP8 is off: te_fp8_mha is not true)"),
         (
             {"data_types": {"grad_accum_dtype": "bf16"}},
-            "no effect here: data_types.grad_accum_dtype (gradients are summed in fp32, in which small terms are not lost)",
+            "no effect here: data_types.grad_accum_dtype (gradients are summed in fp32, in which small terms are not "
+            "lost)",
         ),
         (
             {"te_mha": True, "te_layernorm_mlp": True},
-            "te_backend: auto chose native for te_mha and te_layernorm_mlp (program): our own layers, the same maths and "
-            "names on disk",
+            "te_backend: auto chose native for te_mha and te_layernorm_mlp (program): our own layers, the same maths "
+            "and names on disk",
         ),
         (
             {"te_columnparallel": True},

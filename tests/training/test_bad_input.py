@@ -104,7 +104,6 @@ CASES: list[tuple[str, Callable[[Path], list[str]] | list[str], str]] = [
     ("world size", ["pipe_parallel_size=2"], r"1 ranks cannot be divided"),
     ("pipe > layers", ["pipe_parallel_size=5"], r"pipe_parallel_size.*num_layers"),
     ("ZeRO 2 and pipe", ["pipe_parallel_size=2", "zero_optimization.stage=2"], r"zero_optimization\.stage"),
-    ("fp16 on CPU", ["precision=fp16"], r"precision: fp16 needs a GPU; on CPU use --set precision=fp32 fp16=null"),
     ("cudnn on CPU", ["attention_backend=cudnn"], r"attention_backend: cudnn needs a GPU"),
     ("small vocabulary", ["padded_vocab_size=64"], r"smaller than the tokenizer's vocabulary"),
     ("no tensorboard", ["tensorboard_dir=/proc/x"], r"tensorboard_dir: /proc/x"),
