@@ -135,7 +135,10 @@ def _coerce_one(member: Any, value: Any) -> Any:
         except _Mismatch as mismatch:
             raise _Mismatch(f"a list of {mismatch}") from None
     if member is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _Mismatch("a number that a float can hold") from None
     if member is int and isinstance(value, float) and value.is_integer():
         return int(value)  # 1e3
     if member is Any:

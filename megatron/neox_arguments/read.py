@@ -14,7 +14,57 @@ from megatron.neox_arguments.frozen import thaw
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML as people write it: `1e-5` is a number, a date or `12:30` is text."""
+    """YAML as people write it: `1e-5` is a number, a date or `12:30` is text.
+
+    Whatever cannot be read raises yaml.YAMLError with its line: values that do not fit their tag, documents nested too
+    deeply, and those that aliases make huge or endless.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            root = super().get_single_node()
+        except RecursionError:
+            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", self.get_mark()) from None
+        if root is not None:
+            _check_size(root)
+        return root
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, AttributeError, ValueError, TypeError, OverflowError):  # `!!bool x`, an int of 5,000 digits
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise _unreadable(f"{str(node.value)[:40]} is no {tag}", node.start_mark) from None
+
+
+_MAX_DEPTH = 50
+_MAX_NODES = 1_000_000  # 2,000 data sets with their weights are 4,000
+
+
+def _unreadable(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raises yaml.YAMLError for a document that is too deep, or too large once its aliases are written out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if depth > _MAX_DEPTH or sizes.get(id(node)) == 0:  # 0: one of those around it
+            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", node.start_mark)
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            inner = node.value
+            if isinstance(node, yaml.MappingNode):
+                inner = [part for pair in inner for part in pair]
+            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
+        if sizes[id(node)] > _MAX_NODES:
+            raise _unreadable(f"aliases make more than {_MAX_NODES:,} values of it", node.start_mark)
+        return sizes[id(node)]
+
+    size(root, 0)
 
 
 ConfigLoader.yaml_implicit_resolvers = {
@@ -81,7 +131,7 @@ def read_files(files: Sequence[str | Path]) -> Given:
         except yaml.MarkedYAMLError as cause:
             mark = cause.problem_mark or cause.context_mark
             given.problems.append(f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {cause.problem}")
-        except (yaml.YAMLError, ValueError, RecursionError) as cause:
+        except yaml.YAMLError as cause:
             given.problems.append(f"{file}: not valid YAML: {' '.join(str(cause).split())}")
         given.unread.append(str(file))
     return given
@@ -99,8 +149,9 @@ def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -
             continue
         try:
             found.append((path.strip(), yaml.load(value, Loader=ConfigLoader), origin))
-        except (yaml.YAMLError, ValueError):
-            problems.append(f'{origin}: {path.strip()}: "{value}" is not valid YAML')
+        except yaml.YAMLError as cause:
+            why = f" ({cause.problem})" if isinstance(cause, yaml.constructor.ConstructorError) else ""
+            problems.append(f'{origin}: {path.strip()}: "{value[:200]}" is not valid YAML{why}')
     if problems:
         raise ConfigError(problems)
     return found
@@ -164,18 +215,22 @@ class EnvText(str):
 
 _EXTRA = "deepspeed_extra_args."
 _REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}\n]*))?\}")
+_TO_MARK = re.compile(f"{_REFERENCE.pattern}|[\ue000\ue001]")
 _MARKED = re.compile("\ue000(\\d+)\ue001")
 
 
 def _mark_references(text: str) -> tuple[str, list[str]]:
-    """`${NAME}` as marks that YAML takes for letters, and what stood there: braces would end a flow mapping."""
+    """`${NAME}` as marks that YAML takes for letters, and what stood there: braces would end a flow mapping.
+
+    The two letters of the marks themselves are marked too, where a file holds them.
+    """
     found: list[str] = []
 
     def mark(reference: re.Match[str]) -> str:
         found.append(reference[0])
         return f"\ue000{len(found) - 1}\ue001"
 
-    return _REFERENCE.sub(mark, text), found
+    return _TO_MARK.sub(mark, text), found
 
 
 def _fill(node: yaml.Node, references: list[str], given: Given, file: str) -> None:
@@ -199,7 +254,10 @@ def _fill(node: yaml.Node, references: list[str], given: Given, file: str) -> No
 
 
 def _value_of(reference: str, given: Given, place: str) -> str:
-    name, default = _REFERENCE.fullmatch(reference).groups()  # type: ignore[union-attr]
+    parts = _REFERENCE.fullmatch(reference)
+    if parts is None:
+        return reference
+    name, default = parts.groups()
     value = os.environ.get(name) or default
     if value is None:
         given.problems.append(

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.neox_arguments import ConfigError, load
+from megatron.neox_arguments.read import read_files
 
 MODEL = """\
 num-layers: 2
@@ -138,3 +139,46 @@ def test_json_with_tabs(write):
 def test_an_empty_value_is_the_default(write):
     args = load(write(a=MODEL + "seed:\nzero_optimization: {stage: }\n"))
     assert (args.seed, args.zero_stage) == (1234, 0)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+UNREADABLE = {
+    "nested brackets": ("seed: " + "[" * 2000 + "]" * 2000, "a.yml:1: not valid YAML: nested more than 50 levels deep"),
+    "nested a little": ("seed: " + "[" * 60 + "]" * 60, "a.yml:1: not valid YAML: nested more than 50 levels deep"),
+    "a huge integer": ("layernorm_epsilon: 1" + "0" * 400, "a.yml:1: layernorm_epsilon: expected a number that a"),
+    "more digits than Python reads": ("seed: 1" + "0" * 5000, "a.yml:1: not valid YAML: 1000"),
+    "no boolean": ("\nfinetune: !!bool x", "a.yml:2: not valid YAML: x is no bool"),
+    "no time": ("save: !!timestamp x", "a.yml:1: not valid YAML: x is no timestamp"),
+    "aliases in aliases": (BOMB, "not valid YAML: aliases make more than 1,000,000 values of it"),
+    "an alias of itself": ("save: &a [*a]", "a.yml:1: not valid YAML: nested more than 50 levels deep"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_no_yaml_reader_survives_is_one_line(write, kind):
+    text, message = UNREADABLE[kind]
+    with pytest.raises(ConfigError) as refused:
+        load(write(a=text))
+    (line,) = [line for line in refused.value.problems if message in line]
+    assert "\n" not in line
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["nested brackets", "a huge integer", "no boolean", "no time", "an alias of itself"])
+def test_the_same_on_the_command_line_and_from_the_environment(write, kind, monkeypatch):
+    key, _, value = UNREADABLE[kind][0].strip().partition(": ")
+    with pytest.raises(ConfigError, match=f"--set: {key}: "):
+        load(write(a="seed: 1"), [f"{key}={value}"])
+    monkeypatch.setenv("VALUE", value)
+    key = "layernorm_epsilon" if key == "save" else key  # text takes anything
+    with pytest.raises(ConfigError, match=f"a.yml:1: {key}: expected"):
+        load(write(a=f"{key}: ${{VALUE}}"))
+
+
+def test_letters_of_the_private_use_area_are_letters(write):
+    text = "save: a\ue0007\ue001b\nwandb_team: \ue000${VALUE:-x}\ue001"
+    values = read_files(write(a=text)).values
+    assert values == {"save": "a\ue0007\ue001b", "wandb_team": "\ue000x\ue001"}
