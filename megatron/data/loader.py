@@ -115,7 +115,7 @@ def train_loader(
         worker_init_fn=_ignore_signals if workers else None,
         generator=torch.Generator(),  # else starting it would draw from the global generator
     )
-    return _steps(iter(loader), steps, accumulation, lambda step: consumed_samples + step * batch)
+    return _steps(iter(loader), steps, accumulation)
 
 
 def eval_batches(
@@ -150,21 +150,10 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
-def _steps(
-    micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int, first_sample: Callable[[int], int]
-) -> Iterator[list[Batch]]:
-    for step in range(steps):
+def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:
+    for _step in range(steps):
         # No name is bound to the list: a suspended generator would keep the batches alive
-        yield _trained([_good(next(micro_batches)) for _ in range(accumulation)], first_sample(step))
-
-
-def _trained(batches: list[Batch], first: int) -> list[Batch]:
-    if not any(batch.loss_weights.any() for batch in batches):
-        raise DataError(
-            f"the step that begins with sample {first} has no token to train on this rank: labels mask all of them; "
-            "with a pack_impl of whole documents, samples without one are left out"
-        )
-    return batches
+        yield [_good(next(micro_batches)) for _ in range(accumulation)]
 
 
 def _good(item: Batch | DataError) -> Batch:

@@ -57,13 +57,15 @@ from megatron.training.pipeline import TiedGradient, cut_backward
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens or pairs (not yet read
-    from the device); grad_norm: before clipping; skipped: gradients were not finite, weights are unchanged."""
+    from the device); grad_norm: before clipping; skipped: weights are unchanged, because gradients were not finite or
+    because none of the step's tokens is trained (untrained)."""
 
     loss: Tensor
     grad_norm: Tensor | float | None
     skipped: bool
     spike: bool = False  # left out by skip_step_above_sigma
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # the objective's means; NaN where nothing counted
+    untrained: bool = False
 
 
 class CheckpointEngine(TorchCheckpointEngine):
@@ -244,11 +246,14 @@ class Engine:
 
     def train_step(self, batches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over this rank's micro-batches of it."""
-        self.watch.clear()
         batches = self.complete(batches)
         weight = torch.stack([self.objective.weight(batch) for batch in batches]).sum(0)
         if self.groups.group("data") is not None:
             dist.all_reduce(weight, group=self.groups.group("data"))
+        self._weight = weight
+        self.watch.begin(weight)
+        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
+        scaler_before = dict(vars(scaler)) if scaler is not None else {}
         # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight instead.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
@@ -256,8 +261,15 @@ class Engine:
         metrics = self._mean_metrics()
         spike = self.spikes is not None and self.spikes.skips
         if self.zero_stage == 0:
-            return StepResult(loss, self._norm, self._skipped, spike, metrics)
-        return StepResult(loss, self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow), spike, metrics)
+            norm, skipped = self._norm, self._skipped
+        else:
+            norm, skipped = self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow)
+        untrained = skipped and not bool(weight.any())
+        if untrained:
+            norm = 0.0
+            if scaler is not None:
+                vars(scaler).update(scaler_before)  # it took the step for an overflow
+        return StepResult(loss, norm, skipped, spike, metrics, untrained)
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches with what the objective wants to know of them before their forward pass."""
@@ -360,7 +372,7 @@ class Engine:
                 loss = self._mean_loss(self._ds.total_loss)
             if self.groups.group("pipe") is not None:
                 dist.broadcast(loss, src=self.groups.members["pipe"][-1], group=self.groups.group("pipe"))
-            guard.decide(float(loss))
+            guard.decide(float(loss) if bool(self._weight.any()) else math.nan)
             take_step(*args, **kwargs)
 
         optimizer.step = guarded_update  # type: ignore[method-assign]

@@ -47,10 +47,11 @@ class GradientWatch:
         self._loss += mark
         return mark + 1
 
-    def clear(self) -> None:
-        """Begin a step."""
+    def begin(self, weight: Tensor) -> None:
+        """Begin a step. weight `[parts]`: of the whole step; without any there is nothing to learn, and the verdict
+        leaves the step out."""
         self._marks.zero_()
-        self._loss.zero_()
+        self._loss.copy_(torch.where(weight.any(), 0.0, math.nan))
 
     def judge(self) -> None:
         """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add it to

@@ -93,7 +93,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
             _before_first_step(training, callbacks, log, save, bar, stop)
         batches = fullness.watch(batches_of(training))
         training.watchdog.now("in the first step")
-        overflows = 0
+        overflows = untrained = 0
         while progress.iteration < args.train_iters and reason is None:
             profiler.before_step(progress.iteration)
             result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
@@ -101,7 +101,10 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
                 logger.info(
                     f"step {progress.iteration + 1}: loss far above the recent ones, left out (skip_step_above_sigma)"
                 )
-            if result.skipped:
+            if result.untrained:
+                untrained += 1
+                _say_untrained(training, untrained)
+            elif result.skipped:
                 log.settle()  # the step before has its line before this one ends the run
                 overflows += 1
                 _check_skip(training, overflows)
@@ -196,6 +199,15 @@ def _advance(training: Training, result: StepResult) -> None:
                 f"rows of {following} from iteration {progress.iteration + 1} on"
             )
     progress.skipped += int(result.skipped)
+
+
+def _say_untrained(training: Training, so_far: int) -> None:
+    """Of a step that was left out because its labels mask all tokens: the 1st, 2nd, 4th, 8th, ... of this start."""
+    if so_far & (so_far - 1) == 0:
+        training.logger.info(
+            f"step {training.progress.iteration + 1}: none of its tokens is trained (labels mask all of them), left "
+            f"out; {so_far} such step{'s' * (so_far > 1)} so far"
+        )
 
 
 def _check_skip(training: Training, in_a_row: int) -> None:
