@@ -17,7 +17,7 @@ class TokenStatistics(NamedTuple):
     """Of each token's distribution, `[seq, batch]` fp32, without gradients."""
 
     entropy: Tensor  # nats
-    mean_logit: Tensor  # over the padded vocabulary
+    mean_logit: Tensor  # over the columns that take part in the softmax
     is_top: Tensor  # 1 where no token is likelier than the label
 
 
@@ -34,16 +34,20 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, statistics: bool
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
     ) -> tuple[Tensor, ...]:
         rows, vocab = logits.shape
-        local = labels if group is None else labels - dist.get_rank(group) * vocab
-        foreign = (local < 0) | (local >= vocab)
+        first = 0 if group is None else dist.get_rank(group) * vocab
+        whole = vocab if group is None else vocab * dist.get_world_size(group)
+        own_columns = vocab if columns is None else min(max(columns - first, 0), vocab)
+        local = labels - first
+        foreign = (local < 0) | (local >= own_columns)
         local = local.masked_fill(foreign, 0)
-        highest = logits.new_empty(rows, dtype=torch.float32)
+        # A rank that holds nothing but padding has no highest: it stays below all others, and finite.
+        highest = logits.new_full((rows,), -1e30, dtype=torch.float32)
         found = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
-        for part in _slices(logits):
-            chunk = logits[part].float()
+        for part in _slices(logits) if own_columns else ():
+            chunk = logits[part, :own_columns].float()
             highest[part] = chunk.amax(-1)
             shifted = chunk - highest[part, None]
             found[0, part] = chunk.gather(-1, local[part, None]).squeeze(-1)
@@ -65,52 +69,61 @@ class _Logprobs(torch.autograd.Function):
             dist.all_reduce(found, group=group)
         label_logit, total = found[0], found[1]
         ctx.save_for_backward(logits, local, foreign, highest, total)
+        ctx.own_columns = own_columns
         log_total = total.log()
         results = (label_logit - highest) - log_total, highest + log_total
         if not statistics:
             return results
-        whole = vocab if group is None else vocab * dist.get_world_size(group)
-        more = log_total - found[2] / total, found[3] / whole, (label_logit >= highest).float()
+        more = log_total - found[2] / total, found[3] / (columns or whole), (label_logit >= highest).float()
         ctx.mark_non_differentiable(*more)
         return results + more
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, foreign, highest, total = ctx.saved_tensors
+        own_columns = ctx.own_columns
         grad, grad_of_sum = grads[:2]
         scale = ((grad_of_sum - grad) / total).unsqueeze(-1)
         own = grad.masked_fill(foreign, 0.0)
         result = torch.empty_like(logits)
-        for part in _slices(logits):
-            softmax = (logits[part].float() - highest[part, None]).exp_().mul_(scale[part])
+        result[:, own_columns:] = 0
+        for part in _slices(logits) if own_columns else ():
+            softmax = (logits[part, :own_columns].float() - highest[part, None]).exp_().mul_(scale[part])
             softmax[torch.arange(len(softmax), device=logits.device), local[part]] += own[part]
-            result[part] = softmax
-        return result, None, None, None
+            result[part, :own_columns] = softmax
+        return result, None, None, None, None
 
 
-def _apply(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, statistics: bool) -> tuple[Tensor, ...]:
-    found = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, statistics)
+def _apply(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
+) -> tuple[Tensor, ...]:
+    found = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics)
     return tuple(values.view(labels.shape) for values in found)
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def token_logprobs(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
+) -> Tensor:
     """log p(label) for every token, in fp32.
 
-    logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary.
+    logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary; columns:
+    of the whole vocabulary, the first that take part in the softmax (None: all), the others pad it.
     Returns `[seq, batch]` fp32, the same on every tensor rank.
     """
-    return _apply(logits, labels, group, False)[0]
+    return _apply(logits, labels, group, columns, False)[0]
 
 
-def token_logprobs_and_sums(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def token_logprobs_and_sums(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
+) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and beside them the logsumexp of each token's logits, likewise."""
-    logprobs, sums = _apply(logits, labels, group, False)
+    logprobs, sums = _apply(logits, labels, group, columns, False)
     return logprobs, sums
 
 
 def token_logprobs_and_statistics(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
 ) -> tuple[Tensor, TokenStatistics]:
     """`token_logprobs`, and beside them what else there is to say of each token's logits, likewise."""
-    logprobs, _, *more = _apply(logits, labels, group, True)
+    logprobs, _, *more = _apply(logits, labels, group, columns, True)
     return logprobs, TokenStatistics(*more)

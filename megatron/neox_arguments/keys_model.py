@@ -151,6 +151,12 @@ class ModelKeys:
         differs="GPT-NeoX pads to a multiple of this x model_parallel_size: padded_vocab_size takes any size",
     )
     padded_vocab_size: int = key(None, "Rows of the embedding; unset: made from the tokenizer", ge=1)
+    mask_padded_vocab: Literal["auto"] | bool | int = key(
+        "auto",
+        "Leave the rows that pad the vocabulary out of the softmax. true: those behind the tokenizer's tokens; a number: "
+        "those behind so many; auto: where the checkpoint or its import from HuggingFace says how many are real",
+        source="new",
+    )
     activation: Activation = key("gelu", "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated")
     bias_gelu_fusion: bool = key(False, "Use the tanh approximation of gelu, as the fused kernel of GPT-NeoX does")
     init_method: Init = key("normal", "Initialisation of embeddings and of linears that read the residual stream")

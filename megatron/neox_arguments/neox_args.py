@@ -201,6 +201,13 @@ class NeoXArgs(
         return self.num_kv_heads or self.num_attention_heads
 
     @property
+    def softmax_rows(self) -> int | None:
+        """Rows of the vocabulary that take part in the softmax, the first ones; None: all. Known once training has
+        found out what `mask_padded_vocab: auto` and `true` mean."""
+        rows = self.mask_padded_vocab
+        return None if isinstance(rows, bool | str) else rows
+
+    @property
     def params_dtype(self) -> str:
         """fp32, fp16 or bf16."""
         return {"bfloat16": "bf16"}.get(self.precision, self.precision)

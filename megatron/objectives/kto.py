@@ -29,12 +29,12 @@ class KtoSettings:
     neox: bool = False
 
 
-def kto(settings: KtoSettings) -> Objective:
+def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
     """The objective; its weight is the number of examples."""
     needs_kl = settings.loss_type == "kto"
     metrics = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if needs_kl else ()))
     couple = couple_kl if needs_kl and not settings.neox else None
-    return Objective(_weight, partial(_loss_sum, settings=settings), metrics, DIFFERENCES, True, couple)
+    return Objective(_weight, partial(_loss_sum, settings=settings, columns=columns), metrics, DIFFERENCES, True, couple)
 
 
 def _weight(batch: Batch) -> Tensor:
@@ -43,10 +43,10 @@ def _weight(batch: Batch) -> Tensor:
 
 
 def _loss_sum(
-    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, settings: KtoSettings
+    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, settings: KtoSettings, columns: int | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     assert batch.signs is not None
-    answers = read_answers(logits, batch, batch.labels, group)
+    answers = read_answers(logits, batch, batch.labels, group, columns)
     good, bad = batch.signs > 0, batch.signs < 0
     above = answers.score - reference_scores(batch)
     weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()

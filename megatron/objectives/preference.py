@@ -32,9 +32,11 @@ class Answers:
         return self.score / self.count.clamp(min=1.0)
 
 
-def read_answers(logits: Tensor, batch: Batch, labels: Tensor, group: dist.ProcessGroup | None) -> Answers:
-    """From logits `[seq, batch, vocab/T]` and labels `[batch, seq]`."""
-    found, statistics = token_logprobs_and_statistics(logits, labels.t(), group)
+def read_answers(
+    logits: Tensor, batch: Batch, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
+) -> Answers:
+    """From logits `[seq, batch, vocab/T]` and labels `[batch, seq]`; columns: as of `token_logprobs`."""
+    found, statistics = token_logprobs_and_statistics(logits, labels.t(), group, columns)
     logprobs = found.t()
     more = (answer_sums(values.t(), batch) for values in statistics)
     return Answers(logprobs, answer_sums(logprobs, batch), answer_lengths(batch), *more)

@@ -407,7 +407,7 @@ class Engine:
         """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor rank."""
 
         def read(logits: Tensor, batch: Batch) -> Tensor:
-            return token_logprobs(logits, batch.labels.t(), self.groups.group("tensor")).t()
+            return token_logprobs(logits, batch.labels.t(), self.groups.group("tensor"), self.args.softmax_rows).t()
 
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 

@@ -160,7 +160,7 @@ def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Calla
             param.copy_(weights[layer][name])
 
     def read(logits: Tensor, batch: Batch) -> Tensor:
-        return token_logprobs(logits, batch.labels.t(), groups.group("tensor")).t()
+        return token_logprobs(logits, batch.labels.t(), groups.group("tensor"), args.softmax_rows).t()
 
     def fill(batches: list[Batch]) -> list[Batch]:
         found = forward_only(

@@ -47,7 +47,7 @@ from megatron.training.optimizers import on_cpu_adam
 from megatron.training.profiling import record_memory_history
 from megatron.training.reference import resume_with_reference
 from megatron.training.schedules import Schedule, build_schedule
-from megatron.training.sources import adopt_vocabulary, choose_source, stage
+from megatron.training.sources import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
+    real = on_rank_zero(groups, lambda: real_rows(args, source, tokenizer.vocab_size))
+    args = mask_padding(args, real, tokenizer.vocab_size)
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")
     once = _on_writers(args, groups, process)
@@ -153,6 +155,11 @@ def start(args: NeoXArgs, process: Process) -> Training:
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
     logger.info(arguments_dump(args))
     logger.info(describe(tokenizer, args.padded_vocab_size))
+    if args.softmax_rows is not None:
+        logger.info(
+            f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in the "
+            "softmax"
+        )
     for note in args.notes():
         logger.info(note)
     for note in on_rank_zero(groups, lambda: data_notes(args)):

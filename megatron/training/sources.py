@@ -124,3 +124,21 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
             "set vocab_file to the one it was"
         )
     return args.replace(padded_vocab_size=int(size))
+
+
+def real_rows(args: NeoXArgs, source: Source, tokens: int) -> int | None:
+    """Rows of the vocabulary that stand for tokens, as the checkpoint or the HuggingFace folder that a run starts from
+    says; None where neither does, as of native checkpoints. tokens: of the tokenizer."""
+    if source.path is None:
+        return None
+    if source.is_hf:
+        return max(HFFolder(source.path).vocab_size, tokens)
+    return exported_rows(carried_files(source.path / CARRIED), tokens)
+
+
+def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
+    """`mask_padded_vocab` as a number of rows, or false where all take part in the softmax. real: of `real_rows`."""
+    asked = args.mask_padded_vocab
+    rows = {True: tokens, False: None, "auto": real}.get(asked, asked) if isinstance(asked, bool | str) else asked
+    masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size
+    return args.replace(mask_padded_vocab=rows if masks else False)
