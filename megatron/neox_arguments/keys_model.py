@@ -153,8 +153,8 @@ class ModelKeys:
     padded_vocab_size: int = key(None, "Rows of the embedding; unset: made from the tokenizer", ge=1)
     mask_padded_vocab: Literal["auto"] | bool | int = key(
         "auto",
-        "Leave the rows that pad the vocabulary out of the softmax. true: those behind the tokenizer's tokens; a number: "
-        "those behind so many; auto: where the checkpoint or its import from HuggingFace says how many are real",
+        "Leave the rows that pad the vocabulary out of the softmax. true: those behind the tokenizer's tokens; a "
+        "number: those behind so many; auto: where the checkpoint, or its import from HuggingFace, says which are real",
         source="new",
     )
     activation: Activation = key("gelu", "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated")

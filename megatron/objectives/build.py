@@ -26,4 +26,5 @@ def build_objective(args: NeoXArgs) -> Objective:
             args.softmax_rows,
         )  # fmt: skip
     labelled = args.train_label_data_paths is not None
-    return language_modelling(args.z_loss, dft=args.sft_loss_type == "dft", statistics=labelled, columns=args.softmax_rows)
+    dft = args.sft_loss_type == "dft"
+    return language_modelling(args.z_loss, dft=dft, statistics=labelled, columns=args.softmax_rows)

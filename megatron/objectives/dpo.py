@@ -45,7 +45,9 @@ class _Kind:
         return set(self.weights) <= set(WITHOUT_REFERENCE) and set(self.weights) != {"sft"}
 
 
-def dpo(weights: Mapping[str, float], settings: PairSettings, *, reference_free: bool = False) -> Objective:
+def dpo(
+    weights: Mapping[str, float], settings: PairSettings, *, reference_free: bool = False, columns: int | None = None
+) -> Objective:
     """The objective of these losses, by name: those of `PAIR_LOSSES`, and "sft", the mean over tokens of the chosen
     answers' negative log-likelihood.
 
@@ -67,7 +69,7 @@ def dpo(weights: Mapping[str, float], settings: PairSettings, *, reference_free:
     if matchings:
         assert len(matchings) == 1, "aot and aot_unpaired match a step's pairs differently"
         couple = partial(couple_pairs, matching=matchings[0], reference_free=kind.reference_free)
-    weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind)
+    weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind, columns=columns)
     return Objective(weight, loss_sum, metrics, differences, not kind.reference_free, couple)
 
 
@@ -117,12 +119,12 @@ def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs
 
 
 def _loss_sum(
-    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind
+    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind, columns: int | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     labels, with_prompts = batch.labels, batch.loss_weights
     if "orpo" in kind.weights:
         labels, with_prompts = _with_prompts(batch)
-    answers = read_answers(logits, batch, labels, group)
+    answers = read_answers(logits, batch, labels, group, columns)
     real = _chosen(batch)[0::2]
     pairs = _pairs(answers, batch, kind, real)
     metrics = _metrics(answers, pairs, real, kind)

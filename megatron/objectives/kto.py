@@ -34,7 +34,8 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
     needs_kl = settings.loss_type == "kto"
     metrics = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if needs_kl else ()))
     couple = couple_kl if needs_kl and not settings.neox else None
-    return Objective(_weight, partial(_loss_sum, settings=settings, columns=columns), metrics, DIFFERENCES, True, couple)
+    loss_sum = partial(_loss_sum, settings=settings, columns=columns)
+    return Objective(_weight, loss_sum, metrics, DIFFERENCES, True, couple)
 
 
 def _weight(batch: Batch) -> Tensor:

@@ -38,7 +38,7 @@ _OTHERWISE = (
     # of initial values and of training
     "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
     # of how and of what length it is computed, and of files
-    "attention_backend", "attention_config", "compile", "seq_length", "rotary_save_freqs_buffer",
+    "attention_backend", "attention_config", "compile", "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
 )  # fmt: skip
 _HF_WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -52,6 +52,8 @@ def forward_keys(args: NeoXArgs) -> dict[str, Any]:
     }
     if dynamic_ntk_limit(args) is not None:
         found["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
+    if args.softmax_rows is not None:
+        found["softmax_rows"] = args.softmax_rows
     return found
 
 

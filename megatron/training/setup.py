@@ -157,8 +157,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
     logger.info(describe(tokenizer, args.padded_vocab_size))
     if args.softmax_rows is not None:
         logger.info(
-            f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in the "
-            "softmax"
+            f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in "
+            "the softmax"
         )
     for note in args.notes():
         logger.info(note)

@@ -16,9 +16,17 @@ from megatron.checkpointing import (
     saved_model,
     step_of,
 )
-from megatron.checkpointing.huggingface import adopted_rows, find_hf, is_hf
+from megatron.checkpointing.huggingface import (
+    CARRIED,
+    HFFolder,
+    adopted_rows,
+    carried_files,
+    exported_rows,
+    find_hf,
+    is_hf,
+)
 from megatron.checkpointing.staging import bring, refresh, remote_folders
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
 @dataclass(frozen=True)
@@ -137,8 +145,14 @@ def real_rows(args: NeoXArgs, source: Source, tokens: int) -> int | None:
 
 
 def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
-    """`mask_padded_vocab` as a number of rows, or false where all take part in the softmax. real: of `real_rows`."""
+    """`mask_padded_vocab` as a number of rows, or false where all take part in the softmax. real: of `real_rows`.
+
+    tokens: of the tokenizer. Raises ConfigError for a number that leaves some of them out.
+    """
     asked = args.mask_padded_vocab
     rows = {True: tokens, False: None, "auto": real}.get(asked, asked) if isinstance(asked, bool | str) else asked
+    if rows is not None and rows < tokens:
+        place = args.origin("mask_padded_vocab")
+        raise ConfigError([f"{place}: mask_padded_vocab: {rows}, but the tokenizer has {tokens} tokens; write true"])
     masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size
     return args.replace(mask_padded_vocab=rows if masks else False)

@@ -131,3 +131,38 @@ def test_statistics(world_size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(entropy.double(), -(logprobs.exp() * logprobs).sum(-1), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(mean, logits.mean(-1), rtol=1e-5, atol=1e-5)
         assert torch.equal(top.bool(), logits.argmax(-1) == labels)
+
+
+def padded(rank: int, world_size: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, mean logits, entropies and the gradient of this rank's columns; the padding's are high."""
+    group = None
+    if world_size > 1:
+        group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    whole, labels, grad = _case(torch.float32)
+    whole[..., columns:] = 200.0
+    logits = whole.chunk(world_size, -1)[rank].contiguous().requires_grad_()
+    logprobs, statistics = token_logprobs_and_statistics(logits, labels % columns, group, columns)
+    torch.testing.assert_close(token_logprobs(logits, labels % columns, group, columns), logprobs)
+    logprobs.backward(grad)
+    assert logits.grad is not None
+    return logprobs.detach(), statistics.mean_logit, statistics.entropy, logits.grad
+
+
+@pytest.mark.parametrize("columns", [21, 24])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_columns_that_pad_the_vocabulary_take_no_part(world_size: int, columns: int) -> None:
+    """With four ranks the last holds nothing else, and with 21 the one before it some."""
+    logits, labels, grad = _case(torch.float32)
+    exact = logits[..., :columns].double().requires_grad_()
+    distribution = exact.log_softmax(-1)
+    expected = distribution.gather(-1, (labels % columns)[..., None]).squeeze(-1)
+    expected.backward(grad.double())
+    ranks = [padded(0, 1, columns)] if world_size == 1 else run_ranks(padded, world_size, columns)
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    for logprobs, mean_logit, entropies, _ in ranks:
+        torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(mean_logit.double(), exact.detach().mean(-1), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(entropies.double(), entropy.detach(), rtol=1e-4, atol=1e-4)
+    found = torch.cat([gradient for *_, gradient in ranks], -1)
+    torch.testing.assert_close(found[..., :columns].double(), exact.grad, rtol=5e-5, atol=1e-6)
+    assert not found[..., columns:].any()
