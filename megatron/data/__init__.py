@@ -12,11 +12,9 @@ from megatron.data.datasets import (
     Datasets,
     SampleSet,
     build_datasets,
-    data_fingerprint,
     data_prefixes,
     data_seed,
     epoch_iterations,
-    fingerprint,
     holds_answers,
     rows_per_sample,
     split_boundaries,
@@ -24,6 +22,7 @@ from megatron.data.datasets import (
 )
 from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
+from megatron.data.fingerprints import data_fingerprint, fingerprint
 from megatron.data.gpt2_dataset import PackedDataset, Sample
 from megatron.data.index_maps import IndexMaps, Packing, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype

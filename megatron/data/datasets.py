@@ -1,10 +1,10 @@
 """From config keys to the train, validation and test sets of a run."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from megatron.data.blending import (
     PhasesKey,
     build_blend,
     build_phases,
-    normalized,
     wanted_samples,
     weight_phases,
     weights_by_documents,
 )
-from megatron.data.cache import CacheKey, cached, load
+from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.epochs import EpochKey, RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
@@ -40,8 +39,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
 
 NAMES = ("train", "valid", "test")
-FINGERPRINT_BLOCKS = 64
-FINGERPRINT_BLOCK = 1 << 16
 THREADS = 8  # sets hashed and mapped at once: of blends of thousands, much of the time is waiting for the disk
 
 SampleSet = PackedDataset | BlendedDataset | RepeatedDataset | AnswerDataset | ReferencedDataset
@@ -214,15 +211,11 @@ def build_datasets(
 
     def write() -> tuple[list[_Plan], list[str]]:
         plans = _plans(args, requested_samples(args, train_batch_size), epochs)
-        parts = [part for plan in plans for part in plan.parts]
+        distinct = {id(part.indexed): part.indexed for plan in plans for part in plan.parts}
         with ThreadPoolExecutor(THREADS) as pool:
-            distinct = {id(part.indexed): part.indexed for part in parts}
             list(pool.map(lambda indexed: indexed.index_sha256, distinct.values()))
-            different = {(_cache(part, args), _key(part, args)): part for part in parts}
-            list(pool.map(lambda at: cached(at[0], at[1], lambda: _maps(different[at], args)), different))
         for plan in plans:
-            if len(plan.parts) > 1:
-                cached(_cache(plan.parts[0], args), plan.key, plan.blend)
+            cached(_cache(plan, args), _makers(plan, args))
         return plans, [note for plan in plans for note in _notes(plan, args, train_batch_size)]
 
     plans, notes = once(write)
@@ -235,10 +228,11 @@ def _notes(plan: _Plan, args: NeoXArgs, train_batch_size: int) -> list[str]:
     packing = packing_of(args)
     if plan.name != "train" or not packing.whole_documents or packing.compat:
         return []
+    entry = _entry(plan, args)
     return [
         fullness_note(
-            plan.name, part.indexed, load(_cache(part, args), _key(part, args), IndexMaps), packing, args.seq_length,
-            part.labels, train_batch_size,
+            plan.name, part.indexed, entry.maps(_key(part, args), IndexMaps), packing, args.seq_length, part.labels,
+            train_batch_size,
         )
         for part in plan.parts
     ]  # fmt: skip
@@ -277,56 +271,6 @@ def _size(indexed: IndexedDataset, unit: str) -> int:
         return len(indexed)
     tokens = int(indexed.sizes.sum(dtype=np.int64))
     return tokens * (indexed.dtype.itemsize if unit == "bytes" else 1)
-
-
-def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
-    """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and SHA-256 over
-    64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over all `.npy` files)."""
-    indexed = open_dataset(prefix, data_impl)
-    digest, total = hashlib.sha256(), 0
-    blocks = max(2, FINGERPRINT_BLOCKS // len(indexed.data_files))
-    for path in indexed.data_files:
-        size = path.stat().st_size
-        total += size
-        with open(path, "rb") as file:
-            if size <= blocks * FINGERPRINT_BLOCK:
-                digest.update(file.read())
-                continue
-            for block in range(blocks):
-                file.seek((size - FINGERPRINT_BLOCK) * block // (blocks - 1))
-                digest.update(file.read(FINGERPRINT_BLOCK))
-    return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
-
-
-def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
-    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
-    `train_1`, ..., each with its normalised weight."""
-    found: dict[str, dict[str, Any]] = {}
-    if args.dataset_impl == "pairwise":
-        from megatron.data.preferences import answer_files  # which builds on this file
-
-        files = answer_files(args).items()
-        listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
-        return {name: fingerprint(path, args.data_impl) for name, path in listed}
-    for name, prefixes in data_prefixes(args).items():
-        if len(prefixes) == 1:
-            found[name] = {**fingerprint(prefixes[0], args.data_impl), **_beside_fingerprint(args, name, 0)}
-            continue
-        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes]
-        weights: list[Any] = normalized(blend_weights(args, name, members)).tolist()
-        schedule = args.train_data_weight_schedule
-        if schedule is not None and name == "train":
-            phases = zip(*(normalized(phase).tolist() for phase in schedule["weights"]), strict=True)
-            weights = [{"until": list(schedule["until"]), "weights": list(phase)} for phase in phases]
-        for i, (prefix, weight) in enumerate(zip(prefixes, weights, strict=True)):
-            members_beside = _beside_fingerprint(args, name, i)
-            found[f"{name}_{i}"] = {**fingerprint(prefix, args.data_impl), **members_beside, "weight": weight}
-    return found
-
-
-def _beside_fingerprint(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
-    kinds = zip(("labels", "rewards"), beside(args, name), strict=True)
-    return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
@@ -449,8 +393,18 @@ def _check_length(name: str, part: _Part, args: NeoXArgs) -> None:
         )
 
 
-def _cache(part: _Part, args: NeoXArgs) -> Path:
-    return index_cache_dir(args, part.indexed.prefix)
+def _cache(plan: _Plan, args: NeoXArgs) -> Path:
+    return index_cache_dir(args, plan.parts[0].indexed.prefix)
+
+
+def _makers(plan: _Plan, args: NeoXArgs) -> Makers:
+    """Of all maps of a set, which lie in one file."""
+    makers: dict[CacheKey, Callable[[], Any]] = {_key(part, args): partial(_maps, part, args) for part in plan.parts}
+    return makers if len(plan.parts) == 1 else {**makers, plan.key: plan.blend}
+
+
+def _entry(plan: _Plan, args: NeoXArgs) -> Entry:
+    return load(_cache(plan, args), _makers(plan, args))
 
 
 def _key(part: _Part, args: NeoXArgs) -> IndexKey:
@@ -479,11 +433,13 @@ def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
 
 
 def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
+    entry = _entry(plan, args)
+
     def member(part: _Part) -> PackedDataset:
         return PackedDataset(
             plan.name,
             part.indexed,
-            load(_cache(part, args), _key(part, args), IndexMaps),
+            entry.maps(_key(part, args), IndexMaps),
             args.seq_length,
             args.padded_vocab_size,
             packing=packing_of(args),
@@ -494,5 +450,5 @@ def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
     members = [member(part) for part in plan.parts]
     dataset: PackedDataset | BlendedDataset = members[0]
     if len(members) > 1:
-        dataset = BlendedDataset(plan.name, members, load(_cache(plan.parts[0], args), plan.key, BlendMaps))
+        dataset = BlendedDataset(plan.name, members, entry.maps(plan.key, BlendMaps))
     return dataset if plan.epochs is None else RepeatedDataset(dataset, plan.epochs)

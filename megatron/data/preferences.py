@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps, build_blend, wanted_samples
-from megatron.data.cache import CacheKey, cached, load
+from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
     Datasets,
@@ -87,6 +87,10 @@ class _Plan:
     keys: tuple[AnswerKey, ...]
     blend: CacheKey | None
 
+    def entry(self, args: NeoXArgs) -> Entry:
+        blends = () if self.blend is None else (self.blend,)
+        return load(_cache(args, self.members[0]), dict.fromkeys([*self.keys, *blends]))
+
 
 def build_answer_sets(
     args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], Any]], Any], epochs: int | None = None
@@ -104,9 +108,9 @@ def build_answer_sets(
                 wanted = 1  # one pass: those of a small set count once
             plan = _written(args, name, members, wanted, epochs if name == "train" else None)
             plans.append(plan)
-            batch = train_batch_size if name == "train" else None
+            batch, entry = train_batch_size if name == "train" else None, plan.entry(args)
             for member, key in zip(plan.members, plan.keys, strict=True):
-                notes += _note(args, member, key, batch)
+                notes += _note(member, key, entry.maps(key, AnswerMaps), batch)
         return plans, notes
 
     plans, notes = once(write)
@@ -126,7 +130,7 @@ def _made_of(args: NeoXArgs, plan: _Plan) -> MadeOf:
 
 def answer_samples(args: NeoXArgs) -> int:
     """Training samples of one pass over the data."""
-    return sum(_samples(args, member) for member in _members(args, "train"))
+    return sum(_samples(args, _members(args, "train")))
 
 
 def answer_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
@@ -197,16 +201,19 @@ def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epo
         shares = [wanted] if len(members) == 1 else wanted_samples(weights, wanted)
         key: CacheKey = BlendKey(weights, wanted)
     else:
-        shares = [epochs * _samples(args, member) for member in members]
+        shares = [epochs * samples for samples in _samples(args, members)]
         key = EpochKey(tuple(shares))
     keys = tuple(_key(args, member, share) for member, share in zip(members, shares, strict=True))
-    for member, each in zip(members, keys, strict=True):
-        cached(_cache(args, member), each, partial(_maps, member, each))
-    if len(members) == 1:
-        return _Plan(name, tuple(members), keys, None)
-    blend = partial(build_blend, weights, wanted) if epochs is None else partial(build_epoch, shares)
-    cached(_cache(args, members[0]), key, blend)
-    return _Plan(name, tuple(members), keys, key)
+    makers: Makers = _makers(members, keys)
+    if len(members) > 1:
+        blend = partial(build_blend, weights, wanted) if epochs is None else partial(build_epoch, shares)
+        makers = {**makers, key: blend}
+    cached(_cache(args, members[0]), makers)
+    return _Plan(name, tuple(members), keys, key if len(members) > 1 else None)
+
+
+def _makers(members: Sequence[_Member], keys: Sequence[AnswerKey]) -> Makers:
+    return {key: partial(_maps, member, key) for member, key in zip(members, keys, strict=True)}
 
 
 def _cache(args: NeoXArgs, member: _Member) -> Path:
@@ -228,11 +235,15 @@ def _key(args: NeoXArgs, member: _Member, num_samples: int) -> AnswerKey:
     )
 
 
-def _samples(args: NeoXArgs, member: _Member) -> int:
-    """Of one pass."""
-    key, folder = _key(args, member, 1), _cache(args, member)
-    cached(folder, key, partial(_maps, member, key))
-    return int(load(folder, key, AnswerMaps).counts[COUNTS.index("samples")])
+def _samples(args: NeoXArgs, members: Sequence[_Member]) -> list[int]:
+    """Of one pass over each."""
+    if not members:
+        return []
+    keys, folder = [_key(args, member, 1) for member in members], _cache(args, members[0])
+    makers = _makers(members, keys)
+    cached(folder, makers)
+    entry = load(folder, makers)
+    return [int(entry.maps(key, AnswerMaps).counts[COUNTS.index("samples")]) for key in keys]
 
 
 def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:
@@ -255,14 +266,17 @@ def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:
 
 
 def _load(args: NeoXArgs, plan: _Plan) -> AnswerDataset | BlendedDataset:
-    sets = [_loaded(args, member, key) for member, key in zip(plan.members, plan.keys, strict=True)]
+    entry = plan.entry(args)
+    sets = [
+        _loaded(args, member, key, entry.maps(key, AnswerMaps))
+        for member, key in zip(plan.members, plan.keys, strict=True)
+    ]
     if plan.blend is None:
         return sets[0]
-    return BlendedDataset(plan.name, sets, load(_cache(args, plan.members[0]), plan.blend, BlendMaps))
+    return BlendedDataset(plan.name, sets, entry.maps(plan.blend, BlendMaps))
 
 
-def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey) -> AnswerDataset:
-    maps = load(_cache(args, member), key, AnswerMaps)
+def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -> AnswerDataset:
     count, sources, kto = len(maps.size), len(member.sources), args.train_impl == "kto"
     numbers = np.arange(count)
     two_rows = not kto and key.packing.pack_impl != "best_fit"
@@ -299,9 +313,8 @@ def _signs(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:
     return np.where(good, 1, -1).astype(np.float32)
 
 
-def _note(args: NeoXArgs, member: _Member, key: AnswerKey, batch: int | None) -> list[str]:
+def _note(member: _Member, key: AnswerKey, maps: AnswerMaps, batch: int | None) -> list[str]:
     """Lines for the start of the log: how full rows are, and what is cut or left out."""
-    maps = load(_cache(args, member), key, AnswerMaps)
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     units, samples = count["units"], count["samples"]
     unit = "pairs" if key.per_unit == 2 else "examples"

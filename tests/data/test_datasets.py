@@ -241,13 +241,12 @@ def test_weights_from_document_counts(changes: dict, drawn: list[int], tmp_path:
 
 
 def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
-    folders = []
+    files = []
     for weights in ((7.0, 3.0), (7.0, 3.0), (7.0, 3.001)):
         train = build_train_blend(make_blend(tmp_path, train_data_weights=weights))
         assert not train.maps.dataset_sample_index.flags.owndata
-        folders.append(len(list((tmp_path / "cache").iterdir())))
-    # Two members and their blend; then only the blend is another
-    assert folders == [3, 3, 4]
+        files.append(len(list((tmp_path / "cache").iterdir())))
+    assert files == [1, 1, 2]
 
 
 def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):

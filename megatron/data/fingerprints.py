@@ -1,0 +1,64 @@
+"""What identifies the data of a run, so that no run goes on with other data."""
+
+import hashlib
+from typing import Any
+
+from megatron.data.blending import normalized
+from megatron.data.datasets import beside, blend_weights, data_prefixes
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preferences import answer_files
+from megatron.data.storage import open_dataset
+from megatron.neox_arguments import NeoXArgs
+
+BLOCKS = 64
+BLOCK = 1 << 16
+
+
+def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
+    """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and SHA-256 over
+    64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over all `.npy` files)."""
+    return _fingerprint(open_dataset(prefix, data_impl))
+
+
+def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
+    digest, total = hashlib.sha256(), 0
+    blocks = max(2, BLOCKS // len(indexed.data_files))
+    for path in indexed.data_files:
+        size = path.stat().st_size
+        total += size
+        with open(path, "rb") as file:
+            if size <= blocks * BLOCK:
+                digest.update(file.read())
+                continue
+            for block in range(blocks):
+                file.seek((size - BLOCK) * block // (blocks - 1))
+                digest.update(file.read(BLOCK))
+    return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
+
+
+def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
+    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
+    `train_1`, ..., each with its normalised weight."""
+    found: dict[str, dict[str, Any]] = {}
+    if args.dataset_impl == "pairwise":
+        files = answer_files(args).items()
+        listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
+        return {name: fingerprint(path, args.data_impl) for name, path in listed}
+    for name, prefixes in data_prefixes(args).items():
+        if len(prefixes) == 1:
+            found[name] = {**fingerprint(prefixes[0], args.data_impl), **_beside_fingerprint(args, name, 0)}
+            continue
+        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes]
+        weights: list[Any] = normalized(blend_weights(args, name, members)).tolist()
+        schedule = args.train_data_weight_schedule
+        if schedule is not None and name == "train":
+            phases = zip(*(normalized(phase).tolist() for phase in schedule["weights"]), strict=True)
+            weights = [{"until": list(schedule["until"]), "weights": list(phase)} for phase in phases]
+        for i, (indexed, weight) in enumerate(zip(members, weights, strict=True)):
+            found[f"{name}_{i}"] = {**_fingerprint(indexed), **_beside_fingerprint(args, name, i), "weight": weight}
+    return found
+
+
+def _beside_fingerprint(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
+    kinds = zip(("labels", "rewards"), beside(args, name), strict=True)
+    return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
