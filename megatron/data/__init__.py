@@ -22,8 +22,8 @@ from megatron.data.datasets import (
 )
 from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
-from megatron.data.fingerprints import data_fingerprint, fingerprint
 from megatron.data.gpt2_dataset import PackedDataset, Sample
+from megatron.data.identity import data_fingerprint, fingerprint
 from megatron.data.index_maps import IndexMaps, Packing, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
 from megatron.data.jobs import Output, Progress, Result, preprocess

@@ -10,8 +10,8 @@ from megatron.data.preferences import answer_files
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
-BLOCKS = 64
-BLOCK = 1 << 16
+FINGERPRINT_BLOCKS = 64
+FINGERPRINT_BLOCK = 1 << 16
 
 
 def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
@@ -22,17 +22,17 @@ def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
 
 def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
     digest, total = hashlib.sha256(), 0
-    blocks = max(2, BLOCKS // len(indexed.data_files))
+    blocks = max(2, FINGERPRINT_BLOCKS // len(indexed.data_files))
     for path in indexed.data_files:
         size = path.stat().st_size
         total += size
         with open(path, "rb") as file:
-            if size <= blocks * BLOCK:
+            if size <= blocks * FINGERPRINT_BLOCK:
                 digest.update(file.read())
                 continue
             for block in range(blocks):
-                file.seek((size - BLOCK) * block // (blocks - 1))
-                digest.update(file.read(BLOCK))
+                file.seek((size - FINGERPRINT_BLOCK) * block // (blocks - 1))
+                digest.update(file.read(FINGERPRINT_BLOCK))
     return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
 
 
