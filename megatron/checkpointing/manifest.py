@@ -175,6 +175,11 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
     return saved if isinstance(saved, Mapping) else {}
 
 
+def config_key(name: str, args: NeoXArgs) -> str:
+    """The key that an entry of `model_keys` comes from."""
+    return responsible(_MADE_OF.get(name, (name,)), args, {})
+
+
 def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
     """Refuse weights of another model, the keys that differ first.
 
@@ -182,7 +187,7 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
     """
     now = model_keys(args)
     wrong = [
-        Change(responsible(_MADE_OF.get(key, (key,)), args, {}), now[key], saved[key])
+        Change(config_key(key, args), now[key], saved[key])
         for key in _MODEL_KEYS
         if key in saved and saved[key] != now[key]
     ]

@@ -200,20 +200,20 @@ class Checkpointer(Saver):
         if manifest is None:
             return  # GPT-NeoX: the files themselves say, see _load_optimizer
         saved, now = manifest.layout, self.layout
-        keys = {"precision": responsible(("precision", "fp16", "bf16"), self.args, manifest.config)}
+        keys = {"precision": responsible(("fp16", "bf16", "precision"), self.args, manifest.config)}
         if not OptimizerFiles(path):
             keys |= {
                 "pipe": "pipe_parallel_size",
                 "tensor": "model_parallel_size",
                 "zero_stage": "zero_optimization.stage",
             }
-            if now.zero_stage > 0:
-                keys["data"] = "num_gpus"  # data-parallel ranks
         other = [
             Change(key, getattr(now, name), getattr(saved, name))
             for name, key in keys.items()
             if getattr(saved, name) != getattr(now, name)
         ]
+        if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
+            other.append(Change("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
         if other:
             raise CheckpointError(
                 f"{told(other, self.args, f'the run of {path}')}: its optimizer state is of that layout; "
