@@ -273,7 +273,7 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
     if name == "cache":
         again = {**stopped, "train_iters": 8}
         said = run_ranks(damage, ranks, {**again, "load": None})[0]
-        assert re.search(r"load: \S+ \(program\), but the reference of \S+reference.json had other weights; the run be", said)
+        assert re.search(r"load: null \(default\), but the reference of \S+reference.json had other weights; the", said)
         said = run_ranks(damage, ranks, {**again, "sliding_window_width": 3})[0]
         assert re.search(r"sliding_window_width: 3 \(program\), but the reference of \S+ had null; the run be", said)
         (folder,) = (tmp_path / "references").iterdir()
