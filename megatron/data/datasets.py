@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,9 @@ def requested_samples(args: NeoXArgs, train_batch_size: int, begun: Begun) -> tu
     )
 
 
-def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
-    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out.
+def epoch_iterations(args: NeoXArgs, train_batch_size: int, begun: Begun | None = None) -> int:
+    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out. begun:
+    of the run that goes on, whose steps so far may have been larger or smaller ones.
 
     Raises DataError for data that cannot be used, or is less than a batch.
     """
@@ -172,7 +174,8 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
             f"train_epochs: {args.train_epochs} passes over {once} samples do not fill a train_batch_size "
             f"of {train_batch_size}; use more epochs, more data or a smaller batch"
         )
-    return samples // train_batch_size
+    begun = begun or Begun()
+    return begun.iteration + max(0, samples - begun.consumed_samples) // train_batch_size
 
 
 def data_seed(args: NeoXArgs) -> int:
@@ -350,9 +353,9 @@ def _laid_out(plan: _Plan, args: NeoXArgs, begun: Begun) -> _Plan:
         return plan
 
     def extended(part: _Part, before: tuple[int, ...]) -> _Part:
-        def whole(count: int) -> int:
-            return whole_windows(_tokens(part, args), args.seq_length, count) if packing.windows else count
-
+        whole: Callable[[int], int] = int
+        if packing.windows:
+            whole = partial(whole_windows, _tokens(part, args), args.seq_length)
         ends = stretches(before, part.num_samples, whole)
         return replace(part, num_samples=ends[-1], before=ends[:-1])
 

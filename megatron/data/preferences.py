@@ -203,9 +203,7 @@ def _pairs(args: NeoXArgs, name: str) -> list[_Member]:
     return found
 
 
-def _written(
-    args: NeoXArgs, name: str, members: list[_Member], wanted: int, epochs: int | None, begun: Begun
-) -> _Plan:
+def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epochs: int | None, begun: Begun) -> _Plan:
     """A plan whose maps lie in the cache, in the stretches that its run was begun with."""
     weights = blend_weights(args, name, [member.sources[0] for member in members])
     if epochs is None:

@@ -154,7 +154,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
     epochs = args.train_epochs
     if epochs is not None:
         # From here on a run of so many iterations: the schedule and its checks follow.
-        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size))
+        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, begun))
         args, place = args.replace(train_epochs=None, train_iters=steps), args.origin("train_epochs")
         places = {"train_epochs": place, "train_iters": f"from train_epochs, {place}"}
         args = replace(args, origins=FrozenDict({**args.origins, **places}))

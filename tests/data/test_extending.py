@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import Begun, Packing, build_maps, build_packed, data_fingerprint, order_keys, order_sha256
+from megatron.data import (
+    Begun,
+    Packing,
+    build_maps,
+    build_packed,
+    data_fingerprint,
+    epoch_iterations,
+    order_keys,
+    order_sha256,
+)
 from tests.data.samples import INDEXMAPS, golden_json, golden_maps
 from tests.data.test_datasets import A, B, build, make_args, make_blend
 from tests.data.test_index_maps import _case
@@ -149,3 +158,8 @@ def test_another_batch_size_takes_what_is_left(tmp_path: Path):
     longer = build(make_args(**made, train_iters=125), batch=16, begun=Begun(100, 800, first.laid_out))
     assert len(longer.train) >= 1200
     assert order_sha256(longer.train, 800) == order_sha256(first.train, 800)
+    passes = make_args(**made, train_epochs=3)
+    samples = 3 * 107
+    assert epoch_iterations(passes, 8) == epoch_iterations(passes, 8, Begun(10, 80)) == samples // 8
+    assert epoch_iterations(passes, 16, Begun(10, 80)) == 10 + (samples - 80) // 16
+    assert epoch_iterations(passes, 16, Begun(50, 400)) == 50, "fewer passes than were made: nothing is left"

@@ -43,9 +43,7 @@ class Run:
         self.args = with_vocabulary(args, self.tokenizer)
 
     def record(self, manifest: Manifest | None = None, consumed: int = 40) -> dict[str, Any]:
-        datasets = build_datasets(
-            self.args, train_batch_size=8, once=lambda work: work(), begun=begun_of(manifest)
-        )  # fmt: skip
+        datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), begun=begun_of(manifest))
         return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, consumed)
 
     def manifest(self) -> Manifest:
@@ -81,7 +79,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "change", "named", "was"), CHANGES, ids=[f"{i}-{c[2]}" for i, c in enumerate(CHANGES)])
+@pytest.mark.parametrize(("keys", "change", "named", "was"), CHANGES)
 def test_the_key_that_changed_comes_first(
     keys: dict[str, Any], change: dict[str, Any], named: str, was: str, tmp_path: Path
 ) -> None:
@@ -118,7 +116,7 @@ def test_the_order_itself_is_looked_at(tmp_path: Path) -> None:
 def test_another_tokenizer(tmp_path: Path) -> None:
     there = Run(tmp_path / "there")
     manifest = replace(there.manifest(), tokenizer="0" * 64)
-    with pytest.raises(CheckpointError, match=r"^vocab_file: \S+ \(\S+a.yml:\d+\), but the run of .* had another content"):
+    with pytest.raises(CheckpointError, match=r"^vocab_file: \S+ \(\S+a.yml:\d+\), but .* had another content"):
         check_same_run(there.args, PATH, manifest, True, there.record(manifest), there.tokenizer)
 
 
