@@ -6,6 +6,7 @@ The names that need torch (Batch, collate, loaders) are imported on first use: t
 import importlib
 from typing import TYPE_CHECKING
 
+from megatron.data.begun import Begun
 from megatron.data.blending import BlendedDataset, BlendMaps, build_blend, wanted_samples, weights_by_documents
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.datasets import (
@@ -23,7 +24,7 @@ from megatron.data.datasets import (
 from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.gpt2_dataset import PackedDataset, Sample
-from megatron.data.identity import data_fingerprint, fingerprint
+from megatron.data.identity import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
 from megatron.data.index_maps import IndexMaps, Packing, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
 from megatron.data.jobs import Output, Progress, Result, preprocess
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Begun",
     "BlendMaps",
     "BlendedDataset",
     "DataError",
@@ -79,6 +81,9 @@ __all__ = [
     "has_curriculum",
     "holds_answers",
     "open_dataset",
+    "order_keys",
+    "order_sha256",
+    "path_key",
     "preprocess",
     "row_length",
     "rows_per_sample",

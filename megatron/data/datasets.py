@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.answers import AnswerDataset
+from megatron.data.begun import Begun, LaidOut
 from megatron.data.blending import (
     BlendedDataset,
     BlendKey,
@@ -29,7 +30,7 @@ from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.fullness import fullness_note
 from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.index_maps import IndexKey, IndexMaps
+from megatron.data.index_maps import IndexKey, IndexMaps, stretches, whole_windows
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packing import build_maps, packing_of
@@ -57,18 +58,20 @@ class MadeOf:
 @dataclass(frozen=True)
 class Datasets:
     """The sets of one run; None where the split leaves no document or nothing is asked of the set. notes: lines on
-    them for the start of the log."""
+    them for the start of the log; laid_out: as in `Begun`."""
 
     train: SampleSet | None
     valid: SampleSet | None
     test: SampleSet | None
     notes: tuple[str, ...] = ()
     made_of: Mapping[str, MadeOf] = field(default_factory=dict)  # of sets of answers, by name
+    laid_out: LaidOut = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Sequences [first, last) of one `.bin/.idx` pair, and how many samples are wanted of them."""
+    """Sequences [first, last) of one `.bin/.idx` pair, and how many samples are wanted of them. before: as
+    `build_packed`."""
 
     indexed: IndexedDataset
     first: int
@@ -78,6 +81,7 @@ class _Part:
     labels: IndexedDataset | None = None
     rewards: IndexedDataset | None = None
     labels_sha256: str | None = None  # where labels decide which documents there are
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,18 +144,19 @@ def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
     return 0, train, valid, test
 
 
-def requested_samples(args: NeoXArgs, train_batch_size: int) -> tuple[int, int, int]:
-    """NeoX's sample counts of the train, validation and test sets."""
+def requested_samples(args: NeoXArgs, train_batch_size: int, begun: Begun) -> tuple[int, int, int]:
+    """NeoX's sample counts of the train, validation and test sets; to train, what was consumed and what is to come."""
     evaluations = args.train_iters // args.eval_interval + 1
     return (
-        args.train_iters * train_batch_size,
+        begun.consumed_samples + max(0, args.train_iters - begun.iteration) * train_batch_size,
         evaluations * args.eval_iters * train_batch_size,
         args.eval_iters * train_batch_size,
     )
 
 
-def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
-    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out.
+def epoch_iterations(args: NeoXArgs, train_batch_size: int, begun: Begun | None = None) -> int:
+    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out. begun:
+    of the run that goes on, whose steps so far may have been larger or smaller ones.
 
     Raises DataError for data that cannot be used, or is less than a batch.
     """
@@ -161,7 +166,7 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
 
         once = answer_samples(args)
     else:
-        (plan,) = (plan for plan in _plans(args, (1, 0, 0), args.train_epochs) if plan.name == "train")
+        (plan,) = (plan for plan in _plans(args, (1, 0, 0), Begun(), args.train_epochs) if plan.name == "train")
         once = plan.num_samples
     samples = args.train_epochs * once
     if samples < train_batch_size:
@@ -169,7 +174,8 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
             f"train_epochs: {args.train_epochs} passes over {once} samples do not fill a train_batch_size "
             f"of {train_batch_size}; use more epochs, more data or a smaller batch"
         )
-    return samples // train_batch_size
+    begun = begun or Begun()
+    return begun.iteration + max(0, samples - begun.consumed_samples) // train_batch_size
 
 
 def data_seed(args: NeoXArgs) -> int:
@@ -197,20 +203,23 @@ def build_datasets(
     train_batch_size: int,
     once: Callable[[Callable[[], Any]], Any],
     epochs: int | None = None,
+    begun: Begun | None = None,
 ) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
 
     once: called on every rank with all work that reads whole files (checks, hashes, the writing of index maps that the
     cache does not hold); it runs that on one rank, gives its result to all, and raises on all what it raised there:
-    DataError for data that cannot be used. epochs: the training set is so many passes (`epoch_iterations`).
+    DataError for data that cannot be used. epochs: the training set is so many passes (`epoch_iterations`). begun: of
+    the run that goes on, whose samples keep their order; None: a new run.
     """
+    begun = begun or Begun()
     if holds_answers(args):
         from megatron.data.preferences import build_answer_sets  # which builds on this file
 
-        return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs)
+        return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs, begun=begun)
 
     def write() -> tuple[list[_Plan], list[str]]:
-        plans = _plans(args, requested_samples(args, train_batch_size), epochs)
+        plans = _plans(args, requested_samples(args, train_batch_size, begun), begun, epochs)
         distinct = {id(part.indexed): part.indexed for plan in plans for part in plan.parts}
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda indexed: indexed.index_sha256, distinct.values()))
@@ -220,7 +229,12 @@ def build_datasets(
 
     plans, notes = once(write)
     sets = {plan.name: _load(plan, args) for plan in plans}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes))
+    ends = {
+        plan.name: tuple((*part.before, part.num_samples) for part in plan.parts)
+        for plan in plans
+        if packing_of(args).joint and plan.epochs is None
+    }
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), laid_out=ends)
 
 
 def _notes(plan: _Plan, args: NeoXArgs, train_batch_size: int) -> list[str]:
@@ -285,7 +299,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = None) -> list[_Plan]:
+def _plans(args: NeoXArgs, wanted: tuple[int, int, int], begun: Begun, epochs: int | None = None) -> list[_Plan]:
     prefixes = data_prefixes(args)
     plans = []
     if "all" in prefixes:
@@ -323,9 +337,27 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     for plan in plans:
         for part in plan.parts:
             _check_length(plan.name, part, args)
-    if epochs is None:
-        return plans
-    return [_whole_epochs(plan, args, epochs) if plan.name == "train" else plan for plan in plans]
+    return [
+        _laid_out(plan, args, begun) if epochs is None or plan.name != "train" else _whole_epochs(plan, args, epochs)
+        for plan in plans
+    ]
+
+
+def _laid_out(plan: _Plan, args: NeoXArgs, begun: Begun) -> _Plan:
+    """The plan in the stretches that its run was begun with, and one more where they are not enough."""
+    packing = packing_of(args)
+    if not packing.joint:
+        return plan
+
+    def extended(part: _Part, before: tuple[int, ...]) -> _Part:
+        whole: Callable[[int], int] = int
+        if packing.windows:
+            whole = partial(whole_windows, _tokens(part, args), args.seq_length)
+        ends = stretches(before, part.num_samples, whole)
+        return replace(part, num_samples=ends[-1], before=ends[:-1])
+
+    parts = (extended(part, begun.stretches(plan.name, member)) for member, part in enumerate(plan.parts))
+    return replace(plan, parts=tuple(parts))
 
 
 def _one_pass(plan: _Plan, args: NeoXArgs) -> _Plan:
@@ -417,12 +449,13 @@ def _key(part: _Part, args: NeoXArgs) -> IndexKey:
         data_seed(args),
         packing_of(args),
         part.labels_sha256,
+        part.before,
     )
 
 
 def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
     wanted, packing = (part.first, part.last, part.num_samples), packing_of(args)
-    maps = build_maps(part.indexed.sizes, *wanted, args.seq_length, data_seed(args), packing, part.labels)
+    maps = build_maps(part.indexed.sizes, *wanted, args.seq_length, data_seed(args), packing, part.labels, part.before)
     if len(maps.sample_idx) < 2:
         raise DataError(
             f"{part.origin}: no sample comes of its {part.last - part.first} documents: none has a label to train, is "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
+from megatron.data.begun import Begun
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps, build_blend, wanted_samples
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
@@ -27,7 +28,7 @@ from megatron.data.datasets import (
 from megatron.data.epochs import EpochKey, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
-from megatron.data.index_maps import Packing
+from megatron.data.index_maps import Packing, stretches
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.kto import mismatched
 from megatron.data.labels import first_labelled, open_labels, open_rewards
@@ -42,7 +43,8 @@ Both = tuple[IndexedDataset, ...]
 
 @dataclass(frozen=True)
 class AnswerKey(CacheKey):
-    """All that decides the maps of one set. contents: of the labels, or without them of the tokens."""
+    """All that decides the maps of one set. contents: of the labels, or without them of the tokens; before: as
+    `build_packed`."""
 
     index_sha256: tuple[str, ...]
     contents: tuple[str, ...]
@@ -53,6 +55,7 @@ class AnswerKey(CacheKey):
     seed: int
     packing: Packing
     limits: Limits
+    before: tuple[int, ...] = ()
     answers_version: int = 1
 
 
@@ -93,20 +96,25 @@ class _Plan:
 
 
 def build_answer_sets(
-    args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], Any]], Any], epochs: int | None = None
+    args: NeoXArgs,
+    *,
+    train_batch_size: int,
+    once: Callable[[Callable[[], Any]], Any],
+    epochs: int | None,
+    begun: Begun,
 ) -> Datasets:
     """As `build_datasets`; epochs: so many passes over the training set, each in an order of its own."""
 
     def write() -> tuple[list[_Plan], list[str]]:
         plans: list[_Plan] = []
         notes: list[str] = []
-        for name, wanted in zip(NAMES, requested_samples(args, train_batch_size), strict=True):
+        for name, wanted in zip(NAMES, requested_samples(args, train_batch_size, begun), strict=True):
             members = _members(args, name) if wanted > 0 else []
             if not members:
                 continue
             if name != "train" and len(members) == 1 and not packing_of(args).compat:
                 wanted = 1  # one pass: those of a small set count once
-            plan = _written(args, name, members, wanted, epochs if name == "train" else None)
+            plan = _written(args, name, members, wanted, epochs if name == "train" else None, begun)
             plans.append(plan)
             batch, entry = train_batch_size if name == "train" else None, plan.entry(args)
             for member, key in zip(plan.members, plan.keys, strict=True):
@@ -116,7 +124,12 @@ def build_answer_sets(
     plans, notes = once(write)
     sets = {plan.name: _load(args, plan) for plan in plans}
     made_of = {plan.name: _made_of(args, plan) for plan in plans}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), made_of)
+    ends = {
+        plan.name: tuple((*key.before, key.num_samples) for key in plan.keys)
+        for plan in plans
+        if packing_of(args).joint
+    }
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), made_of, ends)
 
 
 def _made_of(args: NeoXArgs, plan: _Plan) -> MadeOf:
@@ -194,8 +207,8 @@ def _pairs(args: NeoXArgs, name: str) -> list[_Member]:
     return found
 
 
-def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epochs: int | None) -> _Plan:
-    """A plan whose maps lie in the cache."""
+def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epochs: int | None, begun: Begun) -> _Plan:
+    """A plan whose maps lie in the cache, in the stretches that its run was begun with."""
     weights = blend_weights(args, name, [member.sources[0] for member in members])
     if epochs is None:
         shares = [wanted] if len(members) == 1 else wanted_samples(weights, wanted)
@@ -203,7 +216,9 @@ def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epo
     else:
         shares = [epochs * samples for samples in _samples(args, members)]
         key = EpochKey(tuple(shares))
-    keys = tuple(_key(args, member, share) for member, share in zip(members, shares, strict=True))
+    joint = packing_of(args).joint
+    ends = [stretches(begun.stretches(name, i), n, int) if joint else (n,) for i, n in enumerate(shares)]
+    keys = tuple(_key(args, member, *each) for member, each in zip(members, ends, strict=True))
     makers: Makers = _makers(members, keys)
     if len(members) > 1:
         blend = partial(build_blend, weights, wanted) if epochs is None else partial(build_epoch, shares)
@@ -220,18 +235,20 @@ def _cache(args: NeoXArgs, member: _Member) -> Path:
     return index_cache_dir(args, member.sources[0].prefix)
 
 
-def _key(args: NeoXArgs, member: _Member, num_samples: int) -> AnswerKey:
+def _key(args: NeoXArgs, member: _Member, *ends: int) -> AnswerKey:
+    """ends: of the stretches, in samples; the last is how many are wanted."""
     beside, notes = member.labels or member.sources, file_notes(args, member.sources[0].prefix)
     return AnswerKey(
         tuple(source.index_sha256 for source in member.sources),
         tuple(known_sha256(file, notes) for source in beside for file in source.data_files),
         member.documents,
         2 if args.train_impl != "kto" else 1,
-        num_samples,
+        ends[-1],
         args.seq_length,
         data_seed(args),
         packing_of(args),
         Limits(args.max_length, args.max_prompt_length),
+        ends[:-1],
     )
 
 
@@ -254,8 +271,9 @@ def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:
         first = first_of_answers(member.sources[0], member.sources[1], key.units)
     shape = (-1, key.per_unit)
     maps = lay_out(
-        sizes.reshape(shape), first.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing, key.limits
-    )
+        sizes.reshape(shape), first.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing, key.limits,
+        key.before,
+    )  # fmt: skip
     if len(maps.sample_idx) < 2:
         raise DataError(
             f"{member.file}: none of {key.units} documents makes a {member.name} sample: no answer is trained within "
@@ -290,8 +308,9 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
     kl = None
     if kto and args.kto_loss_type == "kto" and args.kto_kl == "drawn" and not args.compat_kto:
         parts, prompts, rows = mismatched(
-            maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length
-        )
+            maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length,
+            key.before,
+        )  # fmt: skip
         kl = build(parts, prompts, rows, signs=np.ones(count, np.float32))
     parts = [Slices(numbers % sources, numbers // sources, maps.begin, maps.size)]
     signs = _signs(args, member, count)
