@@ -10,6 +10,7 @@ tools/datasets/preprocess_data_with_chat_template.py.
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from typing import Any
 
 from megatron.data import DataError, EncodeJob, preprocess
 from megatron.data.chat import ChatTokenizer, conversation, load_chat_tokenizer
-from megatron.data.columnar import InputFile, resolve
 from megatron.data.files import sync, temporary
+from megatron.data.inputs import InputFile, resolve
 from megatron.data.readers import Row, Shard
 from megatron.data.workers import in_order
 from megatron.tokenizer import TokenizerError, make_tokenizer
@@ -36,7 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", required=True, help="name on the hub, or a file or folder here")
     data.add_argument("--subset", help="configuration of the dataset")
-    data.add_argument("--split", default="train", help="train")
+    data.add_argument("--split", help="in HuggingFace's words: train, train[:10%%], train+test, all (train)")
     data.add_argument("--data-dir", help="folder within the hub repository")
     data.add_argument("--data-files", help="files here to read instead, separated by commas")
     text = parser.add_argument_group("text of a row")
@@ -180,15 +181,19 @@ def export(texts: Texts, files: Sequence[InputFile], workers: int, target: Path 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
     """All steps; returns what `pipeline_results.json` holds. Raises DataError."""
     start = time.monotonic()
-    named = [Path(options.dataset).name, options.subset, options.split]
+    split = options.split or "train"
+    named = [Path(options.dataset).name, options.subset, re.sub(r"[^\w.+-]+", "_", split).strip("_")]
     folder = options.output_dir or options.output_base / "_".join(part for part in named if part)
     if not (options.count_only or options.skip_tokenize or options.vocab_file):
         raise DataError("--vocab-file: the tokenizer.json to tokenise with is wanted (or --skip-tokenize)")
-    sources = options.data_files.split(",") if options.data_files else [options.dataset]
     hub = {"data_dir": options.data_dir} if options.data_dir else {}
-    files = resolve(
-        sources, options.split, options.subset, num_proc=options.download_workers or options.num_proc, **hub
-    )
+    hub["num_proc"] = options.download_workers or options.num_proc
+    if options.data_files:
+        files = resolve(options.data_files.split(","), options.split)
+    else:
+        # A file that is named by itself is wanted, whatever its name says
+        wanted = options.split if Path(options.dataset).is_file() else split
+        files = resolve([options.dataset], wanted, options.subset, **hub)
     columns, chat = choose_columns(options, first_columns(files))
     texts = Texts(
         columns,
@@ -209,7 +214,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {
         "dataset": options.dataset,
         "subset": options.subset,
-        "split": options.split,
+        "split": split,
         "output_dir": str(folder),
         "num_documents": rows,
         "text_column": "text" if options.join_columns else columns[0],

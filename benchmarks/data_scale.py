@@ -1,6 +1,6 @@
 """How the data room scales: index maps of 100 million documents, blends of thousands of sets, a step with its loader.
 
-python benchmarks/data_scale.py [index_maps] [blend] [loader]     # all of them without a name
+python benchmarks/data_scale.py [index_maps] [blend] [sets] [loader]     # all of them without a name
 """
 
 import argparse
@@ -18,7 +18,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter, build_blend, build_packed  # noqa: E402
+from megatron.data import (  # noqa: E402
+    IndexedDataset,
+    IndexedDatasetWriter,
+    build_blend,
+    build_datasets,
+    build_packed,
+    data_fingerprint,
+)
 from megatron.data.cache import cached, load
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from megatron.data.indexed_dataset import data_path, index_path, write_index
@@ -84,10 +91,12 @@ def index_maps(documents: int, seq_length: int = 2048) -> None:
             maps = build_packed(indexed.sizes, 0, documents, samples, seq_length, 1234)
         print(f"  {samples:,} samples, maps of {sum(array.nbytes for array in vars(maps).values()) / 1e6:.0f} MB")
         with measured("its writing of them"):
-            cached(Path(folder), key, partial(IndexMaps, **vars(maps)))
+            cached(Path(folder), {key: partial(IndexMaps, **vars(maps))})
+        with measured("its check of their checksums, at a later start"):
+            cached(Path(folder), {key: partial(IndexMaps, **vars(maps))})
         with measured("each other rank: open the pair and the maps"):
             IndexedDataset(prefix, digest)
-            load(Path(folder), key, IndexMaps)
+            load(Path(folder), [key]).maps(key, IndexMaps)
 
 
 def blend(sets: int, samples: int) -> None:
@@ -95,6 +104,37 @@ def blend(sets: int, samples: int) -> None:
     weights = np.random.default_rng(0).random(sets) + 0.01
     with measured(f"order of {samples:,} samples"):
         build_blend(weights.tolist(), samples)
+
+
+def sets(count: int) -> None:
+    """A blend of `count` sets of 100 documents: what one rank does at its first and at a later start."""
+    print(f"start with a blend of {count:,} sets")
+    with tempfile.TemporaryDirectory() as folder:
+        random = np.random.default_rng(0)
+        paths = [f"{folder}/{i}" for i in range(count)]
+        for path in paths:
+            with IndexedDatasetWriter(path, np.uint16) as writer:
+                sizes = random.integers(50, 500, 100)
+                writer.add_documents(random.integers(0, 250, sizes.sum()).astype(np.uint16), sizes)
+        args = NeoXArgs.from_dict({
+            "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 64, "pos_emb": "rotary",
+            "max_position_embeddings": 64, "train_micro_batch_size_per_gpu": 8, "train_iters": 4 * count,
+            "eval_iters": 0, "train_data_paths": paths, "tokenizer_type": "CharLevelTokenizer",
+            "index_cache_dir": f"{folder}/cache",
+        })  # fmt: skip
+        for what in ("first", "later", "later"):
+            maps = _memory_maps()
+            with measured(f"{what} start: sets, their maps and fingerprints"):
+                found = build_datasets(args, train_batch_size=8, once=lambda work: work())
+                data_fingerprint(args)
+            assert found.train is not None
+            files = len(list(Path(args.index_cache_dir or "").iterdir()))
+            print(f"  {_memory_maps() - maps:,} memory maps, {files:,} cache entries")
+            del found
+
+
+def _memory_maps() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
 
 
 def loader(pairs: int, steps: int, workers: int) -> None:
@@ -142,21 +182,23 @@ def loader(pairs: int, steps: int, workers: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="index_maps, blend, loader (all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="index_maps, blend, sets, loader (all)")
     parser.add_argument("--documents", type=int, default=100_000_000, help="of index_maps (100,000,000)")
-    parser.add_argument("--sets", type=int, default=2000, help="of blend (2000)")
+    parser.add_argument("--sets", type=int, default=2000, help="of blend and sets (2000)")
     parser.add_argument("--samples", type=int, default=1_000_000, help="of blend (1,000,000)")
     parser.add_argument("--steps", type=int, default=30, help="of a block of loader (30)")
     parser.add_argument("--pairs", type=int, default=6, help="of blocks of loader (6)")
     parser.add_argument("--workers", type=int, default=2, help="of loader (2)")
     options = parser.parse_args()
-    unknown = set(options.names) - {"index_maps", "blend", "loader"}
+    unknown = set(options.names) - {"index_maps", "blend", "sets", "loader"}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if not options.names or "index_maps" in options.names:
         index_maps(options.documents)
     if not options.names or "blend" in options.names:
         blend(options.sets, options.samples)
+    if not options.names or "sets" in options.names:
+        sets(options.sets)
     if not options.names or "loader" in options.names:
         loader(options.pairs, options.steps, options.workers)
     return 0

@@ -3,6 +3,7 @@
 Nothing here talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
 """
 
+from megatron.checkpointing.changes import Change, responsible, told
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.files import FileRecord, file_sha256, load_tensors, replace_file, save_tensors, write_bytes
@@ -21,6 +22,7 @@ from megatron.checkpointing.manifest import (
     Layout,
     Manifest,
     check_model,
+    config_key,
     model_keys,
     read_manifest,
     saved_model,
@@ -35,6 +37,7 @@ from megatron.checkpointing.rng import restore_rng, rng_state
 from megatron.checkpointing.weights import SourceFacts, describe_files, load_weights, local_layer_state
 
 __all__ = [
+    "Change",
     "CheckpointError",
     "DamagedError",
     "EPHEMERAL",
@@ -47,6 +50,7 @@ __all__ = [
     "SourceFacts",
     "begin",
     "check_model",
+    "config_key",
     "describe_files",
     "export_args",
     "file_sha256",
@@ -64,6 +68,7 @@ __all__ = [
     "read_manifest",
     "replace_file",
     "reshard",
+    "responsible",
     "restore_rng",
     "rng_state",
     "save_tensors",
@@ -71,6 +76,7 @@ __all__ = [
     "step_of",
     "step_tag",
     "sum_bias_masters",
+    "told",
     "torch_adam_state",
     "verify",
     "write_bytes",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpointing.changes import Change, responsible, told
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.files import FileRecord, describe_tensors, file_sha256, load_tensors
 from megatron.checkpointing.layout import model_file
@@ -28,6 +29,10 @@ _MODEL_KEYS = (
     "opt_pos_emb_offset", "rpe_max_distance", "head_dim", "qk_norm_per_head", "zero_centered_gamma",
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
 )  # fmt: skip
+_MADE_OF = {
+    "kv_heads": ("num_kv_heads", "num_attention_heads"),
+    "ffn_size": ("intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width", "hidden_size"),
+}
 
 _LATER = ("config", "optimizer", "validation_loss")  # fields that the first manifests lack
 
@@ -170,14 +175,21 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
     return saved if isinstance(saved, Mapping) else {}
 
 
+def config_key(name: str, args: NeoXArgs) -> str:
+    """The key that an entry of `model_keys` comes from."""
+    return responsible(_MADE_OF.get(name, (name,)), args, {})
+
+
 def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
-    """Refuse weights of another model.
+    """Refuse weights of another model, the keys that differ first.
 
     saved: `Manifest.model`, or the `args` that GPT-NeoX keeps in its mp_rank files; keys that only one has are skipped.
-    padded_vocab_size is left to the shape check, which names the value to set.
     """
     now = model_keys(args)
-    shared = [key for key in _MODEL_KEYS if key in saved and key != "padded_vocab_size"]
-    wrong = [f"{key} is {saved[key]} in the checkpoint, {now[key]} here" for key in shared if saved[key] != now[key]]
+    wrong = [
+        Change(config_key(key, args), now[key], saved[key])
+        for key in _MODEL_KEYS
+        if key in saved and saved[key] != now[key]
+    ]
     if wrong:
-        raise CheckpointError(f"{where}: another model: {'; '.join(wrong)}; change the config or `load`")
+        raise CheckpointError(f"{told(wrong, args, f'the model of {where}')}; change the config or `load`")

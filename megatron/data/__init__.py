@@ -6,17 +6,16 @@ The names that need torch (Batch, collate, loaders) are imported on first use: t
 import importlib
 from typing import TYPE_CHECKING
 
+from megatron.data.begun import Begun
 from megatron.data.blending import BlendedDataset, BlendMaps, build_blend, wanted_samples, weights_by_documents
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.datasets import (
     Datasets,
     SampleSet,
     build_datasets,
-    data_fingerprint,
     data_prefixes,
     data_seed,
     epoch_iterations,
-    fingerprint,
     holds_answers,
     rows_per_sample,
     split_boundaries,
@@ -25,6 +24,7 @@ from megatron.data.datasets import (
 from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.gpt2_dataset import PackedDataset, Sample
+from megatron.data.identity import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
 from megatron.data.index_maps import IndexMaps, Packing, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
 from megatron.data.jobs import Output, Progress, Result, preprocess
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Begun",
     "BlendMaps",
     "BlendedDataset",
     "DataError",
@@ -80,6 +81,9 @@ __all__ = [
     "has_curriculum",
     "holds_answers",
     "open_dataset",
+    "order_keys",
+    "order_sha256",
+    "path_key",
     "preprocess",
     "row_length",
     "rows_per_sample",

@@ -5,7 +5,7 @@ example, is whole in one sample: packed `best_fit` its answers stand in one row;
 two rows, in the same places.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,9 +88,11 @@ def lay_out(
     seed: int,
     packing: Packing,
     limits: Limits,
+    before: Sequence[int] = (),
 ) -> AnswerMaps:
     """Maps over units whose answers are `sizes` [units, answers] tokens long and are trained from token `first` on
-    (their size: nowhere); whole epochs, at least num_samples samples, no row at all is possible."""
+    (their size: nowhere); whole epochs, at least num_samples samples, no row at all is possible. before: as
+    `build_packed`."""
     width = seq_length + 1
     full = sizes.astype(np.int64)
     used = packing.lengths(full)
@@ -114,7 +116,7 @@ def lay_out(
     lengths = np.where(keep, size.sum(axis=1) if one_row else size.max(axis=1), 0)
     plain = replace(packing, truncate_documents=None)
     if packing.compat or keep.any():
-        maps = build_maps(lengths, 0, len(lengths), num_samples, seq_length, seed, plain)
+        maps = build_maps(lengths, 0, len(lengths), num_samples, seq_length, seed, plain, None, before)
     else:
         maps = IndexMaps(np.zeros(0, np.int64), np.zeros((1, 2), np.int64), np.zeros(0, np.uint32))
     if one_row and size.shape[1] == 2:
@@ -186,11 +188,11 @@ class AnswerDataset:
         kl = None if self.kl is None else self.kl[index % len(self.kl)]
         return Answers(rows, numbers, self.signs[documents], reference, kl)
 
-    @property
-    def order(self) -> dict[str, int | str]:
-        """As `PackedDataset.order`."""
-        found = self.rows[0].order
-        return found if self.limits == Limits() else {key: f"{rows} {self.limits}" for key, rows in found.items()}
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """As `PackedDataset.pieces`, the row first; documents are those of the row, tokens those that are used."""
+        for number, row in enumerate(self.rows):
+            for piece in row.pieces(index):
+                yield number, *piece
 
     def documents(self, index: int) -> list[int]:
         """The documents of a sample, in the order of its answers."""

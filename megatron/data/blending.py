@@ -6,7 +6,7 @@ continue it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -203,7 +203,8 @@ class BlendedDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
 
-    @property
-    def order(self) -> dict[str, list[int | str]]:
-        """What decides the order, besides `data_fingerprint`, seed and seq_length: that of each member."""
-        return {key: [member.order[key] for member in self.members] for key in self.members[0].order}
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """As `PackedDataset.pieces`, the number of the member first."""
+        member = int(self.maps.dataset_index[index])
+        for piece in self.members[member].pieces(int(self.maps.dataset_sample_index[index])):
+            yield member, *piece

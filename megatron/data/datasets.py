@@ -1,16 +1,17 @@
 """From config keys to the train, validation and test sets of a run."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.data.answers import AnswerDataset
+from megatron.data.begun import Begun, LaidOut
 from megatron.data.blending import (
     BlendedDataset,
     BlendKey,
@@ -19,18 +20,17 @@ from megatron.data.blending import (
     PhasesKey,
     build_blend,
     build_phases,
-    normalized,
     wanted_samples,
     weight_phases,
     weights_by_documents,
 )
-from megatron.data.cache import CacheKey, cached, load
+from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.epochs import EpochKey, RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.fullness import fullness_note
 from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.index_maps import IndexKey, IndexMaps
+from megatron.data.index_maps import IndexKey, IndexMaps, stretches, whole_windows
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packing import build_maps, packing_of
@@ -40,8 +40,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
 
 NAMES = ("train", "valid", "test")
-FINGERPRINT_BLOCKS = 64
-FINGERPRINT_BLOCK = 1 << 16
 THREADS = 8  # sets hashed and mapped at once: of blends of thousands, much of the time is waiting for the disk
 
 SampleSet = PackedDataset | BlendedDataset | RepeatedDataset | AnswerDataset | ReferencedDataset
@@ -60,18 +58,20 @@ class MadeOf:
 @dataclass(frozen=True)
 class Datasets:
     """The sets of one run; None where the split leaves no document or nothing is asked of the set. notes: lines on
-    them for the start of the log."""
+    them for the start of the log; laid_out: as in `Begun`."""
 
     train: SampleSet | None
     valid: SampleSet | None
     test: SampleSet | None
     notes: tuple[str, ...] = ()
     made_of: Mapping[str, MadeOf] = field(default_factory=dict)  # of sets of answers, by name
+    laid_out: LaidOut = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Sequences [first, last) of one `.bin/.idx` pair, and how many samples are wanted of them."""
+    """Sequences [first, last) of one `.bin/.idx` pair, and how many samples are wanted of them. before: as
+    `build_packed`."""
 
     indexed: IndexedDataset
     first: int
@@ -81,6 +81,7 @@ class _Part:
     labels: IndexedDataset | None = None
     rewards: IndexedDataset | None = None
     labels_sha256: str | None = None  # where labels decide which documents there are
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,18 +144,19 @@ def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
     return 0, train, valid, test
 
 
-def requested_samples(args: NeoXArgs, train_batch_size: int) -> tuple[int, int, int]:
-    """NeoX's sample counts of the train, validation and test sets."""
+def requested_samples(args: NeoXArgs, train_batch_size: int, begun: Begun) -> tuple[int, int, int]:
+    """NeoX's sample counts of the train, validation and test sets; to train, what was consumed and what is to come."""
     evaluations = args.train_iters // args.eval_interval + 1
     return (
-        args.train_iters * train_batch_size,
+        begun.consumed_samples + max(0, args.train_iters - begun.iteration) * train_batch_size,
         evaluations * args.eval_iters * train_batch_size,
         args.eval_iters * train_batch_size,
     )
 
 
-def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
-    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out.
+def epoch_iterations(args: NeoXArgs, train_batch_size: int, begun: Begun | None = None) -> int:
+    """Optimizer steps of `train_epochs` passes over the training data; samples that fill no batch are left out. begun:
+    of the run that goes on, whose steps so far may have been larger or smaller ones.
 
     Raises DataError for data that cannot be used, or is less than a batch.
     """
@@ -164,7 +166,7 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
 
         once = answer_samples(args)
     else:
-        (plan,) = (plan for plan in _plans(args, (1, 0, 0), args.train_epochs) if plan.name == "train")
+        (plan,) = (plan for plan in _plans(args, (1, 0, 0), Begun(), args.train_epochs) if plan.name == "train")
         once = plan.num_samples
     samples = args.train_epochs * once
     if samples < train_batch_size:
@@ -172,7 +174,8 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int) -> int:
             f"train_epochs: {args.train_epochs} passes over {once} samples do not fill a train_batch_size "
             f"of {train_batch_size}; use more epochs, more data or a smaller batch"
         )
-    return samples // train_batch_size
+    begun = begun or Begun()
+    return begun.iteration + max(0, samples - begun.consumed_samples) // train_batch_size
 
 
 def data_seed(args: NeoXArgs) -> int:
@@ -200,34 +203,38 @@ def build_datasets(
     train_batch_size: int,
     once: Callable[[Callable[[], Any]], Any],
     epochs: int | None = None,
+    begun: Begun | None = None,
 ) -> Datasets:
     """The sets of `data_path` + `split`, or of `train/valid/test_data_paths`, several of one list blended by weight.
 
     once: called on every rank with all work that reads whole files (checks, hashes, the writing of index maps that the
     cache does not hold); it runs that on one rank, gives its result to all, and raises on all what it raised there:
-    DataError for data that cannot be used. epochs: the training set is so many passes (`epoch_iterations`).
+    DataError for data that cannot be used. epochs: the training set is so many passes (`epoch_iterations`). begun: of
+    the run that goes on, whose samples keep their order; None: a new run.
     """
+    begun = begun or Begun()
     if holds_answers(args):
         from megatron.data.preferences import build_answer_sets  # which builds on this file
 
-        return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs)
+        return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs, begun=begun)
 
     def write() -> tuple[list[_Plan], list[str]]:
-        plans = _plans(args, requested_samples(args, train_batch_size), epochs)
-        parts = [part for plan in plans for part in plan.parts]
+        plans = _plans(args, requested_samples(args, train_batch_size, begun), begun, epochs)
+        distinct = {id(part.indexed): part.indexed for plan in plans for part in plan.parts}
         with ThreadPoolExecutor(THREADS) as pool:
-            distinct = {id(part.indexed): part.indexed for part in parts}
             list(pool.map(lambda indexed: indexed.index_sha256, distinct.values()))
-            different = {(_cache(part, args), _key(part, args)): part for part in parts}
-            list(pool.map(lambda at: cached(at[0], at[1], lambda: _maps(different[at], args)), different))
         for plan in plans:
-            if len(plan.parts) > 1:
-                cached(_cache(plan.parts[0], args), plan.key, plan.blend)
+            cached(_cache(plan, args), _makers(plan, args))
         return plans, [note for plan in plans for note in _notes(plan, args, train_batch_size)]
 
     plans, notes = once(write)
     sets = {plan.name: _load(plan, args) for plan in plans}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes))
+    ends = {
+        plan.name: tuple((*part.before, part.num_samples) for part in plan.parts)
+        for plan in plans
+        if packing_of(args).joint and plan.epochs is None
+    }
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), laid_out=ends)
 
 
 def _notes(plan: _Plan, args: NeoXArgs, train_batch_size: int) -> list[str]:
@@ -235,10 +242,11 @@ def _notes(plan: _Plan, args: NeoXArgs, train_batch_size: int) -> list[str]:
     packing = packing_of(args)
     if plan.name != "train" or not packing.whole_documents or packing.compat:
         return []
+    entry = _entry(plan, args)
     return [
         fullness_note(
-            plan.name, part.indexed, load(_cache(part, args), _key(part, args), IndexMaps), packing, args.seq_length,
-            part.labels, train_batch_size,
+            plan.name, part.indexed, entry.maps(_key(part, args), IndexMaps), packing, args.seq_length, part.labels,
+            train_batch_size,
         )
         for part in plan.parts
     ]  # fmt: skip
@@ -279,56 +287,6 @@ def _size(indexed: IndexedDataset, unit: str) -> int:
     return tokens * (indexed.dtype.itemsize if unit == "bytes" else 1)
 
 
-def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
-    """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and SHA-256 over
-    64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over all `.npy` files)."""
-    indexed = open_dataset(prefix, data_impl)
-    digest, total = hashlib.sha256(), 0
-    blocks = max(2, FINGERPRINT_BLOCKS // len(indexed.data_files))
-    for path in indexed.data_files:
-        size = path.stat().st_size
-        total += size
-        with open(path, "rb") as file:
-            if size <= blocks * FINGERPRINT_BLOCK:
-                digest.update(file.read())
-                continue
-            for block in range(blocks):
-                file.seek((size - FINGERPRINT_BLOCK) * block // (blocks - 1))
-                digest.update(file.read(FINGERPRINT_BLOCK))
-    return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
-
-
-def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
-    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
-    `train_1`, ..., each with its normalised weight."""
-    found: dict[str, dict[str, Any]] = {}
-    if args.dataset_impl == "pairwise":
-        from megatron.data.preferences import answer_files  # which builds on this file
-
-        files = answer_files(args).items()
-        listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
-        return {name: fingerprint(path, args.data_impl) for name, path in listed}
-    for name, prefixes in data_prefixes(args).items():
-        if len(prefixes) == 1:
-            found[name] = {**fingerprint(prefixes[0], args.data_impl), **_beside_fingerprint(args, name, 0)}
-            continue
-        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes]
-        weights: list[Any] = normalized(blend_weights(args, name, members)).tolist()
-        schedule = args.train_data_weight_schedule
-        if schedule is not None and name == "train":
-            phases = zip(*(normalized(phase).tolist() for phase in schedule["weights"]), strict=True)
-            weights = [{"until": list(schedule["until"]), "weights": list(phase)} for phase in phases]
-        for i, (prefix, weight) in enumerate(zip(prefixes, weights, strict=True)):
-            members_beside = _beside_fingerprint(args, name, i)
-            found[f"{name}_{i}"] = {**fingerprint(prefix, args.data_impl), **members_beside, "weight": weight}
-    return found
-
-
-def _beside_fingerprint(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
-    kinds = zip(("labels", "rewards"), beside(args, name), strict=True)
-    return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
-
-
 def unigram_entropy(tokens: np.ndarray) -> float:
     """Entropy in nats of the token frequencies: the loss of the best model that sees no context."""
     counts = np.zeros(1, dtype=np.int64)
@@ -341,7 +299,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = None) -> list[_Plan]:
+def _plans(args: NeoXArgs, wanted: tuple[int, int, int], begun: Begun, epochs: int | None = None) -> list[_Plan]:
     prefixes = data_prefixes(args)
     plans = []
     if "all" in prefixes:
@@ -379,9 +337,27 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], epochs: int | None = No
     for plan in plans:
         for part in plan.parts:
             _check_length(plan.name, part, args)
-    if epochs is None:
-        return plans
-    return [_whole_epochs(plan, args, epochs) if plan.name == "train" else plan for plan in plans]
+    return [
+        _laid_out(plan, args, begun) if epochs is None or plan.name != "train" else _whole_epochs(plan, args, epochs)
+        for plan in plans
+    ]
+
+
+def _laid_out(plan: _Plan, args: NeoXArgs, begun: Begun) -> _Plan:
+    """The plan in the stretches that its run was begun with, and one more where they are not enough."""
+    packing = packing_of(args)
+    if not packing.joint:
+        return plan
+
+    def extended(part: _Part, before: tuple[int, ...]) -> _Part:
+        whole: Callable[[int], int] = int
+        if packing.windows:
+            whole = partial(whole_windows, _tokens(part, args), args.seq_length)
+        ends = stretches(before, part.num_samples, whole)
+        return replace(part, num_samples=ends[-1], before=ends[:-1])
+
+    parts = (extended(part, begun.stretches(plan.name, member)) for member, part in enumerate(plan.parts))
+    return replace(plan, parts=tuple(parts))
 
 
 def _one_pass(plan: _Plan, args: NeoXArgs) -> _Plan:
@@ -449,8 +425,18 @@ def _check_length(name: str, part: _Part, args: NeoXArgs) -> None:
         )
 
 
-def _cache(part: _Part, args: NeoXArgs) -> Path:
-    return index_cache_dir(args, part.indexed.prefix)
+def _cache(plan: _Plan, args: NeoXArgs) -> Path:
+    return index_cache_dir(args, plan.parts[0].indexed.prefix)
+
+
+def _makers(plan: _Plan, args: NeoXArgs) -> Makers:
+    """Of all maps of a set, which lie in one file."""
+    makers: dict[CacheKey, Callable[[], Any]] = {_key(part, args): partial(_maps, part, args) for part in plan.parts}
+    return makers if len(plan.parts) == 1 else {**makers, plan.key: plan.blend}
+
+
+def _entry(plan: _Plan, args: NeoXArgs) -> Entry:
+    return load(_cache(plan, args), _makers(plan, args))
 
 
 def _key(part: _Part, args: NeoXArgs) -> IndexKey:
@@ -463,12 +449,13 @@ def _key(part: _Part, args: NeoXArgs) -> IndexKey:
         data_seed(args),
         packing_of(args),
         part.labels_sha256,
+        part.before,
     )
 
 
 def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
     wanted, packing = (part.first, part.last, part.num_samples), packing_of(args)
-    maps = build_maps(part.indexed.sizes, *wanted, args.seq_length, data_seed(args), packing, part.labels)
+    maps = build_maps(part.indexed.sizes, *wanted, args.seq_length, data_seed(args), packing, part.labels, part.before)
     if len(maps.sample_idx) < 2:
         raise DataError(
             f"{part.origin}: no sample comes of its {part.last - part.first} documents: none has a label to train, is "
@@ -479,11 +466,13 @@ def _maps(part: _Part, args: NeoXArgs) -> IndexMaps:
 
 
 def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
+    entry = _entry(plan, args)
+
     def member(part: _Part) -> PackedDataset:
         return PackedDataset(
             plan.name,
             part.indexed,
-            load(_cache(part, args), _key(part, args), IndexMaps),
+            entry.maps(_key(part, args), IndexMaps),
             args.seq_length,
             args.padded_vocab_size,
             packing=packing_of(args),
@@ -494,5 +483,5 @@ def _load(plan: _Plan, args: NeoXArgs) -> SampleSet:
     members = [member(part) for part in plan.parts]
     dataset: PackedDataset | BlendedDataset = members[0]
     if len(members) > 1:
-        dataset = BlendedDataset(plan.name, members, load(_cache(plan.parts[0], args), plan.key, BlendMaps))
+        dataset = BlendedDataset(plan.name, members, entry.maps(plan.key, BlendMaps))
     return dataset if plan.epochs is None else RepeatedDataset(dataset, plan.epochs)

@@ -1,6 +1,6 @@
 """Whole passes over the data (`train_epochs`): every window once, then again in the same order, as GPT-NeoX's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +44,6 @@ class RepeatedDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         return self.dataset[index % len(self.dataset)]
 
-    @property
-    def order(self) -> dict[str, int | str | list[int | str]]:
-        """What decides the order; more epochs only continue it."""
-        return {f"{name}_per_epoch": samples for name, samples in self.dataset.order.items()}
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """As those of the dataset."""
+        return self.dataset.pieces(index % len(self.dataset))

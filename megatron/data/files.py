@@ -8,6 +8,7 @@ import mmap
 import os
 import time
 import weakref
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,15 @@ def known_sha256(path: str | Path, folder: Path) -> str:
     return found
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
 def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     """The content of a file from byte `offset` on as a read-only array, paged in as it is read.
 
@@ -69,10 +79,7 @@ def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
     size = os.path.getsize(path)
     if size <= offset:  # nothing cannot be mapped
         return np.empty(0, dtype)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc = _libc()
     with open(path, "rb") as file:
         address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:

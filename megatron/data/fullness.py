@@ -1,12 +1,15 @@
 """How full rows are: of a set at the start, and of the batches of a run."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.batch import Batch
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
+
+if TYPE_CHECKING:
+    from megatron.data.batch import Batch
 
 LOOKED_AT = 1 << 24  # labels that are counted at most
 
@@ -41,7 +44,7 @@ def _trained(labels: IndexedDataset, documents: np.ndarray, used: np.ndarray) ->
     return f"{share:.1f} % of the tokens are trained" + (f" (of {len(looked)} documents)" if step > 1 else "")
 
 
-def count_places(batches: Iterable[Batch]) -> tuple[int, int, int]:
+def count_places(batches: "Iterable[Batch]") -> tuple[int, int, int]:
     """(places, those of them that hold no document, those that are trained) of micro-batches."""
     found = [(b.tokens.numel(), b.padding, int(b.loss_weights.sum())) for b in batches]
     places, padding, trained = (sum(column) for column in zip(*found, strict=True))

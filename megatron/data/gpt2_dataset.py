@@ -75,14 +75,6 @@ class PackedDataset:
                 raise self._foreign_token(index, self.vocab_size)
         return Sample(tokens, labels, begins, self.labels is not None, reward, filled)
 
-    @property
-    def order(self) -> dict[str, int | str]:
-        """What decides the order, besides `data_fingerprint`, seed and seq_length: equal numbers of samples over whole
-        epochs mean the same shuffle; rows that are the same in every epoch go on for any number."""
-        joint = self.packing.windows or self.packing.compat
-        key, count = ("samples", len(self)) if joint else ("rows", len(self.maps.sample_idx) - 1)
-        return {f"{self.name}_{key}": count if self.packing == Packing() else f"{count} of {self.packing}"}
-
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
         """(document, its token to begin at, how many tokens) of a sample."""
         row = int(self.maps.shuffle_idx[index])

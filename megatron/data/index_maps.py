@@ -2,8 +2,12 @@
 
 The documents of a split are shuffled (all epochs together), laid end to end, and cut into windows of seq_length + 1
 tokens that overlap by one; the windows are shuffled again by the same generator. Documents cross window borders.
+
+So the order depends on how many epochs are mixed. A run that is extended keeps the epochs it was begun with as they
+are; those that it needs besides are another stretch, shuffled by itself, laid behind them.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +46,11 @@ class Packing:
         return self.pack_impl == "packed" and self.drop_last is None
 
     @property
+    def joint(self) -> bool:
+        """Whether the number of samples decides the order of all of them; else more samples only continue it."""
+        return self.windows or self.compat
+
+    @property
     def whole_documents(self) -> bool:
         return self.pack_impl != "packed"
 
@@ -61,7 +70,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class IndexKey(CacheKey):
-    """All that decides the maps of one part of one dataset."""
+    """All that decides the maps of one part of one dataset. before: as `build_packed`."""
 
     index_sha256: str
     first: int
@@ -71,6 +80,7 @@ class IndexKey(CacheKey):
     seed: int
     packing: Packing
     labels_sha256: str | None = None
+    before: tuple[int, ...] = ()
     format_version: int = 2
 
 
@@ -79,20 +89,54 @@ def epochs_for(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def build_packed(sizes: np.ndarray, first: int, last: int, num_samples: int, seq_length: int, seed: int) -> IndexMaps:
+def whole_windows(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
+    """Windows in the epochs that num_samples windows take."""
+    return (epochs_for(tokens_per_epoch, seq_length, num_samples) * tokens_per_epoch - 1) // seq_length
+
+
+def stretches(before: Sequence[int], wanted: int, whole: Callable[[int], int]) -> tuple[int, ...]:
+    """Where the stretches of an order end, in samples: those of `before`, and one more where they are less than wanted.
+
+    whole: so many samples are laid out for a number of them.
+    """
+    ends: list[int] = []
+    for end in map(whole, (*before, wanted)):
+        if not ends or end > ends[-1]:
+            ends.append(end)
+    return tuple(ends)
+
+
+def stretch_generators(seed: int, count: int) -> list[np.random.RandomState]:
+    """GPT-NeoX's generator, of the seed, for the first stretch of an order, and one of its own for each further."""
+    return [np.random.RandomState(seed if number == 0 else [seed, number]) for number in range(count)]
+
+
+def build_packed(
+    sizes: np.ndarray,
+    first: int,
+    last: int,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    before: Sequence[int] = (),
+) -> IndexMaps:
     """Maps over sequences [first, last) whose lengths are sizes [n]; enough epochs for num_samples windows.
 
-    All windows that fit into these epochs are used; upstream's `len(dataset)` is one short of them.
+    All windows that fit into these epochs are used; upstream's `len(dataset)` is one short of them. before: where
+    earlier stretches end, in windows; they are what they were, and the windows behind them begin with the tokens that
+    filled none.
     """
     tokens_per_epoch = int(sizes[first:last].sum(dtype=np.int64))
-    epochs = epochs_for(tokens_per_epoch, seq_length, num_samples)
-    random = np.random.RandomState(seed)
-    doc_idx = np.tile(np.arange(first, last, dtype=np.int32 if last <= INT32_MAX else np.int64), epochs)
-    random.shuffle(doc_idx)
-    sample_idx = _sample_idx(sizes, doc_idx, epochs * tokens_per_epoch, seq_length)
-    samples = len(sample_idx) - 1
-    shuffle_idx = np.arange(samples, dtype=np.uint32 if samples < UINT32_MAX - 1 else np.int64)
-    random.shuffle(shuffle_idx)
+    epochs = [0, *(epochs_for(tokens_per_epoch, seq_length, count) for count in (*before, num_samples))]
+    doc_idx = np.tile(np.arange(first, last, dtype=np.int32 if last <= INT32_MAX else np.int64), epochs[-1])
+    generators = stretch_generators(seed, len(epochs) - 1)
+    for random, begin, end in zip(generators, epochs, epochs[1:], strict=False):
+        random.shuffle(doc_idx[begin * (last - first) : end * (last - first)])
+    sample_idx = _sample_idx(sizes, doc_idx, epochs[-1] * tokens_per_epoch, seq_length)
+    ends = [max(0, (count * tokens_per_epoch - 1) // seq_length) for count in epochs]
+    shuffle_idx = np.arange(ends[-1], dtype=np.uint32 if ends[-1] < UINT32_MAX - 1 else np.int64)
+    for random, begin, end in zip(generators, ends, ends[1:], strict=False):
+        random.shuffle(shuffle_idx[begin:end])
     return IndexMaps(doc_idx, sample_idx, shuffle_idx)
 
 

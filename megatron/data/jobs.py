@@ -27,10 +27,10 @@ from typing import IO, Any
 import numpy as np
 
 from megatron.data import readers
-from megatron.data.columnar import InputFile, resolve
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, sync, temporary
 from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
+from megatron.data.inputs import InputFile, resolve
 from megatron.data.preprocess import Job
 from megatron.data.workers import BadRow, Part, encode_shard, in_order
 
@@ -124,7 +124,7 @@ class _Run:
         self.journal: dict[str, Any] = {
             "published": False,
             "sizes": dict.fromkeys(self.names, 0),
-            "progress": asdict(Progress(total_bytes=sum(file.size for file in files))),
+            "progress": asdict(Progress(total_bytes=sum(file.bytes_read for file in files))),
             "part": asdict(Part(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))),
         }
         path = folder / "journal.json"
@@ -247,7 +247,7 @@ class _Run:
     def _check_result(self, outputs: list[Output]) -> None:
         problem = ""
         for file in self.files:
-            if not file.path.exists() or InputFile.of(file.path) != file:
+            if not file.path.exists() or InputFile.of(file.path, file.rows) != file:
                 problem = f"{file.path}: changed while it was read; run again"
         for output in outputs:
             if not output.tokens:
@@ -275,6 +275,7 @@ class _Run:
             "args": arguments,
             "inputs": [
                 {"path": str(file.path), "bytes": file.size, "sha256": digest}
+                | ({} if file.rows is None else {"rows": file.rows[:2]})
                 for file, digest in zip(self.files, digests, strict=True)
             ],
             "timing": {
@@ -298,7 +299,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
 
     Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go first.
     """
-    versions = [[str(file.path), file.size, file.modified] for file in files]
+    versions = [[str(file.path), file.size, file.modified, file.rows] for file in files]
     identity = [FORMAT, readers.CHUNK_BYTES, prefixes, job.describe(), versions]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     target = data_path(prefixes[0]).absolute()

@@ -36,12 +36,19 @@ def partners(documents: np.ndarray, answers_per_prompt: int, seed: int) -> np.nd
 
 
 def mismatched(
-    maps: AnswerMaps, sources: int, paired: bool, seq_length: int, seed: int, packing: Packing, max_length: int | None
+    maps: AnswerMaps,
+    sources: int,
+    paired: bool,
+    seq_length: int,
+    seed: int,
+    packing: Packing,
+    max_length: int | None,
+    before: Sequence[int] = (),
 ) -> tuple[list[Slices], np.ndarray, IndexMaps]:
     """Slices, prompts and maps of a set in which every prompt that is trained has another one's answer, cut to
     max_length. Unpacked, sample i has the prompt of sample i.
 
-    paired: documents 2p and 2p + 1 have one prompt.
+    paired: documents 2p and 2p + 1 have one prompt. before: as `build_packed`.
     """
     kept, everyone = np.unique(maps.doc_idx), np.arange(len(maps.size))
     other = everyone.copy()
@@ -55,7 +62,7 @@ def mismatched(
         lengths = np.zeros(len(everyone), np.int64)
         lengths[kept] = (maps.prompt + answer)[kept]
         plain = replace(packing, truncate_documents=None)
-        rows = build_maps(lengths, 0, len(lengths), len(rows.shuffle_idx), seq_length, seed, plain)
+        rows = build_maps(lengths, 0, len(lengths), len(rows.shuffle_idx), seq_length, seed, plain, None, before)
     return [prompt, answers], maps.prompt, rows
 
 

@@ -6,11 +6,11 @@ document is in one row of every epoch, and more samples only continue the order.
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron.data.index_maps import UINT32_MAX, IndexMaps, Packing, build_packed
+from megatron.data.index_maps import UINT32_MAX, IndexMaps, Packing, build_packed, stretch_generators
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import labelled
 from megatron.neox_arguments import NeoXArgs
@@ -37,16 +37,18 @@ def build_maps(
     seed: int,
     packing: Packing,
     labels: IndexedDataset | None = None,
+    before: Sequence[int] = (),
 ) -> IndexMaps:
     """Maps over sequences [first, last) whose lengths are sizes [n]; whole epochs, at least num_samples samples.
 
-    labels: documents without any are left out of samples of whole documents. No row at all is possible.
+    labels: documents without any are left out of samples of whole documents. No row at all is possible. before: as
+    `build_packed`, of an order that is `packing.joint`.
     """
     lengths, width = packing.lengths(sizes), packing.width(seq_length)
     if packing.windows:
-        return build_packed(lengths, first, last, num_samples, seq_length, seed)
+        return build_packed(lengths, first, last, num_samples, seq_length, seed, before)
     if packing.compat:
-        return _neox(lengths, last - first, num_samples, seq_length, seed, packing, labels)
+        return _neox(lengths, last - first, (*before, num_samples), seq_length, seed, packing, labels)
     random = np.random.RandomState(seed)
     if packing.whole_documents:
         documents = _usable(lengths, first, last, width, packing, labels)
@@ -165,7 +167,7 @@ def _epochs(rows: int, num_samples: int, random: np.random.RandomState) -> np.nd
 def _neox(
     lengths: np.ndarray,
     documents: int,
-    num_samples: int,
+    ends: Sequence[int],
     seq_length: int,
     seed: int,
     packing: Packing,
@@ -173,11 +175,16 @@ def _neox(
 ) -> IndexMaps:
     """GPT-NeoX's order of whole documents: it counts them from 0 wherever the split begins, and mixes the epochs.
 
-    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.)
+    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.) ends: of the stretches, in
+    samples; the documents of a further one go on from those of the one before, whose last row then has the token that
+    follows it, as every other row.
     """
-    random = np.random.RandomState(seed)
+    num_samples = ends[-1]
     shuffle_idx = np.arange(num_samples)
-    random.shuffle(shuffle_idx)
+    generators = stretch_generators(seed, len(ends))
+    for generator, begin, end in zip(generators, (0, *ends), ends, strict=False):
+        generator.shuffle(shuffle_idx[begin:end])
+    random = generators[0]
     overflow, room = packing.pack_impl == "pack_until_overflow", seq_length + 1
     keep = np.ones(documents, bool) if packing.allow_chopped else lengths[:documents] <= room
     if labels is not None:
@@ -190,7 +197,7 @@ def _neox(
             if not keep[document]:
                 continue
             length += int(lengths[document])
-            if not starts or not overflow or length > room:
+            if not starts or not overflow or length > room or len(starts) in ends:
                 starts.append(len(doc_idx))
                 length = int(lengths[document])
             doc_idx.append(document)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
+from megatron.data.begun import Begun
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps, build_blend, wanted_samples
-from megatron.data.cache import CacheKey, cached, load
+from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
     Datasets,
@@ -27,7 +28,7 @@ from megatron.data.datasets import (
 from megatron.data.epochs import EpochKey, build_epoch
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
-from megatron.data.index_maps import Packing
+from megatron.data.index_maps import Packing, stretches
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.kto import mismatched
 from megatron.data.labels import first_labelled, open_labels, open_rewards
@@ -42,7 +43,8 @@ Both = tuple[IndexedDataset, ...]
 
 @dataclass(frozen=True)
 class AnswerKey(CacheKey):
-    """All that decides the maps of one set. contents: of the labels, or without them of the tokens."""
+    """All that decides the maps of one set. contents: of the labels, or without them of the tokens; before: as
+    `build_packed`."""
 
     index_sha256: tuple[str, ...]
     contents: tuple[str, ...]
@@ -53,6 +55,7 @@ class AnswerKey(CacheKey):
     seed: int
     packing: Packing
     limits: Limits
+    before: tuple[int, ...] = ()
     answers_version: int = 1
 
 
@@ -87,32 +90,46 @@ class _Plan:
     keys: tuple[AnswerKey, ...]
     blend: CacheKey | None
 
+    def entry(self, args: NeoXArgs) -> Entry:
+        blends = () if self.blend is None else (self.blend,)
+        return load(_cache(args, self.members[0]), dict.fromkeys([*self.keys, *blends]))
+
 
 def build_answer_sets(
-    args: NeoXArgs, *, train_batch_size: int, once: Callable[[Callable[[], Any]], Any], epochs: int | None = None
+    args: NeoXArgs,
+    *,
+    train_batch_size: int,
+    once: Callable[[Callable[[], Any]], Any],
+    epochs: int | None,
+    begun: Begun,
 ) -> Datasets:
     """As `build_datasets`; epochs: so many passes over the training set, each in an order of its own."""
 
     def write() -> tuple[list[_Plan], list[str]]:
         plans: list[_Plan] = []
         notes: list[str] = []
-        for name, wanted in zip(NAMES, requested_samples(args, train_batch_size), strict=True):
+        for name, wanted in zip(NAMES, requested_samples(args, train_batch_size, begun), strict=True):
             members = _members(args, name) if wanted > 0 else []
             if not members:
                 continue
             if name != "train" and len(members) == 1 and not packing_of(args).compat:
                 wanted = 1  # one pass: those of a small set count once
-            plan = _written(args, name, members, wanted, epochs if name == "train" else None)
+            plan = _written(args, name, members, wanted, epochs if name == "train" else None, begun)
             plans.append(plan)
-            batch = train_batch_size if name == "train" else None
+            batch, entry = train_batch_size if name == "train" else None, plan.entry(args)
             for member, key in zip(plan.members, plan.keys, strict=True):
-                notes += _note(args, member, key, batch)
+                notes += _note(member, key, entry.maps(key, AnswerMaps), batch)
         return plans, notes
 
     plans, notes = once(write)
     sets = {plan.name: _load(args, plan) for plan in plans}
     made_of = {plan.name: _made_of(args, plan) for plan in plans}
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), made_of)
+    ends = {
+        plan.name: tuple((*key.before, key.num_samples) for key in plan.keys)
+        for plan in plans
+        if packing_of(args).joint
+    }
+    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(notes), made_of, ends)
 
 
 def _made_of(args: NeoXArgs, plan: _Plan) -> MadeOf:
@@ -126,7 +143,7 @@ def _made_of(args: NeoXArgs, plan: _Plan) -> MadeOf:
 
 def answer_samples(args: NeoXArgs) -> int:
     """Training samples of one pass over the data."""
-    return sum(_samples(args, member) for member in _members(args, "train"))
+    return sum(_samples(args, _members(args, "train")))
 
 
 def answer_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
@@ -190,49 +207,60 @@ def _pairs(args: NeoXArgs, name: str) -> list[_Member]:
     return found
 
 
-def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epochs: int | None) -> _Plan:
-    """A plan whose maps lie in the cache."""
+def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epochs: int | None, begun: Begun) -> _Plan:
+    """A plan whose maps lie in the cache, in the stretches that its run was begun with."""
     weights = blend_weights(args, name, [member.sources[0] for member in members])
     if epochs is None:
         shares = [wanted] if len(members) == 1 else wanted_samples(weights, wanted)
         key: CacheKey = BlendKey(weights, wanted)
     else:
-        shares = [epochs * _samples(args, member) for member in members]
+        shares = [epochs * samples for samples in _samples(args, members)]
         key = EpochKey(tuple(shares))
-    keys = tuple(_key(args, member, share) for member, share in zip(members, shares, strict=True))
-    for member, each in zip(members, keys, strict=True):
-        cached(_cache(args, member), each, partial(_maps, member, each))
-    if len(members) == 1:
-        return _Plan(name, tuple(members), keys, None)
-    blend = partial(build_blend, weights, wanted) if epochs is None else partial(build_epoch, shares)
-    cached(_cache(args, members[0]), key, blend)
-    return _Plan(name, tuple(members), keys, key)
+    joint = packing_of(args).joint
+    ends = [stretches(begun.stretches(name, i), n, int) if joint else (n,) for i, n in enumerate(shares)]
+    keys = tuple(_key(args, member, *each) for member, each in zip(members, ends, strict=True))
+    makers: Makers = _makers(members, keys)
+    if len(members) > 1:
+        blend = partial(build_blend, weights, wanted) if epochs is None else partial(build_epoch, shares)
+        makers = {**makers, key: blend}
+    cached(_cache(args, members[0]), makers)
+    return _Plan(name, tuple(members), keys, key if len(members) > 1 else None)
+
+
+def _makers(members: Sequence[_Member], keys: Sequence[AnswerKey]) -> Makers:
+    return {key: partial(_maps, member, key) for member, key in zip(members, keys, strict=True)}
 
 
 def _cache(args: NeoXArgs, member: _Member) -> Path:
     return index_cache_dir(args, member.sources[0].prefix)
 
 
-def _key(args: NeoXArgs, member: _Member, num_samples: int) -> AnswerKey:
+def _key(args: NeoXArgs, member: _Member, *ends: int) -> AnswerKey:
+    """ends: of the stretches, in samples; the last is how many are wanted."""
     beside, notes = member.labels or member.sources, file_notes(args, member.sources[0].prefix)
     return AnswerKey(
         tuple(source.index_sha256 for source in member.sources),
         tuple(known_sha256(file, notes) for source in beside for file in source.data_files),
         member.documents,
         2 if args.train_impl != "kto" else 1,
-        num_samples,
+        ends[-1],
         args.seq_length,
         data_seed(args),
         packing_of(args),
         Limits(args.max_length, args.max_prompt_length),
+        ends[:-1],
     )
 
 
-def _samples(args: NeoXArgs, member: _Member) -> int:
-    """Of one pass."""
-    key, folder = _key(args, member, 1), _cache(args, member)
-    cached(folder, key, partial(_maps, member, key))
-    return int(load(folder, key, AnswerMaps).counts[COUNTS.index("samples")])
+def _samples(args: NeoXArgs, members: Sequence[_Member]) -> list[int]:
+    """Of one pass over each."""
+    if not members:
+        return []
+    keys, folder = [_key(args, member, 1) for member in members], _cache(args, members[0])
+    makers = _makers(members, keys)
+    cached(folder, makers)
+    entry = load(folder, makers)
+    return [int(entry.maps(key, AnswerMaps).counts[COUNTS.index("samples")]) for key in keys]
 
 
 def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:
@@ -243,8 +271,9 @@ def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:
         first = first_of_answers(member.sources[0], member.sources[1], key.units)
     shape = (-1, key.per_unit)
     maps = lay_out(
-        sizes.reshape(shape), first.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing, key.limits
-    )
+        sizes.reshape(shape), first.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing, key.limits,
+        key.before,
+    )  # fmt: skip
     if len(maps.sample_idx) < 2:
         raise DataError(
             f"{member.file}: none of {key.units} documents makes a {member.name} sample: no answer is trained within "
@@ -255,14 +284,17 @@ def _maps(member: _Member, key: AnswerKey) -> AnswerMaps:
 
 
 def _load(args: NeoXArgs, plan: _Plan) -> AnswerDataset | BlendedDataset:
-    sets = [_loaded(args, member, key) for member, key in zip(plan.members, plan.keys, strict=True)]
+    entry = plan.entry(args)
+    sets = [
+        _loaded(args, member, key, entry.maps(key, AnswerMaps))
+        for member, key in zip(plan.members, plan.keys, strict=True)
+    ]
     if plan.blend is None:
         return sets[0]
-    return BlendedDataset(plan.name, sets, load(_cache(args, plan.members[0]), plan.blend, BlendMaps))
+    return BlendedDataset(plan.name, sets, entry.maps(plan.blend, BlendMaps))
 
 
-def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey) -> AnswerDataset:
-    maps = load(_cache(args, member), key, AnswerMaps)
+def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -> AnswerDataset:
     count, sources, kto = len(maps.size), len(member.sources), args.train_impl == "kto"
     numbers = np.arange(count)
     two_rows = not kto and key.packing.pack_impl != "best_fit"
@@ -276,8 +308,9 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey) -> AnswerDataset:
     kl = None
     if kto and args.kto_loss_type == "kto" and args.kto_kl == "drawn" and not args.compat_kto:
         parts, prompts, rows = mismatched(
-            maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length
-        )
+            maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length,
+            key.before,
+        )  # fmt: skip
         kl = build(parts, prompts, rows, signs=np.ones(count, np.float32))
     parts = [Slices(numbers % sources, numbers // sources, maps.begin, maps.size)]
     signs = _signs(args, member, count)
@@ -299,9 +332,8 @@ def _signs(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:
     return np.where(good, 1, -1).astype(np.float32)
 
 
-def _note(args: NeoXArgs, member: _Member, key: AnswerKey, batch: int | None) -> list[str]:
+def _note(member: _Member, key: AnswerKey, maps: AnswerMaps, batch: int | None) -> list[str]:
     """Lines for the start of the log: how full rows are, and what is cut or left out."""
-    maps = load(_cache(args, member), key, AnswerMaps)
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     units, samples = count["units"], count["samples"]
     unit = "pairs" if key.per_unit == 2 else "examples"

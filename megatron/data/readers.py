@@ -90,6 +90,10 @@ class Shard:
     def rows(self) -> Iterator[Row]:
         raise NotImplementedError
 
+    def count(self) -> int:
+        """Its rows."""
+        return sum(1 for _ in self.rows())
+
     def name(self, number: int) -> str:
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Rows that a reference model has scored, found again by what stands in them, wherever the data has put them."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,7 +131,6 @@ class ReferencedDataset:
     def __getitem__(self, index: int) -> Answers:
         return self.scores.with_references(self.dataset[index])
 
-    @property
-    def order(self) -> dict:
-        """As `PackedDataset.order`."""
-        return self.dataset.order
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """As those of the dataset."""
+        return self.dataset.pieces(index)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.checkpointing import (
     MASTER,
+    Change,
     CheckpointError,
     DamagedError,
     Manifest,
@@ -20,8 +21,10 @@ from megatron.checkpointing import (
     load_weights,
     model_file,
     read_manifest,
+    responsible,
     restore_rng,
     sum_bias_masters,
+    told,
     torch_adam_state,
     verify,
     zero_adam_state,
@@ -31,6 +34,7 @@ from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
 from megatron.model import layer_params, trained_parameters
 from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
+from megatron.training.same_run import check_same_run
 from megatron.training.saving import Progress, Saver
 from megatron.training.schedules import resumed_schedule
 from megatron.training.sources import Source, earlier_checkpoint
@@ -130,7 +134,8 @@ class Checkpointer(Saver):
             self.logger.info(f"{path} has no manifest, as GPT-NeoX's: its files are not verified")
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         if takes_optimizer:
-            self._resume_schedule(state.get("lr_scheduler"), str(path))
+            given = manifest.config if manifest is not None else {}
+            self._resume_schedule(state.get("lr_scheduler"), str(path), given)
             files = OptimizerFiles(path)
             if files:
                 on_rank_zero(self.groups, lambda: self._check_trained(files))
@@ -169,9 +174,9 @@ class Checkpointer(Saver):
             )
         return False
 
-    def _resume_schedule(self, saved: Mapping[str, Any] | None, where: str) -> None:
+    def _resume_schedule(self, saved: Mapping[str, Any] | None, where: str, given: Mapping[str, Any]) -> None:
         configured = self.schedule
-        self.schedule = resumed_schedule(configured, saved, self.args, where)
+        self.schedule = resumed_schedule(configured, saved, self.args, where, given)
         if self.schedule != configured:
             self.logger.info(f"use_checkpoint_lr_scheduler: {self.schedule.describe()}")
 
@@ -183,36 +188,36 @@ class Checkpointer(Saver):
         """Refuse to go on from another run, or on other data."""
         if manifest is None:
             return
-        check_model(manifest.model, self.args, str(path))
-        what = "`save` holds another run" if goes_on else "cannot resume"
-        if manifest.seed != self.args.seed:
-            fix = "change seed or save, or set restart: true" if goes_on else "change seed, or set finetune: true"
-            raise CheckpointError(f"{path}: {what}: seed {manifest.seed} there, {self.args.seed} here; {fix}")
-        if not self.args.allow_changed_data:
-            changed = _changed(manifest.data["files"], self.data) + _changed(manifest.data["order"], self.order)
-            if changed:
-                anew = "restart: true to begin anew" if goes_on else "finetune: true to begin anew with these weights"
-                raise CheckpointError(
-                    f"{path}: {what}: the training data or its order is not what it was trained on: "
-                    f"{'; '.join(changed)}; set {anew}, or allow_changed_data: true to go on with the new data"
-                )
-        if manifest.tokenizer is not None and manifest.tokenizer != self.tokenizer.fingerprint():
-            raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
+
+        def check() -> None:
+            record = self._data_record(manifest.consumed_samples)
+            check_same_run(self.args, path, manifest, goes_on, record, self.tokenizer)
+
+        on_rank_zero(self.groups, check)
 
     def _check_layout(self, path: Path, manifest: Manifest | None) -> None:
         """State that is not kept by parameter is read where the layout is the one it was written in."""
         if manifest is None:
             return  # GPT-NeoX: the files themselves say, see _load_optimizer
         saved, now = manifest.layout, self.layout
-        keys = ["precision"]
+        keys = {"precision": responsible(("fp16", "bf16", "precision"), self.args, manifest.config)}
         if not OptimizerFiles(path):
-            keys = ["pipe", "tensor", "zero_stage", "precision"] + (["data"] if now.zero_stage > 0 else [])
-        other = [f"{key} {getattr(saved, key)} there, {getattr(now, key)} here" for key in keys]
-        other = [text for key, text in zip(keys, other, strict=True) if getattr(saved, key) != getattr(now, key)]
+            keys |= {
+                "pipe": "pipe_parallel_size",
+                "tensor": "model_parallel_size",
+                "zero_stage": "zero_optimization.stage",
+            }
+        other = [
+            Change(key, getattr(now, name), getattr(saved, name))
+            for name, key in keys.items()
+            if getattr(saved, name) != getattr(now, name)
+        ]
+        if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
+            other.append(Change("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
         if other:
             raise CheckpointError(
-                f"{path}: optimizer state of another layout ({'; '.join(other)}); "
-                "use that layout, or set no_load_optim: true to go on with the weights alone"
+                f"{told(other, self.args, f'the run of {path}')}: its optimizer state is of that layout; "
+                "use it, or set no_load_optim: true to go on with the weights alone"
             )
 
     def _check_trained(self, files: OptimizerFiles) -> None:
@@ -223,11 +228,12 @@ class Checkpointer(Saver):
         now = trained_parameters(self.args)
         for names, where in ((now - there, "here"), (there - now, "there")):
             if names:
-                told = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
+                some = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise CheckpointError(
-                    f"{files.path}: was saved with another `trainable`: {told}{more} trained {where} only; set it as "
-                    "it was, or set no_load_optim: true to go on from its weights with a fresh optimizer"
+                    f"trainable ({self.args.origin('trainable')}): is another than in the run of {files.path}: "
+                    f"{some}{more} trained {where} only; set it as it was, or set no_load_optim: true to go on from "
+                    "its weights with a fresh optimizer"
                 )
 
     def _load_by_parameter(self, files: OptimizerFiles) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, replace_file
+from megatron.checkpointing import CheckpointError, replace_file, told
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
 from megatron.data.answers import AnswerDataset, Answers
 from megatron.data.blending import BlendedDataset
@@ -135,11 +135,10 @@ def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> N
         )
     known = json.loads(path.read_text())
     if known["digest"] != digest_of(about):
-        others = ", ".join(changed_since(known["about"], about))
+        changes = told(changed_since(known["about"], about, args), args, f"the reference of {path}")
         raise CheckpointError(
-            f"{path}: the run began with {known['weights'] or 'initial values'} as reference, which is not what "
-            f"{source.path or 'initialisation'} gives now: other {others}; set load and these keys as they were, or "
-            "restart: true"
+            f"{changes}; the run began with {known['weights'] or 'initial values'} as reference, which is not what "
+            f"{source.path or 'initialisation'} gives now: set these keys as they were, or restart: true"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpointing import model_keys, read_manifest, replace_file
+from megatron.checkpointing import Change, config_key, model_keys, read_manifest, replace_file
 from megatron.checkpointing.files import file_sha256
 from megatron.data import DataError
 from megatron.data.datasets import MadeOf, index_cache_dir
@@ -87,14 +87,16 @@ def digest_of(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def changed_since(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two of what `describe_reference` gives, in words."""
-    sections = [name for name in now if name != "model" and was.get(name) != now[name]]
-    models = was["model"], now["model"]
-    keys = sorted({*models[0], *models[1]})
-    here = json.loads(json.dumps(models[1]))  # as the record has it
-    differ = [key for key in keys if models[0].get(key) != here.get(key)]
-    return [*sections, *(f"{key} ({models[0].get(key)}, now {here.get(key)})" for key in differ)]
+def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[Change]:
+    """What differs between two of what `describe_reference` gives."""
+    here, there = json.loads(json.dumps(now["model"])), was["model"]  # as the record has it
+    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    changes = [Change(config_key(name, args), here.get(name), there.get(name)) for name in names]
+    changes += [Change("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
+    for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
+        if now[section] != was[section]:
+            changes.append(Change(key, getattr(args, key), f"other {section}"))
+    return changes
 
 
 def cache_folder(args: NeoXArgs, digest: str) -> Path:

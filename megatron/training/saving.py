@@ -49,13 +49,14 @@ from megatron.checkpointing.layout import is_state
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.remote import Store, fetch, thin
 from megatron.checkpointing.staging import save_store
-from megatron.data import data_fingerprint, data_seed
+from megatron.data import Datasets, data_fingerprint
 from megatron.mpu import ParallelGroups, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.background import BackgroundWriter
 from megatron.training.engine import Engine
 from megatron.training.forward_check import LOGITS, fixed_logits
+from megatron.training.same_run import data_record
 from megatron.training.schedules import Schedule
 from megatron.training.sources import Source
 
@@ -90,19 +91,16 @@ class Saver:
         engine: Engine,
         schedule: Schedule,
         tokenizer: Tokenizer,
-        train_order: Mapping[str, Any],
+        datasets: Datasets,
+        order: Mapping[str, Any],
         source: Source,
         logger: logging.Logger,
     ) -> None:
         self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
         self.tokenizer, self.source, self.logger = tokenizer, source, logger
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
-        self.data: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
-        # Equal numbers of samples over whole epochs mean the same shuffled order, with the same data and seed.
-        split = args.split.replace(" ", "")
-        self.order = {**train_order, "seq_length": args.seq_length, "split": split}
-        if data_seed(args) != args.seed:
-            self.order["data_seed"] = data_seed(args)
+        self.datasets, self.order = datasets, order  # order: `order_keys`
+        self.files: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
         folder = None if source.path is None else source.path if source.is_hf else source.path / CARRIED
         # What an imported model brought goes on with it, and out again when it is exported.
         self.carried = carried_files(folder, tokenizer.files()) if folder is not None else {}
@@ -240,13 +238,16 @@ class Saver:
             model=model_keys(self.args),
             seed=self.args.seed,
             tokenizer=self.tokenizer.fingerprint(),
-            data={"files": self.data, "order": self.order},
+            data=self._data_record(progress.consumed_samples) if self.groups.world_rank == 0 else {},
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=json.loads(self.args.to_json())["given"],
             optimizer=not self.args.no_save_optim,
             validation_loss=progress.validation_loss,
         )
+
+    def _data_record(self, consumed: int) -> dict[str, Any]:
+        return data_record(self.files, self.order, self.datasets, consumed)
 
     @contextmanager
     def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing import CheckpointError
+from megatron.checkpointing import Change, CheckpointError, responsible, told
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -96,23 +96,27 @@ def build_schedule(args: NeoXArgs) -> Schedule:
     )
 
 
+_END = ("lr_decay_iters", "lr_decay_fraction", "train_iters")
 # A field of Schedule: NeoX's name of it, and the keys that it comes from.
 _WRITTEN_AS = {
     "start_lr": ("start_lr", ("lr_scaling", "optimizer.params.lr")),
-    "min_lr": ("min_lr", ("min_lr",)),
+    "min_lr": ("min_lr", ("min_lr", "lr_scaling")),
     "style": ("decay_style", ("lr_decay_style",)),
-    "warmup": ("warmup_iter", ("warmup_iters", "warmup")),
-    "end": ("end_iter", ("lr_decay_iters", "lr_decay_fraction", "train_iters")),
+    "end": ("end_iter", _END),
+    "warmup": ("warmup_iter", ("warmup_iters", "warmup", *_END)),
     "decay": ("wsd_decay_iters", ("lr_wsd_decay_iters",)),
     "decay_style": ("wsd_decay_style", ("lr_wsd_decay_style",)),
 }
 
 
-def resumed_schedule(schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, where: str) -> Schedule:
+def resumed_schedule(
+    schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, where: str, given: Mapping[str, Any]
+) -> Schedule:
     """The schedule to go on with: the configuration's, which is `schedule`, or that of the checkpoint at `where`.
 
-    saved: the checkpoint's `lr_scheduler`, NeoX's or ours. Raises CheckpointError when the two differ and neither
-    override_lr_scheduler nor use_checkpoint_lr_scheduler says which of them counts.
+    saved: the checkpoint's `lr_scheduler`, NeoX's or ours; given: the keys that its user gave, {} where it does not
+    say. Raises CheckpointError when the two differ and neither override_lr_scheduler nor use_checkpoint_lr_scheduler
+    says which of them counts.
     """
     if args.override_lr_scheduler:
         return schedule
@@ -135,11 +139,10 @@ def resumed_schedule(schedule: Schedule, saved: Mapping[str, Any] | None, args: 
             continue
         if there == here or (name not in ("style", "decay_style") and math.isclose(there, here, rel_tol=1e-9)):
             continue
-        key = next((key for key in keys if args.origin(key) not in ("default", "derived")), keys[-1])
-        changed.append(f"{label} {there} there, {here} here ({key}: {args.origin(key)})")
+        changed.append(Change(responsible(keys, args, given), f"{label} {here}", str(there)))
     if changed:
         raise CheckpointError(
-            f"{where}: was trained with another learning-rate schedule: {'; '.join(changed)}; set "
+            f"{told(changed, args, f'the run of {where}')}; the learning-rate schedule is another: set "
             "override_lr_scheduler: true to go on with this one, or use_checkpoint_lr_scheduler: true with that one"
         )
     return schedule

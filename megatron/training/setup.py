@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron.data import (
     data_fingerprint,
     data_notes,
     epoch_iterations,
+    order_keys,
 )
 from megatron.model import Model, Stage, build_stage, freeze, init_stage, lowest_trained, trained_parameters
 from megatron.model.init import stage_parameters
@@ -34,6 +35,7 @@ from megatron.mpu import (
     together,
 )
 from megatron.neox_arguments import NeoXArgs, arguments_dump
+from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.places import is_remote
 from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
@@ -46,6 +48,7 @@ from megatron.training.gate import check_deepspeed
 from megatron.training.optimizers import on_cpu_adam
 from megatron.training.profiling import record_memory_history
 from megatron.training.reference import resume_with_reference
+from megatron.training.same_run import begun_of, continued
 from megatron.training.schedules import Schedule, build_schedule
 from megatron.training.sources import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
 
@@ -147,11 +150,14 @@ def start(args: NeoXArgs, process: Process) -> Training:
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")
     once = _on_writers(args, groups, process)
+    begun = on_rank_zero(groups, lambda: begun_of(continued(args, source)))
     epochs = args.train_epochs
     if epochs is not None:
         # From here on a run of so many iterations: the schedule and its checks follow.
-        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size))
-        args = args.replace(train_epochs=None, train_iters=steps)
+        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, begun))
+        args, place = args.replace(train_epochs=None, train_iters=steps), args.origin("train_epochs")
+        places = {"train_epochs": place, "train_iters": f"from train_epochs, {place}"}
+        args = replace(args, origins=FrozenDict({**args.origins, **places}))
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
     logger.info(arguments_dump(args))
     logger.info(describe(tokenizer, args.padded_vocab_size))
@@ -164,7 +170,7 @@ def start(args: NeoXArgs, process: Process) -> Training:
         logger.info(note)
     for note in on_rank_zero(groups, lambda: data_notes(args)):
         logger.info(note)
-    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs)
+    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, begun=begun)
     for note in datasets.notes:
         logger.info(note)
     record_memory_history(args, groups)
@@ -174,8 +180,8 @@ def start(args: NeoXArgs, process: Process) -> Training:
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))
-    order = datasets.train.order if datasets.train is not None else {}
-    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, order, source, logger)
+    order = order_keys(args, epochs)
+    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, datasets, order, source, logger)
     watchdog.now("loading a checkpoint")
     datasets, progress = resume_with_reference(args, groups, datasets, engine, checkpointer, logger, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler

@@ -128,8 +128,8 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
         return args
     if size < vocab_size:
         raise CheckpointError(
-            f"{source.path}: was trained with another tokenizer, of at most {size} tokens; this one has {vocab_size}; "
-            "set vocab_file to the one it was"
+            f"vocab_file: {args.vocab_file} ({args.origin('vocab_file')}) has {vocab_size} tokens, but {source.path} "
+            f"was trained with another tokenizer, of at most {size}; set it to the one it was"
         )
     return args.replace(padded_vocab_size=int(size))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data import (
+    Begun,
     BlendedDataset,
     DataError,
     IndexedDataset,
@@ -38,7 +39,7 @@ def make_args(**changes):
         "train_impl": "normal", "dataset_impl": "gpt2", "limit_samples": None,
         "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
         "padded_vocab_size": 380, "data_seed": None, "data_impl": "infer", "weight_by": None,
-        "train_data_weight_schedule": None,
+        "train_data_weight_schedule": None, "max_length": None, "max_prompt_length": None, "train_batch_size": 8,
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 
@@ -51,8 +52,8 @@ def make_blend(tmp_path: Path, **changes):
     return make_args(**values | changes)
 
 
-def build(args, batch: int = 8, epochs: int | None = None):
-    return build_datasets(args, train_batch_size=batch, once=lambda work: work(), epochs=epochs)
+def build(args, batch: int = 8, epochs: int | None = None, begun: Begun | None = None):
+    return build_datasets(args, train_batch_size=batch, once=lambda work: work(), epochs=epochs, begun=begun)
 
 
 def build_train_blend(args) -> BlendedDataset:
@@ -241,13 +242,12 @@ def test_weights_from_document_counts(changes: dict, drawn: list[int], tmp_path:
 
 
 def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
-    folders = []
+    files = []
     for weights in ((7.0, 3.0), (7.0, 3.0), (7.0, 3.001)):
         train = build_train_blend(make_blend(tmp_path, train_data_weights=weights))
         assert not train.maps.dataset_sample_index.flags.owndata
-        folders.append(len(list((tmp_path / "cache").iterdir())))
-    # Two members and their blend; then only the blend is another
-    assert folders == [3, 3, 4]
+        files.append(len(list((tmp_path / "cache").iterdir())))
+    assert files == [1, 1, 2]
 
 
 def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):
@@ -261,18 +261,19 @@ def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path)
     assert data_fingerprint(make_blend(tmp_path, **one)) == {"train": fingerprint(A)}
 
 
-def test_order_stays_while_no_member_needs_another_epoch(tmp_path: Path):
-    """`order` is equal exactly where the samples that both runs have are the same."""
-    first = build_train_blend(make_blend(tmp_path))
-    assert json.loads(json.dumps(first.order)) == first.order == {"train_samples": [773, 349]}
-    more = build_train_blend(make_blend(tmp_path, train_iters=130))
-    assert more.order == first.order and len(more) == 1040
-    assert all((more[i].tokens == first[i].tokens).all() for i in range(1000))
+def test_order_of_new_runs_stays_while_no_member_needs_another_epoch(tmp_path: Path):
+    """What is laid out is equal exactly where the samples that both runs have are the same."""
+    first = build(make_blend(tmp_path))
+    assert first.laid_out == {"train": ((773,), (349,))}
+    more = build(make_blend(tmp_path, train_iters=130))
+    assert more.laid_out == first.laid_out and len(more.train) == 1040
+    assert all((more.train[i].tokens == first.train[i].tokens).all() for i in range(1000))
     # 2000 samples take more epochs of both
-    other = build_train_blend(make_blend(tmp_path, train_iters=250))
-    assert other.order != first.order
-    assert not all((other[i].tokens == first[i].tokens).all() for i in range(1000))
-    assert _train(make_args(index_cache_dir=str(tmp_path))).order == {"train_samples": 214}
+    other = build(make_blend(tmp_path, train_iters=250))
+    assert other.laid_out != first.laid_out
+    assert not all((other.train[i].tokens == first.train[i].tokens).all() for i in range(1000))
+    one = build(make_args(index_cache_dir=str(tmp_path)))
+    assert one.laid_out["train"] == ((214,),)
 
 
 def test_members_that_cannot_be_used_are_named(tmp_path: Path):

@@ -1,15 +1,12 @@
 """Document, sample and shuffle order against NeoX's golden arrays and a plain reading of the definition."""
 
-import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.data import DataError, IndexedDataset, IndexMaps, PackedDataset, build_packed
-from megatron.data.cache import cached, load
+from megatron.data import IndexedDataset, IndexMaps, PackedDataset, build_packed
 from megatron.data.index_maps import IndexKey, Packing
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
@@ -110,10 +107,6 @@ def _key(**changes) -> IndexKey:
     return replace(key, **changes)
 
 
-def _maps() -> IndexMaps:
-    return build_packed(np.full(9, 20, np.int32), 0, 9, 10, 8, 1)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -130,58 +123,3 @@ def _maps() -> IndexMaps:
 )
 def test_everything_that_decides_the_maps_is_in_the_cache_key(change: dict):
     assert _key(**change).digest != _key().digest == _key().digest
-
-
-def test_cache_is_written_once_whole_and_mapped(tmp_path: Path):
-    made = []
-
-    def make() -> IndexMaps:
-        made.append(1)
-        return _maps()
-
-    for _ in range(3):
-        cached(tmp_path / "cache", _key(), make)
-    assert len(made) == 1
-    maps = load(tmp_path / "cache", _key(), IndexMaps, wait=0)
-    assert not maps.sample_idx.flags.owndata and not maps.sample_idx.flags.writeable
-    for field in IndexMaps.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(maps, field), getattr(_maps(), field))
-    folder = tmp_path / "cache" / _key().digest
-    assert list((tmp_path / "cache").iterdir()) == [folder]
-    assert json.loads((folder / "key.json").read_text())["num_samples"] == 10
-
-
-def test_an_interrupted_build_leaves_no_cache(tmp_path: Path):
-    def make() -> IndexMaps:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(DataError, match="No space left on device.*set index_cache_dir"):
-        cached(tmp_path, _key(), make)
-    assert not list(tmp_path.iterdir())
-
-
-def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path):
-    def make_while_another_finishes() -> IndexMaps:
-        (tmp_path / _key().digest).mkdir()
-        (tmp_path / _key().digest / "winner").touch()
-        return _maps()
-
-    cached(tmp_path, _key(), make_while_another_finishes)
-    assert [path.name for path in tmp_path.rglob("*")] == [_key().digest, "winner"]
-
-
-def test_other_ranks_wait_for_the_folder(tmp_path: Path):
-    writer = threading.Timer(0.3, cached, (tmp_path, _key(), _maps))
-    writer.start()
-    assert len(load(tmp_path, _key(), IndexMaps, wait=10).shuffle_idx) == len(_maps().shuffle_idx)
-    writer.join()
-    with pytest.raises(DataError, match="index_cache_dir must be a folder that every node sees"):
-        load(tmp_path, _key(seed=3), IndexMaps, wait=0)
-
-
-def test_a_damaged_cache_says_what_to_delete(tmp_path: Path):
-    cached(tmp_path, _key(), _maps)
-    file = tmp_path / _key().digest / "shuffle_idx.npy"
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(DataError, match=f"{_key().digest}: damaged index maps.*delete this folder"):
-        load(tmp_path, _key(), IndexMaps, wait=0)

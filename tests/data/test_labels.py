@@ -18,6 +18,7 @@ from megatron.data import (
     data_fingerprint,
     data_notes,
     epoch_iterations,
+    order_keys,
 )
 from megatron.data.labels import open_labels, open_rewards
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset
@@ -246,7 +247,7 @@ def test_the_order_says_how_documents_were_packed(tmp_path: Path):
     """A run goes on only with rows made in the same way; more iterations only continue them."""
     sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
     orders = [
-        train(labelled_args(tmp_path, *sets, **changes)).order
+        order_keys(labelled_args(tmp_path, *sets, **changes))
         for changes in (
             {"pack_impl": "best_fit"}, {"pack_impl": "best_fit", "train_iters": 50}, {"pack_impl": "unpacked"},
             {"pack_impl": "best_fit", "allow_chopped": False},

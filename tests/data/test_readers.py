@@ -4,15 +4,11 @@ import csv
 import gzip
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pytest
 import zstandard
@@ -21,8 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatron.data import DataError, readers
-from megatron.data.columnar import resolve
-from tests.data.samples import ROOT
+from megatron.data.inputs import resolve
 
 ROWS = [{"text": f'row {i}, "quoted",\nsecond line ü {i * "x"}', "n": i} for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -133,48 +128,6 @@ def test_whole_files_are_documents(tmp_path: Path):
     assert read(*names) == ["whole\n\nfile\n", "bare", "first", "second", "packed"]
 
 
-def test_folders_of_datasets(tmp_path: Path):
-    """`datasets` writes them; a selection of rows is saved as such."""
-    whole = datasets.Dataset.from_list(ROWS)
-    whole.select([3, 1, 2]).save_to_disk(tmp_path / "chosen")
-    assert read(tmp_path / "chosen") == [ROWS[i]["text"] for i in (3, 1, 2)]
-    splits = datasets.DatasetDict({"train": whole, "test": whole.select([5])})
-    splits.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
-    assert read(tmp_path / "both") == [row["text"] for row in ROWS]
-    assert read(tmp_path / "both", split="test") == [ROWS[5]["text"]]
-    with pytest.raises(DataError, match=r"both: no split valid; there are train, test \(--split\)"):
-        read(tmp_path / "both", split="valid")
-
-
-def test_a_folder_of_files_is_read_in_order_of_names(tmp_path: Path):
-    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz"):
-        line = json.dumps({"text": name}).encode()
-        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
-    (tmp_path / "README.md").write_text("no data")
-    assert read(tmp_path) == ["a.jsonl", "b.jsonl", "c.jsonl.gz"]
-
-
-def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "a.parquet").write_bytes(_parquet())
-    asked = []
-
-    def load(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
-        asked.append((name, subset, split))
-        return datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert read("some/name", subset="small", split="test") == [row["text"] for row in ROWS]
-    assert asked == [("some/name", "small", "test")]
-
-
-def test_a_hub_name_offline_says_so():
-    words = [sys.executable, "-c", "from megatron.data.columnar import resolve; resolve(['some/name'])"]
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    said = done.stderr.strip().splitlines()[-1]
-    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in said
-    assert "Offline" in said
-
-
 BAD = {
     "cut.jsonl.gz": (gzip.compress(LINES)[:-10], "damaged or cut off"),
     "cut.jsonl.zst": (_cut_zstd(LINES), "damaged or cut off"),
@@ -240,7 +193,7 @@ def test_a_missing_column_and_missing_files_are_named(tmp_path: Path):
     with pytest.raises(DataError, match="none.jsonl: no such file"):
         read(tmp_path / "none.jsonl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: neither a save_to_disk folder nor a folder with"):
+    with pytest.raises(DataError, match="empty: neither a dataset folder nor a folder with"):
         read(tmp_path / "empty")
 
 

@@ -106,13 +106,14 @@ def test_lr_scaling(scaling: str, factor: float) -> None:
 SAVED = META["cosine_frac_warmup_N150"]["state_dict"]  # written by the original system
 
 
-def resume(saved: dict[str, Any] | None = None, **more: Any) -> Schedule:
+def resume(saved: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **more: Any) -> Schedule:
     keys = {"train_iters": 150, "lr_decay_style": "cosine", "min_lr": 6e-5, "warmup": 0.01, **more}
     lr = {"optimizer": {"type": "Adam", "params": {"lr": keys.pop("lr", 6e-4)}}}
     if "warmup_iters" in keys:
         del keys["warmup"]
     args = NeoXArgs.from_dict({**NO_WARMUP, **lr, **keys}).for_world(1)
-    return resumed_schedule(build_schedule(args), SAVED if saved is None else saved, args, "there/global_step5")
+    state = SAVED if saved is None else saved
+    return resumed_schedule(build_schedule(args), state, args, "there/global_step5", given or {})
 
 
 def test_same_schedule_resumes() -> None:
@@ -123,21 +124,32 @@ def test_same_schedule_resumes() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"lr": 1e-3}, r"start_lr 0.0006 there, 0.001 here \(optimizer.params.lr: program\)"),
-        ({"min_lr": 1e-5}, r"min_lr 6e-05 there, 1e-05 here \(min_lr: program\)"),
-        ({"warmup": 0.02}, r"warmup_iter 1.5 there, 3.0 here \(warmup: program\)"),
-        ({"warmup_iters": 4}, r"warmup_iter 1.5 there, 4.0 here \(warmup_iters: program\)"),
-        ({"lr_decay_iters": 160, "warmup": 0.009375}, r"end_iter 150 there, 160 here \(lr_decay_iters: program\)"),
-        ({"train_iters": 300, "warmup": 0.005}, r"end_iter 150 there, 300 here \(train_iters: program\)"),
-        ({"lr_decay_style": "linear"}, r"decay_style cosine there, linear here \(lr_decay_style: program\)"),
+        ({"lr": 1e-3}, r"optimizer.params.lr: start_lr 0.001 \(program\), but IT had 0.0006"),
+        ({"min_lr": 1e-5}, r"min_lr: min_lr 1e-05 \(program\), but IT had 6e-05"),
+        ({"warmup": 0.02}, r"warmup: warmup_iter 3.0 \(program\), but IT had 1.5"),
+        ({"warmup_iters": 4}, r"warmup_iters: warmup_iter 4.0 \(program\), but IT had 1.5"),
+        ({"lr_decay_iters": 160, "warmup": 0.009375}, r"lr_decay_iters: end_iter 160 \(program\), but IT had 150"),
+        ({"train_iters": 300, "warmup": 0.005}, r"train_iters: end_iter 300 \(program\), but IT had 150"),
+        ({"lr_decay_style": "linear"}, r"lr_decay_style: decay_style linear \(program\), but IT had cosine"),
     ],
 )
 def test_changed_schedule(change: dict[str, Any], line: str) -> None:
-    end = "; set override_lr_scheduler: true .*, or use_checkpoint_lr_scheduler: true with that one$"
-    with pytest.raises(CheckpointError, match=f"^there/global_step5: .*: {line}{end}"):
+    line = line.replace("IT", "the run of there/global_step5")
+    end = "; the learning-rate schedule .* override_lr_scheduler: .* use_checkpoint_lr_scheduler: true with that one$"
+    with pytest.raises(CheckpointError, match=f"^{line}{end}"):
         resume(**change)
     assert resume(**change, use_checkpoint_lr_scheduler=True) == resume()
     assert resume(**change, override_lr_scheduler=True) != resume()
+
+
+def test_the_key_that_changed_is_named_not_what_follows_from_it() -> None:
+    """Where it is known what was written: both a warm-up that is a share of the run and its end come of its length."""
+    then = {"train_iters": 150, "warmup": 0.01, "lr_scaling": "none"}
+    message = r"^train_iters: end_iter 300 \(program\), but .* had 150; train_iters: warmup_iter 3.0 .* had 1.5; the le"
+    with pytest.raises(CheckpointError, match=message):
+        resume(given=then, train_iters=300)
+    with pytest.raises(CheckpointError, match="^optimizer.params.lr: start_lr 0.001"):
+        resume(given={**then, "optimizer": {"params": {"lr": 6e-4}}}, lr=1e-3, lr_scaling="none")
 
 
 def test_schedules_that_do_not_differ() -> None:
@@ -155,7 +167,7 @@ def test_wsd_is_kept_whole() -> None:
     state = resume(**wsd, override_lr_scheduler=True).state_dict(5)
     assert resume(state, use_checkpoint_lr_scheduler=True) == resume(state, **wsd)
     with pytest.raises(
-        CheckpointError, match="wsd_decay_iters 20 there, 30 here .*wsd_decay_style minus_sqrt there, lin"
+        CheckpointError, match=r"lr_wsd_decay_iters: wsd_decay_iters 30 .* had 20; .*style linear .* had minus_sqrt"
     ):
         resume(state, lr_decay_style="wsd", lr_wsd_decay_iters=30)
 
@@ -164,7 +176,7 @@ def test_runs_take_the_schedule_they_are_told(tmp_path: Path) -> None:
     first = config(NEOX, ADAMW, lr_decay_style="cosine", warmup=0.2, save=str(tmp_path), checkpoint_factor=3)
     run_ranks(_save, 1, first)
     changed = {**first, "save": None, "load": str(tmp_path), "lr_decay_style": "linear"}
-    with pytest.raises(AssertionError, match=r"global_step3: .*decay_style cosine there, linear here"):
+    with pytest.raises(AssertionError, match=r"lr_decay_style: decay_style linear .* of \S+/global_step3 had cosine"):
         run_ranks(_resumed, 1, changed)
     ((configured, _),) = run_ranks(_resumed, 1, {**changed, "override_lr_scheduler": True})
     ((stored, said),) = run_ranks(_resumed, 1, {**changed, "use_checkpoint_lr_scheduler": True})

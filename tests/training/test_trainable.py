@@ -194,11 +194,11 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     for name in ("zero3", "one"):
         found, known = losses(tmp_path / name), losses(there)
         assert sorted(found) == [3] and max(abs(found[i] - known[i]) / known[i] for i in found) <= 1e-3
-    problem = r"another `trainable`: 3\.attention\.dense\.weight.* trained here only; .*no_load_optim: true"
+    problem = r"trainable \(program\): is another .*: 3\.attention\.dense\.weight.* trained here only; .*no_load_optim"
     other = {**start, "trainable": {"last_layers": 3, "head": True}}
     with pytest.raises(AssertionError, match=problem):
         run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other})
-    with pytest.raises(AssertionError, match=r"another `trainable`: 0\.word_embeddings\.weight.* trained there only"):
+    with pytest.raises(AssertionError, match=r"trainable \(\w+\): .*: 0\.word_embeddings\.weight.* trained there only"):
         run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other, "trainable": {"last_layers": 2}})
 
 

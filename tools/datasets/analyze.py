@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data import DataError  # noqa: E402
 from megatron.data.analysis import measure, summary  # noqa: E402
 from megatron.data.chat import ChatTokenizer, load_chat_tokenizer, read_template  # noqa: E402
-from megatron.data.columnar import resolve  # noqa: E402
+from megatron.data.inputs import resolve  # noqa: E402
 from megatron.data.readers import Row  # noqa: E402
+from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -29,8 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", required=True, help="a folder, a tokenizer.json, or a name on the hub")
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
     parser.add_argument("--text-column", default="text", help="column of plain texts (text)")
-    parser.add_argument("--split", default="train", help="of a dataset that has several (train)")
-    parser.add_argument("--subset", help="of a dataset on the hub")
+    add_choice_flags(parser)
     parser.add_argument("--max-length", type=int, default=8192, help="rows that are longer are counted (8192)")
     parser.add_argument("--max-prompt-length", type=int, default=4096, help="as are longer prompts (4096)")
     return parser.parse_args(argv)

@@ -13,8 +13,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
-from megatron.data.columnar import InputFile, resolve  # noqa: E402
 from megatron.data.files import sync, temporary  # noqa: E402
+from megatron.data.inputs import InputFile, resolve  # noqa: E402
+from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
 GROUP_BYTES = 32 << 20  # of input in a row group, and in memory
 
@@ -48,7 +49,7 @@ def _schema(rows: list[dict]) -> Any:
     return pyarrow.schema([(name, pyarrow.array([row.get(name) for row in rows]).type) for name in names])
 
 
-def convert(source: str, target: Path) -> int:
+def convert(source: str, target: Path, split: str | None = None, subset: str | None = None) -> int:
     """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row group."""
     try:
         import pyarrow
@@ -57,7 +58,7 @@ def convert(source: str, target: Path) -> int:
         raise DataError("writing Parquet needs the pyarrow package (pip install pyarrow)") from None
     if target.suffix != ".parquet":
         raise DataError(f"{target}: the name of a .parquet file is wanted")
-    files, unfinished, count = resolve([source]), temporary(target), 0
+    files, unfinished, count = resolve([source], split, subset), temporary(target), 0
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         schema = pyarrow.unify_schemas([table.schema for table in tables(files)], promote_options="permissive")
@@ -83,11 +84,12 @@ def convert(source: str, target: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("input", help="a file, a folder or organisation/name of a HuggingFace dataset")
+    parser.add_argument("input", help="what --input of preprocess_data.py may be")
     parser.add_argument("output", type=Path, help="the .parquet file to write")
+    add_choice_flags(parser)
     options = parser.parse_args(argv)
     try:
-        print(f"{options.output}: {convert(options.input, options.output)} rows")
+        print(f"{options.output}: {convert(options.input, options.output, options.split, options.subset)} rows")
     except DataError as problem:
         sys.exit(f"convert.py: error: {problem}")
 

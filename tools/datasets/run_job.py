@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.data import DataError, EncodeJob, Progress, Result, preprocess
-from megatron.data.columnar import resolve
+from megatron.data.inputs import resolve
 from megatron.data.preprocess import Job
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 
 INPUT_HELP = (
-    "files or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; .txt "
-    "and the members of .zip and .tar are one document each; .gz and .zst of these; organisation/name of a "
-    "HuggingFace dataset"
+    "files, globs or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; "
+    ".txt and the members of .zip and .tar are one document each; .gz and .zst of these; organisation/name of a "
+    "HuggingFace dataset, or the folder it was cloned to"
 )
 
 
@@ -24,9 +24,16 @@ def add_input_flags(parser: argparse._ArgumentGroup, keys: str) -> None:
     parser.add_argument(
         "--jsonl-keys", nargs="+", default=[keys], help=f"keys or columns to read, each into its own pair ({keys})"
     )
-    parser.add_argument("--split", default="train", help="of a dataset of several (train)")
-    parser.add_argument("--subset", help="configuration of a HuggingFace dataset")
+    add_choice_flags(parser)
     parser.add_argument("--num-docs", type=int, help="number of documents, if known: progress then shows a percentage")
+
+
+def add_choice_flags(parser: argparse._ActionsContainer) -> None:
+    """--split and --subset, which choose rows of a dataset."""
+    parser.add_argument(
+        "--split", help="of a dataset that has several, in HuggingFace's words: train, train[:10%%], train+test, all"
+    )
+    parser.add_argument("--subset", help="configuration of a HuggingFace dataset that has several")
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None = None) -> None:

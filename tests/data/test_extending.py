@@ -1,0 +1,165 @@
+"""An order that is extended: what was laid out stays, what comes behind it is laid out by itself."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import (
+    Begun,
+    Packing,
+    build_maps,
+    build_packed,
+    data_fingerprint,
+    epoch_iterations,
+    order_keys,
+    order_sha256,
+)
+from tests.data.samples import INDEXMAPS, golden_json, golden_maps
+from tests.data.test_datasets import A, B, build, make_args, make_blend
+from tests.data.test_index_maps import _case
+from tests.data.test_packing import golden as build_golden
+
+NEOX_CASES = ["packed_A", "packed_split_969_30_1/train"]
+
+
+@pytest.mark.parametrize("name", NEOX_CASES)
+def test_windows_of_neox_stay_and_the_rest_follows(name: str):
+    dataset, arguments = _case(name)
+    golden = golden_maps(name)
+    documents, windows = len(golden.doc_idx), len(golden.shuffle_idx)
+    more = build_packed(dataset.sizes, **arguments | {"num_samples": 3 * windows}, before=(windows,))
+    np.testing.assert_array_equal(more.doc_idx[:documents], golden.doc_idx)
+    np.testing.assert_array_equal(more.sample_idx[: windows + 1], golden.sample_idx)
+    np.testing.assert_array_equal(more.shuffle_idx[:windows], golden.shuffle_idx)
+    # Behind them every further window once, of whole epochs, in an order of its own
+    assert sorted(more.shuffle_idx[windows:]) == list(range(windows, len(more.shuffle_idx)))
+    assert len(more.shuffle_idx) >= 3 * windows
+    counts = np.bincount(more.doc_idx)
+    assert (counts[arguments["first"] : arguments["last"]] == counts[arguments["first"]]).all()
+    assert more.shuffle_idx[windows:].tolist() != sorted(more.shuffle_idx[windows:])
+    # And once more: both stretches stay
+    again = build_packed(
+        dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=(windows, len(more.shuffle_idx))
+    )
+    np.testing.assert_array_equal(again.shuffle_idx[: len(more.shuffle_idx)], more.shuffle_idx)
+    np.testing.assert_array_equal(again.sample_idx[: len(more.sample_idx)], more.sample_idx)
+    np.testing.assert_array_equal(again.doc_idx[: len(more.doc_idx)], more.doc_idx)
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in INDEXMAPS.glob("*") if p.name.startswith(("over", "unpacked"))))
+def test_whole_documents_of_neox_stay_and_the_rest_follows(name: str):
+    """`compat_pack_impl`, whose shuffle depends on the number of samples."""
+    case, golden = golden_json("summary.json")[name], golden_maps(name)
+    _, maps, samples = build_golden(name, compat=True)
+    count = len(maps.shuffle_idx)
+    packing = Packing(case["pack_impl"], allow_chopped=case["allow_chopped"], compat=True)
+    labels = samples.labels if case["label"] else None
+    sizes = samples.indexed.sizes
+    more = build_maps(
+        sizes, 0, len(sizes), 2 * count, case["seq_length"], case["seed"], packing, labels, (count,)
+    )  # fmt: skip
+    np.testing.assert_array_equal(more.shuffle_idx[:count], golden.shuffle_idx)
+    np.testing.assert_array_equal(more.sample_idx[: len(golden.sample_idx)], golden.sample_idx)
+    np.testing.assert_array_equal(more.doc_idx[: len(golden.doc_idx)], golden.doc_idx)
+    assert sorted(more.shuffle_idx) == list(range(2 * count))
+
+
+SETS = {
+    "one": {},
+    "truncated": {"truncate_documents": 40},
+    "listed": {"data_path": None, "train_data_paths": (A,)},
+    "blend": {"data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0)},
+    "schedule": {
+        "data_path": None, "train_data_paths": (A, B),
+        "train_data_weight_schedule": {"until": (10, 30), "weights": ((1.0, 0.0), (0.5, 0.5), (0.2, 0.8))},
+    },
+    "best_fit": {"pack_impl": "best_fit"},
+    "blocks": {"drop_last": True},
+    "compat": {"pack_impl": "unpacked", "compat_pack_impl": True},
+    "compat blend": {
+        "data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0),
+        "pack_impl": "pack_until_overflow", "compat_pack_impl": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: Path):
+    """Begun for 40 steps of 8, stopped after 35; then 50, 400 and 36 of them."""
+    made = {"index_cache_dir": str(tmp_path), "train_iters": 40, **SETS[name]}
+    first = build(make_args(**made))
+    train, laid_out = first.train, first.laid_out
+    assert train is not None
+    samples = [list(train.pieces(i)) for i in range(len(train))]
+    for steps in (50, 400, 36, 500):
+        begun = Begun(35, 280, laid_out)
+        longer = build(make_args(**made | {"train_iters": steps}), begun=begun)
+        assert longer.train is not None and len(longer.train) >= steps * 8
+        found = [list(longer.train.pieces(i)) for i in range(min(len(longer.train), len(train)))]
+        if name == "compat blend":  # rows that were the last ones now have the token that follows
+            found = [now[: len(then)] for now, then in zip(found, samples, strict=False)]
+        assert found == samples[: len(found)]
+        assert order_sha256(longer.train, 280) == order_sha256(train, 280)
+        laid_out = longer.laid_out
+    assert order_keys(make_args(**made)) == order_keys(make_args(**made | {"train_iters": 400}))
+    assert data_fingerprint(make_args(**made)) == data_fingerprint(make_args(**made | {"train_iters": 400}))
+
+
+def test_without_what_was_begun_the_order_is_another(tmp_path: Path):
+    """What the checks are for."""
+    few, many = (build(make_args(index_cache_dir=str(tmp_path), train_iters=n)).train for n in (10, 400))
+    assert order_sha256(few, 80) != order_sha256(many, 80)
+
+
+def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
+    """Of a member of a blend too: each window of its joined epochs once."""
+    made = make_blend(tmp_path, eval_iters=0)
+    first = build(made)
+    longer = build(make_blend(tmp_path, train_iters=400), begun=Begun(125, 1000, first.laid_out))
+    for member, ends in zip(longer.train.members, longer.laid_out["train"], strict=True):
+        assert len(ends) == 2 and len(member) == ends[-1]
+        tokens = sum(count for i in range(len(member)) for _, _, count in member.pieces(i))
+        assert tokens == len(member) * 65, "windows of 64 tokens and one"
+        assert sorted(member.maps.shuffle_idx.tolist()) == list(range(ends[-1]))
+        # All tokens of the joined documents but what is left at the very end
+        joined = int(member.indexed.sizes[member.maps.doc_idx].sum())
+        assert 64 * ends[-1] < joined <= 64 * ends[-1] + 64
+        epochs = np.bincount(member.maps.doc_idx)
+        assert (epochs == epochs[0]).all()
+
+
+def test_a_run_that_goes_on_finds_its_maps(tmp_path: Path):
+    args = make_blend(tmp_path)
+    first = build(args)
+    made = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    again = build(args, begun=Begun(100, 800, first.laid_out))
+    assert again.laid_out == first.laid_out
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == made
+
+
+def test_validation_samples_stay(tmp_path: Path):
+    """GPT-NeoX takes them from an order that depends on how often is validated."""
+    made = {"index_cache_dir": str(tmp_path), "split": "50,50,0", "seq_length": 32}
+    first = build(make_args(**made))
+    sizes = dict(first.laid_out)
+    longer = build(make_args(**made, train_iters=2000), begun=Begun(25, 200, first.laid_out))
+    assert sizes["valid"] != longer.laid_out["valid"]
+    valid = [[list(one.valid.pieces(i)) for i in range(len(first.valid))] for one in (first, longer)]
+    assert valid[0] == valid[1]
+    other = build(make_args(**made, train_iters=2000)).valid
+    assert [list(other.pieces(i)) for i in range(len(first.valid))] != valid[0]
+
+
+def test_another_batch_size_takes_what_is_left(tmp_path: Path):
+    """Samples are counted, not steps: 100 steps of 8, then 25 of 16."""
+    made = {"index_cache_dir": str(tmp_path), "eval_iters": 0}
+    first = build(make_args(**made, train_iters=100))
+    longer = build(make_args(**made, train_iters=125), batch=16, begun=Begun(100, 800, first.laid_out))
+    assert len(longer.train) >= 1200
+    assert order_sha256(longer.train, 800) == order_sha256(first.train, 800)
+    passes = make_args(**made, train_epochs=3)
+    samples = 3 * 107
+    assert epoch_iterations(passes, 8) == epoch_iterations(passes, 8, Begun(10, 80)) == samples // 8
+    assert epoch_iterations(passes, 16, Begun(10, 80)) == 10 + (samples - 80) // 16
+    assert epoch_iterations(passes, 16, Begun(50, 400)) == 50, "fewer passes than were made: nothing is left"

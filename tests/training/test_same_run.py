@@ -1,0 +1,128 @@
+"""A refusal to go on names the key that changed, first, with its file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.checkpointing import CheckpointError, Layout, Manifest, model_keys
+from megatron.data import build_datasets, data_fingerprint, order_keys
+from megatron.neox_arguments import load
+from megatron.tokenizer import build_tokenizer, with_vocabulary
+from megatron.training.same_run import begun_of, check_same_run, data_record
+from tests.training.runs import GOLDEN, NEOX, config
+
+A, B = (str(GOLDEN / "dataset" / f"corpus{name}_text_document") for name in "AB")
+LISTED = {"data_path": None, "split": None, "train_data_paths": [A, B], "train_data_weights": [7.0, 3.0]}
+CHAT = {
+    "data_path": None, "split": None, "train_data_paths": [str(GOLDEN / "dataset" / "chat_conversation_document")],
+    "train_label_data_paths": [str(GOLDEN / "dataset" / "chat_conversation_label_document")],
+    "pack_impl": "unpacked",
+}  # fmt: skip
+PATH = Path("ck/global_step5")
+
+
+class Run:
+    """What a run says of itself, without a model: its configuration stands in `a.yml`, a key a line."""
+
+    def __init__(self, folder: Path, **keys: Any) -> None:
+        values = {key: value for key, value in config(NEOX, **keys).items() if value is not None}
+        lines = [f"{key}: {json.dumps(value)}" for key, value in values.items()]
+        self.line = {key: number for number, key in enumerate(values, 1)}
+        folder.mkdir(exist_ok=True)
+        (folder / "a.yml").write_text("\n".join(lines) + "\n")
+        assert yaml.safe_load((folder / "a.yml").read_text()).keys() == values.keys()
+        args = load([folder / "a.yml"]).for_world(1)
+        self.tokenizer = build_tokenizer(args)
+        self.args = with_vocabulary(args, self.tokenizer)
+
+    def record(self, manifest: Manifest | None = None, consumed: int = 40) -> dict[str, Any]:
+        datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), begun=begun_of(manifest))
+        return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, consumed)
+
+    def manifest(self) -> Manifest:
+        made = Manifest(
+            "id", 5, 40, Layout(1, 1, 1, 0, "fp32", 1), model_keys(self.args), self.args.seed,
+            self.tokenizer.fingerprint(), self.record(), {}, "now", json.loads(self.args.to_json())["given"],
+        )  # fmt: skip
+        return Manifest.from_json(made.to_json())
+
+
+CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    # (keys there, keys that changed, the key that is named, what it was)
+    ({}, {"seed": 7}, "seed", "1234"),
+    ({}, {"data_seed": 7}, "data_seed", "1234"),
+    ({}, {"seq_length": 16}, "seq_length", "32"),
+    ({}, {"split": "80,20,0"}, "split", "90,10,0"),
+    ({}, {"truncate_documents": 9}, "truncate_documents", "null"),
+    ({}, {"limit_samples": 90}, "limit_samples", "null"),
+    ({}, {"pack_impl": "best_fit"}, "pack_impl", "packed"),
+    ({"pack_impl": "best_fit"}, {"allow_chopped": False}, "allow_chopped", "true"),
+    ({}, {"data_path": B}, "data_path", "[0-9a-f]{16}"),
+    ({}, LISTED, "train_data_paths", "none"),
+    (LISTED, {"train_data_paths": [A, A]}, "train_data_paths", "[0-9a-f]{16}"),
+    (LISTED, {"train_data_paths": [A, B, A], "train_data_weights": [7.0, 3.0, 1.0]}, "train_data_paths", "2 sets"),
+    (LISTED, {"train_data_weights": [6.0, 4.0]}, "train_data_weights", "0.7"),
+    (LISTED, {"train_data_weights": None, "weight_by": "tokens"}, "train_data_weights", "0.7"),
+    (CHAT, {"train_label_data_paths": None}, "train_label_data_paths", "one set"),
+    ({}, {"hidden_size": 64}, "hidden_size", "32"),
+    ({}, {"num_layers": 5}, "num_layers", "4"),
+    ({}, {"intermediate_size": 96}, "intermediate_size", "128"),
+    ({}, {"num_kv_heads": 2}, "num_kv_heads", "4"),
+    ({}, {"padded_vocab_size": 512}, "padded_vocab_size", "384"),
+]
+
+
+@pytest.mark.parametrize(("keys", "change", "named", "was"), CHANGES)
+def test_the_key_that_changed_comes_first(
+    keys: dict[str, Any], change: dict[str, Any], named: str, was: str, tmp_path: Path
+) -> None:
+    there, here = Run(tmp_path / "there", **keys), Run(tmp_path / "here", **{**keys, **change})
+    manifest = there.manifest()
+    check_same_run(there.args, PATH, manifest, True, there.record(manifest), there.tokenizer)
+    place = f"a.yml:{here.line[named]}" if named in here.line else "default"
+    with pytest.raises(CheckpointError) as caught:
+        check_same_run(here.args, PATH, manifest, True, here.record(manifest), here.tokenizer)
+    message = str(caught.value)
+    pattern = rf"{named}: .+ \(\S*{re.escape(place)}\), but the (run|model) of {PATH} had {was}; "
+    assert re.match(pattern, message), message
+    assert "\n" not in message
+
+
+def test_how_long_a_run_is_is_none_of_them(tmp_path: Path) -> None:
+    there = Run(tmp_path / "there")
+    manifest = there.manifest()
+    for change in ({"train_iters": 400, "lr_decay_iters": 400}, {"train_iters": 5}, {"eval_interval": 3}):
+        here = Run(tmp_path / "here", **change)
+        check_same_run(here.args, PATH, manifest, True, here.record(manifest), here.tokenizer)
+
+
+def test_the_order_itself_is_looked_at(tmp_path: Path) -> None:
+    """Where no key tells of it: samples that were drawn are not the first ones here."""
+    there = Run(tmp_path / "there")
+    manifest, longer = there.manifest(), Run(tmp_path / "here", train_iters=400)
+    with pytest.raises(CheckpointError, match="global_step5: the 40 samples that its run has drawn are not the first"):
+        check_same_run(longer.args, PATH, manifest, True, longer.record(), longer.tokenizer)  # laid out as a new run
+    longer = Run(tmp_path / "here", train_iters=400, allow_changed_data=True)
+    check_same_run(longer.args, PATH, manifest, True, longer.record(), longer.tokenizer)
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    there = Run(tmp_path / "there")
+    manifest = replace(there.manifest(), tokenizer="0" * 64)
+    with pytest.raises(CheckpointError, match=r"^vocab_file: \S+ \(\S+a.yml:\d+\), but .* had another content"):
+        check_same_run(there.args, PATH, manifest, True, there.record(manifest), there.tokenizer)
+
+
+def test_passes_and_iterations_are_told_apart(tmp_path: Path) -> None:
+    there = Run(tmp_path / "there")
+    manifest, record = there.manifest(), there.record()
+    record = {**record, "order": order_keys(there.args, 2)}
+    with pytest.raises(CheckpointError, match="^train_epochs: passes over the data .* had iterations"):
+        check_same_run(there.args, PATH, manifest, True, record, there.tokenizer)
