@@ -264,7 +264,7 @@ def test_gpus():
 
 
 def test_abilities_and_driver():
-    torch = Torch("2.13.0", "13.0", "9.13.0", "2.28.3")
+    torch = Torch("2.13.0", "13.0", "9.13.0")
     assert ability_check([], torch) is None
     found = ability_check([gpu("0"), gpu("1", capability=(8, 0))], torch).found
     assert found == "capability 8.0: bf16 yes, TF32 yes, FP8 no, FP4 no; cuDNN 9.13.0"
