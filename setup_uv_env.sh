@@ -122,21 +122,13 @@ if ((${#extras[@]})); then
 fi
 touch "$VENV/installed" # `make` need not install again
 
-preload=${NCCL_LIBRARY:-${LD_PRELOAD:-}}
-if [[ -z ${NCCL_LIBRARY:-} ]] && command -v ldconfig >/dev/null; then
-  NCCL_LIBRARY=$(ldconfig -p | awk '$1 == "libnccl.so.2" { print $NF; exit }')
-fi
 echo
-if [[ -n ${NCCL_LIBRARY:-} ]]; then
-  echo "NCCL of this machine, in the place of torch's own:"
-else
-  echo "No NCCL of this machine is found: torch's own is used. On a cluster that has one (module load ...):"
-  NCCL_LIBRARY=/path/to/libnccl.so.2
-fi
+chosen=$("$VENV/bin/python" -m megatron.launch.nccl) # says which, and why
+eval "$chosen"
 cat <<X
-  export NCCL_LIBRARY=$NCCL_LIBRARY
+  export NCCL_LIBRARY=${NCCL_LIBRARY:-}
   LD_PRELOAD=\$NCCL_LIBRARY uv run python deepy.py train.py ...
 Activate: source $VENV/bin/activate; look at the machine: python deepy.py doctor
 
 X
-LD_PRELOAD=$preload NEOX_UV_EXTRAS="${extras[*]-}" "$VENV/bin/python" -m pytest -q tests/test_uv_install.py
+NEOX_UV_EXTRAS="${extras[*]-}" "$VENV/bin/python" -m pytest -q tests/test_uv_install.py

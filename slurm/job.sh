@@ -1,6 +1,8 @@
-# Sourced by the batch files of this folder: the repository, .env, the site, the interpreter; then `train`.
+# Sourced by the batch files: the repository, .env, the site, the log, the interpreter, NCCL; then `train` or `run`.
 # shellcheck shell=bash
 
+# The log as the #SBATCH lines of the batch files name it; --output names another.
+default_log=$PWD/logs/${SLURM_JOB_NAME:-}-${SLURM_JOB_ID:-}.out
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPOSITORY" || return 1
 
@@ -25,11 +27,23 @@ if [ -n "${NEOX_SITE:-}" ]; then
     fi
     # shellcheck disable=SC1090
     source "$site" || return 1
+    # The log goes on in the site's folder: that of NEOX_LOG_DIR, or of the variable that the batch file names.
+    log_folder=${log_folder:-NEOX_LOG_DIR}
+    folder=${!log_folder:-}
+    if [ -n "$folder" ] && [ /dev/stdout -ef "$default_log" ]; then
+        log=$folder/${default_log##*/}
+        if ! { mkdir -p "$folder" && touch "$log"; }; then
+            echo "error: $site: no log can be written to $folder" >&2
+            return 1
+        fi
+        if ! [ "$log" -ef "$default_log" ]; then
+            echo "The log goes on in $log"
+            exec >>"$log" 2>&1
+        fi
+    fi
     for module in ${NEOX_MODULES:-}; do
         module load "$module" || { echo "error: $site: module load $module failed" >&2; return 1; }
     done
-    # shellcheck disable=SC1090
-    [ -z "${NEOX_FABRIC:-}" ] || source "$REPOSITORY/slurm/$NEOX_FABRIC.sh" || return 1
 fi
 
 # $PYTHON, else the environment of `make env` or setup_uv_env.sh, else what is on PATH.
@@ -38,11 +52,26 @@ if [ -z "${PYTHON:-}" ]; then
     [ -x "$PYTHON" ] || PYTHON=$(command -v python3) || { echo "error: no python; run make env" >&2; return 1; }
 fi
 
+# torch's own NCCL, or this machine's where that is not older; it says which. Sets NCCL_LIBRARY and LD_PRELOAD. Without
+# torch there is nothing to choose: the job may be the one that installs it.
+if "$PYTHON" -c 'import sys, importlib.util as u; sys.exit(u.find_spec("torch") is None)'; then
+    chosen=$("$PYTHON" -m megatron.launch.nccl) || return 1
+    eval "$chosen"
+fi
+
 REQUEUE=124 # deepy.py's exit code: the run was told to stop by USR1, has saved, and is not finished
+GO_ON=3     # of megatron.launch.submit: this job has the nodes that it is to have
 
 # train CONFIG...: one launcher on every node of the job; passes signals on and queues the job again when it is due.
+# A job that was submitted without --nodes submits itself again with the site's, and ends.
 train() {
     local again code
+    if [ -n "${NEOX_SITE:-}" ]; then
+        "$PYTHON" -m megatron.launch.submit "$@"
+        code=$?
+        [ "$code" = "$GO_ON" ] || exit "$code"
+    fi
+    unset NEOX_SUBMITTED_BY # it is of this job, not of those submitted from within
     "$PYTHON" -u deepy.py --launcher slurm train.py "$@" &
     local launcher=$!
     trap 'again=1; kill -USR1 "$launcher" 2>/dev/null' USR1
@@ -59,4 +88,10 @@ train() {
         exit 0
     fi
     exit "$code"
+}
+
+# run COMMAND...: in the place of the batch file; `python` is the environment's.
+run() {
+    PATH=$(dirname "$PYTHON"):$PATH
+    exec "$@"
 }

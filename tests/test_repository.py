@@ -86,3 +86,8 @@ def test_versions_are_pinned():
     for requirement in [*project["dependencies"], *pinned]:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement)
         assert name and (name.group().lower() in pins or name.group() == "neox"), requirement
+
+
+def test_keys_and_tokens_are_not_committed():
+    """Jobs read .env of the repository's folder."""
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()

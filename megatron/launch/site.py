@@ -1,11 +1,17 @@
-"""What belongs to a cluster: the variables of `slurm/sites/<NEOX_SITE>.sh`."""
+"""What belongs to a cluster: the variables of `slurm/sites/<NEOX_SITE>.sh`, and what they say of a run."""
 
 import os
+import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
 
 SITES = Path(__file__).resolve().parents[2] / "slurm" / "sites"
 
@@ -31,3 +37,44 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
         raise LaunchError(f"{file}: {shell.stderr.strip() or f'ended with code {shell.returncode}'}")
     pairs = (line.partition("=") for line in shell.stdout.split("\0") if line.startswith("NEOX_"))
     return {key: value for key, _, value in pairs if value}
+
+
+def starts_from_a_model(args: "NeoXArgs") -> bool:
+    """Whether a run begins with trained weights, as fine-tuning, preferences and labelled data do."""
+    from_hub = args.load is not None and args.load.startswith("hf://")
+    labelled = args.train_label_data_paths is not None
+    return args.finetune or args.train_impl != "normal" or labelled or from_hub
+
+
+def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]) -> tuple[int | None, str]:
+    """How many nodes the site has for a run, None where it does not say; and the kind of run that this is to it.
+
+    configs: absolute paths of the run's files, which the patterns of NEOX_MIDTRAINING are compared with. Raises
+    LaunchError for what is no number.
+    """
+    patterns = site.get("NEOX_MIDTRAINING", "").split()
+    if not from_model:
+        name, kind = "NEOX_NODES_PRETRAIN", "pre-training"
+    elif any(fnmatchcase(path, pattern) for path in configs for pattern in patterns):
+        name, kind = "NEOX_NODES_PRETRAIN", "mid-training"
+    else:
+        name, kind = "NEOX_NODES", "what starts from a model"
+    if name not in site:
+        return None, kind
+    if not site[name].isdecimal() or int(site[name]) == 0:
+        raise LaunchError(f"{name}={site[name]!r} is no number of nodes; see slurm/sites")
+    return int(site[name]), kind
+
+
+def sbatch_line(args: "NeoXArgs", env: Mapping[str, str]) -> str:
+    """What to type where there is no job yet; nodes, GPUs and the log's folder as the site has them."""
+    places = dict.fromkeys(origin.rpartition(":")[0] for origin in args.origins.values())
+    configs = [os.path.abspath(place) for place in places if Path(place).is_file()]
+    site = site_variables(env)
+    nodes, _ = site_nodes(starts_from_a_model(args), configs, site)
+    options = [f"--nodes={nodes}"] if nodes else []
+    if "NEOX_GPUS_PER_NODE" in site:
+        options.append(f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}")
+    if "NEOX_LOG_DIR" in site:
+        options.append(f"--output={site['NEOX_LOG_DIR']}/%x-%j.out")
+    return shlex.join(["sbatch", *options, "pretrain_neox.sbatch", *configs])

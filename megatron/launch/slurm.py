@@ -4,7 +4,6 @@ Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) n
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.hosts import Node
-from megatron.launch.site import site_variables
+from megatron.launch.site import sbatch_line
 
 if TYPE_CHECKING:
     from megatron.launch.plan import Run
@@ -34,14 +33,14 @@ def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
     if args.include or args.exclude:
         key = "include" if args.include else "exclude"
         raise LaunchError(f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)")
-    tasks = task_counts(env.get("SLURM_TASKS_PER_NODE", "1"))
+    tasks = tasks_asked_for(env) or (1,) * len(task_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
     if args.num_nodes > len(tasks):
         raise LaunchError(
             f"num_nodes: {args.num_nodes} asked for, the job has {len(tasks)}; sbatch --nodes={args.num_nodes}"
         )
-    gpus = _gpus_asked_for(_scontrol("show", "job", env["SLURM_JOB_ID"]), env)
+    gpus = _gpus_asked_for(scontrol("show", "job", env["SLURM_JOB_ID"]), env)
     ranks = [args.num_gpus or (count if max(tasks) > 1 else gpus or 1) for count in tasks]
-    hosts = _scontrol("show", "hostnames", env.get("SLURM_JOB_NODELIST", "")).split()
+    hosts = scontrol("show", "hostnames", env.get("SLURM_JOB_NODELIST", "")).split()
     nodes = [Node(host, count) for host, count in zip(hosts, ranks, strict=True)]
     return tuple(nodes[: args.num_nodes] if args.num_nodes > 0 else nodes)
 
@@ -100,6 +99,16 @@ def task_counts(text: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Tasks of each node, where the job was submitted with a number of them.
+
+    Else SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset, or that of the job from which this one was
+    submitted.
+    """
+    counts = task_counts(env.get("SLURM_TASKS_PER_NODE", "1"))
+    return counts if env.get("SLURM_NTASKS") == str(sum(counts)) else None
+
+
 def srun(run: "Run") -> tuple[list[str], dict[str, str]]:
     """A launcher on every node, with all that the job has there; each finds its place by SLURM_NODEID."""
     count = str(len(run.nodes))
@@ -110,21 +119,6 @@ def srun(run: "Run") -> tuple[list[str], dict[str, str]]:
     ours = [sys.executable, "-u", str(_DEEPY), "--hosts", *map(str, run.nodes)]
     ours += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
     return [*words, *ours, *run.command[2:]], {}
-
-
-def sbatch_line(args: "NeoXArgs", env: Mapping[str, str]) -> str:
-    """What to type where there is no job yet; nodes, GPUs and the log's folder as the site has them."""
-    site = site_variables(env)
-    tuned = args.train_impl != "normal" or args.train_label_data_paths is not None
-    nodes = site.get("NEOX_NODES" if tuned else "NEOX_NODES_PRETRAIN")
-    options = [f"--nodes={nodes}"] if nodes else []
-    if "NEOX_GPUS_PER_NODE" in site:
-        options.append(f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}")
-    if "NEOX_LOG_DIR" in site:
-        options.append(f"--output={site['NEOX_LOG_DIR']}/%x-%j.out")
-    places = dict.fromkeys(origin.rpartition(":")[0] for origin in args.origins.values())
-    configs = [os.path.abspath(place) for place in places if Path(place).is_file()]
-    return shlex.join(["sbatch", *options, "pretrain_neox.sbatch", *configs])
 
 
 def of_this_start(run: "Run", env: Mapping[str, str]) -> "Run":
@@ -183,7 +177,8 @@ def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
     return int(env.get("SLURM_GPUS_ON_NODE") or 0) if asked else 0
 
 
-def _scontrol(*words: str) -> str:
+def scontrol(*words: str) -> str:
+    """What scontrol prints. Raises LaunchError."""
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:

@@ -8,6 +8,7 @@
 | a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-error skip |
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 from megatron.data import DataError, EncodeJob, IndexedDataset, preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, TOKENIZER
+from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 BPE = ("HFTokenizer", str(TOKENIZER), None)
@@ -173,6 +175,21 @@ def test_the_command_refuses_in_one_line(words: tuple[str, ...], message: str, t
     done = command("--input", DATASET / "corpusA.jsonl", "--output-prefix", tmp_path / "x", *words)
     assert done.returncode == 1
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_site_has_the_tokenizer_of_texts(monkeypatch: pytest.MonkeyPatch):
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser)
+    for name, value in (("NEOX_SITE", "isambard"), ("PROJECTDIR", "/p")):
+        monkeypatch.setenv(name, value)
+    of_site = ("HFTokenizer", "/p/public/data/neox_tokenizer/tokenizer.json", None, None)
+    typed = ["--tokenizer-type", "HFTokenizer"]
+    assert tokenizer_of(parser.parse_args(typed)) == of_site
+    assert tokenizer_of(parser.parse_args([*typed, "--vocab", "mine.json"]))[1] == "mine.json"
+    assert tokenizer_of(parser.parse_args(["--tokenizer-type", "SPMTokenizer"]))[1] is None
+    monkeypatch.setenv("NEOX_SITE", "mars")
+    with pytest.raises(SystemExit, match="error: NEOX_SITE=mars: there is no"):
+        tokenizer_of(parser.parse_args(typed))
 
 
 def test_a_table_of_datasets_as_people_make_it(tmp_path: Path):

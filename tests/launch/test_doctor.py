@@ -21,6 +21,8 @@ from megatron.launch.doctor.network import peer_check, port_check, split_address
 from megatron.launch.doctor.software import Torch, compiled_checks, deepspeed_check, python_check, torch_check
 from megatron.launch.doctor.storage import GIB, MIB, disk_check, open_files_check, shared_memory_check
 from megatron.launch.doctor.transport import Network, interface_checks, nccl_check, transport_check
+from megatron.launch.nccl import Nccl
+from tests.launch.test_nccl import library
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
@@ -229,12 +231,22 @@ def test_interfaces_that_variables_name():
 
 
 def test_nccl_library(tmp_path):
-    library = tmp_path / "libnccl.so.2"
-    env = {"NCCL_LIBRARY": str(library)}
-    assert nccl_check("2.28.3", env, ()).state == "failed"
-    library.touch()
-    assert nccl_check("2.28.3", env, ()).state == "warning"
-    assert nccl_check("2.28.3", {}, ()).found == "2.28.3, torch's own"
+    """The choice itself has a table of its own: test_nccl.py."""
+    own = Nccl((2, 28, 9), "/venv/libnccl.so.2")
+    old, new = (library(tmp_path / version / "libnccl.so.2", version) for version in ("2.26.6", "2.29.2"))
+    gone = nccl_check(own, {"NCCL_LIBRARY": "/gone"}, ())
+    assert (gone.state, gone.found) == ("failed", "NCCL_LIBRARY=/gone is no file") and "module" in gone.advice
+    assert nccl_check(None, {"NCCL_LIBRARY": old}, ()).found == "none: there is no torch with CUDA"
+    assert nccl_check(own, {}, ()).found == "2.28.9, torch's own (/venv/libnccl.so.2)"
+    # A module has put it there, and torch did not take it; then: torch did, or could not even be imported.
+    check = nccl_check(own, {"LD_LIBRARY_PATH": str(Path(old).parent)}, ["/venv/libnccl.so.2"])
+    assert check.state == "ok" and "2.26.6 of this machine" in check.found and "is left out" in check.found
+    check = nccl_check(own, {"LD_PRELOAD": old}, [old])
+    assert (check.state, check.advice) == ("failed", "LD_PRELOAD=/venv/libnccl.so.2 python deepy.py ...")
+    assert check.found == f"2.26.6 ({old}) is loaded, older than the 2.28.9 that torch was built with"
+    check = nccl_check(own, {"NCCL_LIBRARY": new}, ["/venv/libnccl.so.2"])
+    assert (check.state, check.advice) == ("warning", f"LD_PRELOAD={new} python deepy.py ...")
+    assert nccl_check(own, {"NCCL_LIBRARY": new}, [new]).state == "ok"
 
 
 def gpu(name: str, model: str = "H100", free: int = 80, problem: str = "", capability=(9, 0)) -> Gpu:
@@ -252,7 +264,7 @@ def test_gpus():
 
 
 def test_abilities_and_driver():
-    torch = Torch("2.13.0", "13.0", "9.13.0", "2.28.3")
+    torch = Torch("2.13.0", "13.0", "9.13.0")
     assert ability_check([], torch) is None
     found = ability_check([gpu("0"), gpu("1", capability=(8, 0))], torch).found
     assert found == "capability 8.0: bf16 yes, TF32 yes, FP8 no, FP4 no; cuDNN 9.13.0"

@@ -1,30 +1,56 @@
 """What belongs to a cluster: its file as jobs and tools read it. No Slurm is needed."""
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from megatron.launch import LaunchError
-from megatron.launch.site import site_variables
-from megatron.launch.slurm import sbatch_line
+from megatron.launch.site import sbatch_line, site_nodes, site_variables, starts_from_a_model
 from megatron.neox_arguments import NeoXArgs
+from tests.launch.test_nccl import fake_torch, library
 from tests.training.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a cluster's shell has: `module`, which puts a library on LD_LIBRARY_PATH.
+# What a cluster's shell has: `module`. That of the plugin brings an NCCL of its own along.
 JOB = """\
-module() { [ "$1 $2" = "load brics/nccl/2.26.6-1" ] && export LD_LIBRARY_PATH=$MODULES; }
+module() {
+    case $2 in
+        PrgEnv-cray | cuda/12.6) ;;
+        brics/aws-ofi-nccl/1.8.1) export LD_LIBRARY_PATH=$MODULES ;;
+        *) return 1 ;;
+    esac
+    echo "loaded $2"
+}
 set -x
 source "$1" || exit 1
 set +x
-for name in NCCL_NET FI_PROVIDER NCCL_CROSS_NIC NCCL_NET_GDR_LEVEL NCCL_SOCKET_IFNAME FI_MR_CACHE_MONITOR \\
-    NCCL_LIBRARY LD_PRELOAD NEOX_CHECKPOINT_DIR NEOX_NODES; do
-    printf '%s=%s\\n' "$name" "${!name:-}"
-done
+env | grep -E '^(NEOX|NCCL|FI|TORCH|MPICH|CUDA|PYTORCH|TRITON|TMPDIR|LD_PRELOAD)'
 printf 'secret of %s letters\\n' "${#A_SECRET}"
 """
+# What the group that trains there has published, June 2026.
+SLINGSHOT = {
+    "NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "hsn", "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB",
+    "NCCL_COLLNET_ENABLE": "0", "NCCL_PROTO": "^LL128", "NCCL_ALGO": "Ring", "NCCL_MIN_NCHANNELS": "4",
+    "NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_NVLS_ENABLE": "0", "NCCL_GDRCOPY_ENABLE": "1", "FI_PROVIDER": "cxi",
+    "FI_MR_CACHE_MONITOR": "userfaultfd", "FI_HMEM_CUDA_USE_GDRCOPY": "1", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+    "FI_CXI_DEFAULT_TX_SIZE": "1024", "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_CXI_RX_MATCH_MODE": "soft",
+    "FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_EAGER_SIZE": "0",
+    "FI_CXI_RDZV_PROTO": "alt_read", "FI_CXI_DISABLE_NON_INJECT_MSG_IDC": "1", "MPICH_GPU_SUPPORT_ENABLED": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1", "TORCH_CUDA_ARCH_LIST": "9.0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TMPDIR": "/local", "TRITON_CACHE_DIR": "/local/triton-me",
+}  # fmt: skip
+PLACES = {
+    "NEOX_CHECKPOINT_DIR": "checkpoints/sf_model_organisms", "NEOX_LOG_DIR": "logs/neox-training",
+    "NEOX_PIPELINE_LOG_DIR": "logs/checkpoint_pipeline", "NEOX_DATA_DIR": "data",
+    "NEOX_BASE_TOKENIZER_DIR": "data/neox_tokenizer", "NEOX_TOKENIZER_DIR": "data/neox_tokenizer_instruct",
+    "NEOX_CHAT_TEMPLATE_DIR": "data/neox_tokenizer_instruct",
+}  # fmt: skip
 PAIRS = {
     "dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False, "data_path": None,
     "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
@@ -33,60 +59,104 @@ PAIRS = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Source job.sh in a clone, as the batch files do."""
+    """Source job.sh in a clone, as the batch files do, with a torch of which only the files are looked at."""
     clone = tmp_path / "neox"
     shutil.copytree(ROOT / "slurm", clone / "slurm")
+    (clone / "megatron").symlink_to(ROOT / "megatron")
     (tmp_path / ".env").write_text("A_SECRET=tr0ub4dor\nB=$NOT_SET\n")
 
-    def run(**env: str) -> subprocess.CompletedProcess[str]:
-        env = {"PATH": "/usr/bin:/bin", "PYTHON": "python3", "NEOX_SITE": "isambard", "PROJECTDIR": "/p", **env}
+    def run(**env: str) -> tuple[dict[str, str], subprocess.CompletedProcess[str]]:
+        env = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "NEOX_SITE": "isambard", "PROJECTDIR": "/p",
+               "LOCALDIR": "/local", "USER": "me", "PYTHONPATH": str(tmp_path / "packages"), **env}  # fmt: skip
         command = ["bash", "-c", JOB, "job", str(clone / "slurm" / "job.sh")]
-        return subprocess.run(command, env=env, capture_output=True, text=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line), done
 
     return run
 
 
 def test_a_job_on_slingshot(job, tmp_path):
-    library = tmp_path / "modules" / "libnccl.so.2"
-    library.parent.mkdir()
-    library.touch()
-    done = job(MODULES=str(library.parent), NEOX_NODES="8")
+    own = fake_torch(tmp_path / "packages", "2.28.9")
+    old = library(tmp_path / "modules" / "libnccl.so.2", "2.26.6")
+    given = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
+    found, done = job(MODULES=str(Path(old).parent), **given)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "NCCL_NET=AWS Libfabric",
-        "FI_PROVIDER=cxi",
-        "NCCL_CROSS_NIC=1",
-        "NCCL_NET_GDR_LEVEL=PHB",
-        "NCCL_SOCKET_IFNAME=hsn",
-        "FI_MR_CACHE_MONITOR=userfaultfd",
-        f"NCCL_LIBRARY={library}",
-        f"LD_PRELOAD={library}",
-        "NEOX_CHECKPOINT_DIR=/p/public/checkpoints",
-        "NEOX_NODES=8",
-        "secret of 9 letters",
-    ]
+    assert done.stdout.splitlines()[:3] == [
+        "loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "secret of 9 letters"
     assert "tr0ub4dor" not in done.stderr, "not under `bash -x` either"
+    expected = SLINGSHOT | {name: f"/p/public/{place}" for name, place in PLACES.items()}
+    expected |= {"NEOX_NODES": "8", "NEOX_NODES_PRETRAIN": "64", "FI_CXI_RX_MATCH_MODE": "hybrid"}
+    expected |= {"NCCL_LIBRARY": own, "LD_PRELOAD": own}
+    del expected["NCCL_ALGO"]
+    assert expected.items() <= found.items(), {k: found.get(k) for k in expected if found.get(k) != expected[k]}
+    assert "NCCL_ALGO" not in found, "set to nothing, it is left out"
+    said = f"NCCL: 2.28.9, torch's own ({own}); 2.26.6 of this machine ({old}) is older"
+    assert sum(said in line for line in done.stderr.splitlines()) == 1
+
+
+def test_an_nccl_that_is_new_enough_is_preloaded(job, tmp_path):
+    """The fork's stack: torch 2.5 with 2.21.5, and the module's 2.26.6."""
+    fake_torch(tmp_path / "packages", "2.21.5")
+    new = library(tmp_path / "modules" / "libnccl.so.2", "2.26.6")
+    found, _ = job(MODULES=str(Path(new).parent))
+    assert (found["NCCL_LIBRARY"], found["LD_PRELOAD"]) == (new, new)
 
 
 def test_what_is_missing_ends_the_job(job, tmp_path):
-    done = job(MODULES=str(tmp_path))
-    assert done.returncode == 1
-    assert "error: the system's NCCL is not found" in done.stderr
-    assert "module load brics/nccl/0 failed" in job(NEOX_MODULES="brics/nccl/0").stderr
+    fake_torch(tmp_path / "packages", "2.28.9")
+    _, done = job(NEOX_MODULES="", NCCL_LIBRARY="/gone")
+    assert done.returncode == 1 and "error: NCCL_LIBRARY=/gone is no file; load the module" in done.stderr
+    assert "module load brics/nccl/0 failed" in job(NEOX_MODULES="brics/nccl/0")[1].stderr
+
+
+def test_every_variable_of_a_site_says_what_it_is_for():
+    lines = (ROOT / "slurm/sites/isambard.sh").read_text().splitlines()
+    bare = [line for line in lines if re.match("default (NCCL|FI|TORCH|MPICH|CUDA|PYTORCH|TRITON)_", line)]
+    assert len(bare) > 30
+    # Those of one meaning stand below each other, and the first says it.
+    assert [line.split()[1] for line in bare if " # " not in line] == [
+        "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"
+    ]  # fmt: skip
 
 
 def test_commands_take_what_the_environment_says_before_the_site():
     env = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p", "NEOX_DATA_DIR": "/d"}
     site = site_variables(env)
-    assert (site["NEOX_DATA_DIR"], site["NEOX_CHAT_TEMPLATE_DIR"]) == ("/d", "/p/public/chat_templates")
+    assert (site["NEOX_DATA_DIR"], site["NEOX_LOG_DIR"]) == ("/d", "/p/public/logs/neox-training")
     assert site_variables({}) == {}
     with pytest.raises(LaunchError, match=r"NEOX_SITE=mars: there is no .*; there are isambard, local"):
         site_variables({**env, "NEOX_SITE": "mars"})
 
 
-@pytest.mark.parametrize(("keys", "nodes"), [({}, 64), ({"train_impl": "dpo", **PAIRS}, 16)])
-def test_as_many_nodes_as_the_site_gives_to_this_kind_of_run(keys, nodes):
+MODEL, MIDTRAIN = "/configs/sft.yml", "/configs/midtraining_unlearning/midtraining/deep_ignorance/gdiff_N_2.yml"
+
+
+@pytest.mark.parametrize(
+    ("keys", "config", "nodes"),
+    [
+        ({}, "/configs/125M.yml", 64),
+        ({"load": "base"}, MODEL, 64),  # goes on
+        ({"load": "base", "finetune": True}, MODEL, 16),
+        ({"load": "hf://org/model"}, MODEL, 16),
+        ({"train_impl": "dpo", **PAIRS}, MODEL, 16),
+        ({"load": "base", "finetune": True}, MIDTRAIN, 64),
+        ({"load": "base", "finetune": True}, "/configs/early_unlearning/tampering/ga_during_midtraining.yml", 16),
+        ({"load": "base", "finetune": True}, "/configs/synthetic_alignment_mid.yml", 64),
+    ],
+)
+def test_as_many_nodes_as_the_site_gives_to_this_kind_of_run(keys, config, nodes):
+    site = site_variables({"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"})
+    args = NeoXArgs.from_dict({**BASE, **keys})
+    assert site_nodes(starts_from_a_model(args), [config], site)[0] == nodes
+    assert site_nodes(starts_from_a_model(args), [config], {}) == (None, ANY)
+
+
+def test_the_line_that_is_proposed_where_there_is_no_job():
     env = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}
-    line = sbatch_line(NeoXArgs.from_dict({**BASE, **keys}), env)
     log = "/p/public/logs/neox-training/%x-%j.out"
-    assert line == f"sbatch --nodes={nodes} --gres=gpu:4 --output={log} pretrain_neox.sbatch"
+    line = sbatch_line(NeoXArgs.from_dict(BASE), env)
+    assert line == f"sbatch --nodes=64 --gres=gpu:4 --output={log} pretrain_neox.sbatch"
+    with pytest.raises(LaunchError, match="NEOX_NODES_PRETRAIN='many' is no number of nodes"):
+        sbatch_line(NeoXArgs.from_dict(BASE), {**env, "NEOX_NODES_PRETRAIN": "many"})

@@ -80,6 +80,15 @@ def test_what_is_named_here_is_here(section: str) -> None:
     assert not wrong
 
 
+def test_every_script_of_a_staged_pipeline_has_its_row() -> None:
+    rows = [there.split("`")[1] for at, there, _ in ROWS if at == "A staged pipeline: its scripts" and "`" in there]
+    assert [re.sub(r"scripts/|\.(py|sh)\b| .*", "", there) for there in rows] == [
+        "run_full_pipeline", "resume_pipeline", "START_PRODUCTION_TRAINING", "production_pretrain", "01_download_data",
+        "02_clean_deduplicate_optimized", "03_tokenize_and_pack", "04_init_model", "05_pretrain", "07_sft", "09_dpo",
+        "10_lora_finetune", "11_evaluate", "12_check_gates", "verify_gpu", "profile_memory",
+    ]  # fmt: skip
+
+
 def test_keys_named_outside_tables() -> None:
     text = re.sub(r"^\|.*$", "", PAGE, flags=re.MULTILINE)
     words = [word for word in ticked(text) if re.fullmatch(r"[a-z_.]+(: \w+)?", word) and not word.endswith(".json")]

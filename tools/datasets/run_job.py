@@ -10,6 +10,7 @@ from megatron.data import DataError, EncodeJob, Progress, Result, preprocess
 from megatron.data.inputs import resolve
 from megatron.data.preprocess import Job
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
+from tools.site import site_defaults
 
 INPUT_HELP = (
     "files, globs or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; "
@@ -40,14 +41,21 @@ def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None 
     """--tokenizer-type, which is required without a default, --vocab-file, --merge-file and --eod-token."""
     kinds, words = (KINDS, default) if default else (None, "a tokenizer_type of the configuration")
     parser.add_argument("--tokenizer-type", choices=kinds, default=default, required=default is None, help=words)
-    parser.add_argument("--vocab-file", "--vocab", help="its vocabulary: tokenizer.json, vocab.json or a model file")
+    parser.add_argument(
+        "--vocab-file", "--vocab",
+        help="its vocabulary: tokenizer.json, vocab.json or a model file (of a HFTokenizer, the site's base tokenizer)",
+    )  # fmt: skip
     parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
     parser.add_argument("--eod-token", help="name of the token that ends documents, if it is not found by itself")
 
 
 def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | None, str | None]:
     """What `make_tokenizer` wants, of `add_tokenizer_flags`."""
-    return options.tokenizer_type, options.vocab_file, options.merge_file, options.eod_token
+    vocab = options.vocab_file
+    if vocab is None and options.tokenizer_type == "HFTokenizer":
+        folder = site_defaults().get("NEOX_BASE_TOKENIZER_DIR")
+        vocab = folder and f"{folder}/tokenizer.json"
+    return options.tokenizer_type, vocab, options.merge_file, options.eod_token
 
 
 def add_text_flags(parser: argparse._ActionsContainer) -> None:

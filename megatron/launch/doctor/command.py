@@ -32,6 +32,7 @@ from megatron.launch.doctor.storage import (
 )
 from megatron.launch.doctor.transport import interface_checks, nccl_check, read_network, transport_check
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
+from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
@@ -78,7 +79,7 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
         driver_check(driver_version(), torch, len(gpus)),
         *gpu_checks(gpus, options.gpus),
         ability_check(gpus, torch),
-        nccl_check(torch.nccl, env, network.loaded),
+        nccl_check(own_nccl(), env, network.loaded),
         transport_check(env, network, several),
         *interface_checks(env, network.interfaces),
         hostname_check(),

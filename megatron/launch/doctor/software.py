@@ -33,12 +33,11 @@ COMPILED = {"flash-attn": "flash_attn", "transformer-engine": "transformer_engin
 
 @dataclass(frozen=True)
 class Torch:
-    """What the installed torch says of itself. cuda, cudnn, nccl: None in a build without CUDA."""
+    """What the installed torch says of itself. cuda, cudnn: None in a build without CUDA."""
 
     version: str | None
     cuda: str | None = None
     cudnn: str | None = None
-    nccl: str | None = None
     problem: str = ""  # why it cannot be imported
 
 
@@ -52,8 +51,7 @@ def read_torch() -> Torch:
         return Torch(torch.__version__)
     number = torch.backends.cudnn.version() or 0
     cudnn = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Torch(torch.__version__, torch.version.cuda, cudnn, nccl)
+    return Torch(torch.__version__, torch.version.cuda, cudnn)
 
 
 def installed(name: str) -> str | None:

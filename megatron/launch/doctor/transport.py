@@ -1,15 +1,16 @@
 """Which way NCCL would send data between machines. TCP where a fast network is there costs a factor of 17."""
 
-import ctypes
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check
+from megatron.launch.environment import LaunchError
+from megatron.launch.nccl import Nccl, choose, read_version, site_nccl
 
 _BUILT_IN = ("IB", "Socket")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp", "shm")
@@ -47,28 +48,29 @@ def read_network(env: Mapping[str, str] = os.environ) -> Network:
     )
 
 
-def nccl_version(library: str) -> str:
-    """What a libnccl says it is, as `2.26.6`."""
-    number = ctypes.c_int()
-    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+def nccl_check(own: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
+    """Which NCCL a run is to have, and whether this process, which was started as runs are, has it.
+
+    own: torch's; loaded: the NCCL libraries of this process.
+    """
+    try:
+        site = site_nccl(env)
+    except LaunchError as problem:
+        return Check("nccl", "failed", *str(problem).split("; ", 1))
+    choice = choose(own, site)
+    preload = f"LD_PRELOAD={choice.preload} python deepy.py ..." if choice.preload else "unset LD_PRELOAD"
+    for file in loaded:
+        version = read_version(file)
+        if own is not None and own.version and version and version < own.version:
+            found = f"{Nccl(version)} ({file}) is loaded, older than the {own} that torch was built with"
+            return Check("nccl", "failed", found, preload)
+    if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
+        return Check("nccl", "warning", f"{choice.said}, is not loaded", preload)
+    return Check("nccl", "ok", choice.said)
 
 
-def nccl_check(torch_nccl: str | None, env: Mapping[str, str], loaded: tuple[str, ...]) -> Check:
-    """Which NCCL this process has: NCCL_LIBRARY names one, LD_PRELOAD brings it."""
-    wanted = env.get("NCCL_LIBRARY")
-    if not wanted:
-        return Check("nccl", "ok", f"{torch_nccl}, torch's own" if torch_nccl else "none: torch is built without CUDA")
-    if not Path(wanted).is_file():
-        return Check(
-            "nccl", "failed", f"NCCL_LIBRARY={wanted} is no file", "load the module it belongs to, or unset it"
-        )
-    if str(Path(wanted).resolve()) not in [str(Path(file).resolve()) for file in loaded]:
-        return Check(
-            "nccl", "warning", f"NCCL_LIBRARY={wanted} is not loaded", "LD_PRELOAD=$NCCL_LIBRARY python deepy.py ..."
-        )
-    return Check("nccl", "ok", f"{nccl_version(wanted)}, {wanted}")
+def _same(file: str, loaded: Sequence[str]) -> bool:
+    return str(Path(file).resolve()) in [str(Path(other).resolve()) for other in loaded]
 
 
 def transport_check(env: Mapping[str, str], network: Network, several: bool = False) -> Check:

@@ -1,0 +1,127 @@
+"""Which NCCL a run preloads: torch's own, or one of the machine that is not older than the one torch was built with.
+
+    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on stderr
+
+An older one ends in `undefined symbol: ncclCommShrink` when torch is imported, so nothing here imports torch before
+that is known.
+"""
+
+import importlib.util
+import mmap
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.launch.environment import LaunchError
+
+_NAME = "libnccl.so.2"
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """One NCCL. version: None where it cannot be told; file: None where it is part of torch's own libraries."""
+
+    version: Version | None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version)) if self.version else "unknown"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """preload: the file to preload, if any; said: which it is and why, in one line."""
+
+    preload: str | None
+    said: str
+
+
+def choose(own: Nccl | None, site: Nccl | None) -> Choice:
+    """The NCCL of a run, by versions.
+
+    own: the one torch was built with, None where torch knows no CUDA; site: what a module or NCCL_LIBRARY brings.
+    """
+    if own is None:
+        return Choice(None, "none: there is no torch with CUDA")
+    why = ""
+    if site is not None and site.file != own.file:
+        if site.version and own.version and site.version >= own.version:
+            return Choice(site.file, f"{site}, this machine's ({site.file}); torch was built with {own}")
+        reason = "is older than the one torch was built with" if site.version and own.version else "cannot be compared"
+        why = f"; {site} of this machine ({site.file}) {reason} and is left out"
+    return Choice(own.file, f"{own}, torch's own ({own.file or 'within its libraries'}){why}")
+
+
+def own_nccl() -> Nccl | None:
+    """torch's: the library that its wheel brought, else what it says it was built with; None without torch or CUDA."""
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.origin:
+        return None
+    libraries = Path(found.origin).parent / "lib"
+    if not (libraries / "libtorch_cuda.so").exists():
+        return None
+    brought = [libraries / _NAME, *(file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}"))]
+    file = next((file for file in brought if file.exists()), None)
+    if file is not None:
+        return Nccl(read_version(file), str(file))
+    try:  # built from source, or linked into torch
+        import torch
+
+        return Nccl(tuple(torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except Exception:  # whatever a torch that cannot be loaded says: the doctor and the run will show it
+        return Nccl(None)
+
+
+def site_nccl(env: Mapping[str, str]) -> Nccl | None:
+    """This machine's: that of NCCL_LIBRARY, of LD_PRELOAD, or the first on LD_LIBRARY_PATH, where modules put it.
+
+    Raises LaunchError where NCCL_LIBRARY names no file.
+    """
+    named = env.get("NCCL_LIBRARY")
+    if named and not Path(named).is_file():
+        raise LaunchError(f"NCCL_LIBRARY={named} is no file; load the module it belongs to, or unset it")
+    folders = filter(None, env.get("LD_LIBRARY_PATH", "").split(":"))
+    files = [named, *preloaded(env)[0], *(os.path.join(folder, _NAME) for folder in folders)]
+    file = next((file for file in files if file and Path(file).is_file()), None)
+    return Nccl(read_version(file), file) if file else None
+
+
+def preloaded(env: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The libraries of LD_PRELOAD: those that are NCCL, and the others."""
+    files = [file for file in re.split("[ :]+", env.get("LD_PRELOAD", "")) if file]
+    nccl = [file for file in files if Path(file).name.startswith("libnccl.so")]
+    return nccl, [file for file in files if file not in nccl]
+
+
+def read_version(file: str | Path) -> Version | None:
+    """What a libnccl says it is: the text `NCCL version 2.28.9+cuda12.9` stands in each. It is not loaded: that takes
+    a GPU's driver in some releases."""
+    try:
+        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            said = re.search(rb"NCCL version (\d+)\.(\d+)\.(\d+)", content)
+            return tuple(map(int, said.groups())) if said else None
+    except (OSError, ValueError):  # ValueError: an empty file
+        return None
+
+
+def main() -> int:
+    """Print what a shell has to do, and on stderr which NCCL it is; 1 where NCCL_LIBRARY names no file."""
+    try:
+        choice = choose(own_nccl(), site_nccl(os.environ))
+    except LaunchError as problem:
+        sys.stderr.write(f"error: {problem}\n")
+        return 1
+    libraries = [*([choice.preload] if choice.preload else []), *preloaded(os.environ)[1]]
+    for name, value in (("NCCL_LIBRARY", choice.preload), ("LD_PRELOAD", ":".join(libraries))):
+        sys.stdout.write(f"export {name}={shlex.quote(value)}\n" if value else f"unset {name}\n")
+    sys.stderr.write(f"NCCL: {choice.said}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What is submitted to Slurm for a run, with what the site has for it.
+
+    python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of pretrain_neox.sbatch)
+
+sbatch reads nothing of a batch file but its #SBATCH lines, which are the same everywhere. So a job that was submitted
+without --nodes submits itself again with the site's nodes, once, and ends.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from megatron.launch.environment import LaunchError
+from megatron.launch.site import site_nodes, site_variables, starts_from_a_model
+from megatron.launch.slurm import scontrol, tasks_asked_for
+from megatron.neox_arguments import ConfigError
+from megatron.neox_arguments.cli import parse_deepy
+
+GO_ON = 3  # exit code: this job has the nodes that it is to have. slurm/job.sh then starts the run
+SUBMITTED_BY = "NEOX_SUBMITTED_BY"  # in the environment of a job that another one submitted: the other's number
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")  # the other SLURM_* variables are this job's
+_BATCH = Path(__file__).resolve().parents[2] / "pretrain_neox.sbatch"
+# Of `scontrol show job`: what was asked for on the command line of sbatch, or by SBATCH_* variables.
+_CARRIED = {
+    "Account": "account", "CPUs/Task": "cpus-per-task", "Comment": "comment", "ExcNodeList": "exclude",
+    "Features": "constraint", "Licenses": "licenses", "MailType": "mail-type", "MailUser": "mail-user",
+    "MinMemoryCPU": "mem-per-cpu", "MinMemoryNode": "mem", "Nice": "nice", "Partition": "partition", "QOS": "qos",
+    "Reservation": "reservation", "TimeLimit": "time",
+}  # fmt: skip
+_UNSET = {"", "(null)", "N/A", "UNLIMITED", "Partition_Limit"}
+_DEFAULT = {"CPUs/Task": "1", "MinMemoryNode": "0", "Nice": "0"}
+
+
+def nodes_given(env: Mapping[str, str]) -> bool:
+    """Whether a job of pretrain_neox.sbatch was submitted with --nodes, or with a number of tasks.
+
+    Its batch file asks for --sockets-per-node=1 and neither nodes nor tasks: then sbatch counts tasks, one a node,
+    where --nodes stands on its command line, and only there (tried with Slurm 22.05 and 24.11).
+    """
+    return int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1 or tasks_asked_for(env) is not None
+
+
+def submit_again(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, str]) -> list[str]:
+    """The command that submits a job anew on so many nodes, and is otherwise as it was submitted.
+
+    job: what `scontrol show job` says of it; words: of its script; logs: files of `output` and `error`, if these are
+    files. What Slurm does not show (--signal, --switches) is as in the batch file.
+    """
+    fields = dict(re.findall(r"(?:^|\s)([A-Z][A-Za-z/]+)=(\S*)", job))
+    fields |= {name: line for name in ("JobName", "Comment") if (line := _to_the_end(name, job))}
+    options = [f"--job-name={fields['JobName']}", f"--nodes={nodes}"]
+    for name, option in _CARRIED.items():
+        value = fields.get(name, "")
+        if value not in _UNSET and value != _DEFAULT.get(name):
+            options.append(f"--{option}={value}")
+    gpus = re.findall(r"gres[:/]([^,]+)", fields.get("TresPerNode", ""))
+    options.append(f"--gres={','.join(gpus) or 'none'}")
+    options += ["--no-requeue"] if fields.get("Requeue") == "0" else []
+    for option, file in logs.items():
+        folder, name = os.path.split(file)
+        pattern = re.sub(rf"(?<!\d){fields['JobId']}(?!\d)", "%j", name.replace("%", "%%"))
+        options.append(f"--{option}={os.path.join(folder.replace('%', '%%'), pattern)}")
+    script = fields.get("Command", "")
+    return ["sbatch", "--export=ALL", *options, script if Path(script).is_file() else str(_BATCH), *words]
+
+
+def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
+    """Submit this job again if it is to have other nodes, and print how; GO_ON where it has those it is to have."""
+    if SUBMITTED_BY in env or "SLURM_ARRAY_JOB_ID" in env or nodes_given(env):
+        return GO_ON
+    try:
+        from_model = "--hf-model" in words
+        if not from_model:  # what a run refuses is said now, not when so many nodes are free
+            from_model = starts_from_a_model(parse_deepy(["train.py", *words]).args.check_training())
+        nodes, kind = site_nodes(from_model, list(takewhile(_is_file, words)), site_variables(env))
+        if nodes is None or nodes == int(env.get("SLURM_JOB_NUM_NODES", "1")):
+            return GO_ON
+        _say(f"no --nodes: {kind} has {nodes} nodes at site {env['NEOX_SITE']}")
+        _submit(nodes, words, env)
+    except (ConfigError, LaunchError) as problem:
+        for line in str(problem).splitlines():
+            _say(f"error: {line}")
+        return 1
+    return 0
+
+
+def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
+    number = env["SLURM_JOB_ID"]
+    job = scontrol("show", "job", number)
+    logs = {name: os.readlink(f"/proc/self/fd/{fd}") for fd, name in ((1, "output"), (2, "error"))}
+    command = submit_again(job, nodes, words, _files(logs))
+    # Were this job started anew by Slurm, it would submit itself a second time.
+    scontrol("update", f"JobId={number}", "Requeue=0")
+    _say(shlex.join(command))
+    kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
+    try:
+        subprocess.run(command, check=True, env={**kept, SUBMITTED_BY: number}, cwd=_to_the_end("WorkDir", job) or None)
+    except OSError as problem:
+        raise LaunchError(f"sbatch cannot be started here ({problem.strerror}); submit it with --nodes") from None
+    except subprocess.CalledProcessError:
+        raise LaunchError("sbatch refuses it (see above); submit it with --nodes, and what else is asked for") from None
+
+
+def _to_the_end(name: str, job: str) -> str:
+    """A value that may have spaces: the rest of its line."""
+    found = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _is_file(word: str) -> bool:
+    return not word.startswith("-")
+
+
+def _files(logs: Mapping[str, str]) -> dict[str, str]:
+    """Those that are files; the second only where it is another one."""
+    files = {name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")}
+    if files.get("error") == files.get("output"):
+        files.pop("error", None)
+    return files
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"pretrain_neox.sbatch: {line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Which NCCL is preloaded: a table of versions, and how they are found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.launch import LaunchError
+from megatron.launch.nccl import Nccl, choose, own_nccl, preloaded, read_version, site_nccl
+
+OWN, SITE = "/venv/nvidia/nccl/lib/libnccl.so.2", "/opt/nccl/libnccl.so.2"
+
+
+def library(path: Path, version: str) -> str:
+    """What is read of a libnccl: its own words, somewhere in the middle."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\x7fELF" + bytes(5000) + b"NCCL version " + version.encode() + b"+cuda12.6\0" + bytes(100))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("own", "site", "preload", "said"),
+    [
+        # torch, the machine's module, what is preloaded
+        (None, None, None, "none: there is no torch with CUDA"),
+        (None, (2, 28, 9), None, "none: there is no torch with CUDA"),
+        ((2, 28, 9), None, OWN, f"2.28.9, torch's own ({OWN})"),
+        ((2, 28, 9), (2, 26, 6), OWN, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
+        ((2, 28, 9), (2, 28, 8), OWN, "is left out"),
+        ((2, 28, 9), (2, 9, 9), OWN, "is left out"),  # numbers, not letters
+        ((2, 28, 9), (2, 28, 9), SITE, f"2.28.9, this machine's ({SITE})"),
+        ((2, 28, 9), (2, 29, 0), SITE, "torch was built with 2.28.9"),
+        ((2, 21, 5), (2, 26, 6), SITE, "2.26.6, this machine's"),  # torch 2.5 and the fork
+        ((2, 28, 9), "unknown", OWN, "cannot be compared and is left out"),
+        ("unknown", (2, 29, 0), OWN, "cannot be compared and is left out"),
+    ],
+)
+def test_the_choice(own, site, preload, said):
+    made = [
+        None if version is None else Nccl(None if version == "unknown" else version, file)
+        for version, file in ((own, OWN), (site, SITE))
+    ]
+    choice = choose(*made)
+    assert (choice.preload, said in choice.said) == (preload, True), choice
+    assert "error" not in choice.said  # people look for that word in the logs of jobs
+
+
+def test_torch_that_holds_its_nccl_within_needs_no_preloading():
+    assert choose(Nccl((2, 28, 9)), Nccl((2, 26, 6), SITE)).preload is None
+    assert choose(Nccl((2, 28, 9)), None).said == "2.28.9, torch's own (within its libraries)"
+    assert choose(Nccl((2, 28, 9)), Nccl((2, 29, 2), SITE)).preload == SITE
+
+
+def test_where_the_machine_s_is_looked_for(tmp_path):
+    named, first, second = (library(tmp_path / name / "libnccl.so.2", f"2.2{i}.0") for i, name in enumerate("abc"))
+    path = f"/nowhere::{tmp_path}:{Path(second).parent}"
+    assert site_nccl({}) is None and site_nccl({"LD_LIBRARY_PATH": "/nowhere"}) is None
+    assert site_nccl({"LD_LIBRARY_PATH": path}) == Nccl((2, 22, 0), second)
+    assert site_nccl({"LD_LIBRARY_PATH": path, "LD_PRELOAD": f"/x.so {first}"}) == Nccl((2, 21, 0), first)
+    assert site_nccl({"LD_LIBRARY_PATH": path, "LD_PRELOAD": first, "NCCL_LIBRARY": named}) == Nccl((2, 20, 0), named)
+    with pytest.raises(LaunchError, match="NCCL_LIBRARY=/gone/libnccl.so.2 is no file; load the module"):
+        site_nccl({"NCCL_LIBRARY": "/gone/libnccl.so.2"})
+    assert preloaded({"LD_PRELOAD": "/a.so:/b/libnccl.so  /c.so"}) == (["/b/libnccl.so"], ["/a.so", "/c.so"])
+    (tmp_path / "empty").touch()
+    assert read_version(tmp_path / "empty") is None and read_version(tmp_path / "none") is None
+
+
+def fake_torch(folder: Path, version: str | None) -> str:
+    """A torch of which only the files are looked at: importing it would fail, as a torch does beside an old NCCL."""
+    (folder / "torch/lib").mkdir(parents=True)
+    (folder / "torch/__init__.py").write_text("raise ImportError('undefined symbol: ncclCommShrink')\n")
+    if version is None:
+        return ""
+    (folder / "torch/lib/libtorch_cuda.so").touch()
+    return library(folder / "nvidia/nccl/lib/libnccl.so.2", version)
+
+
+@pytest.mark.parametrize("version", ["2.28.9", None], ids=["CUDA", "no CUDA"])
+def test_torch_s_own_is_found_without_importing_torch(tmp_path, monkeypatch, version):
+    file = fake_torch(tmp_path / "site", version)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert own_nccl() == (Nccl((2, 28, 9), file) if version else None)
+
+
+def test_the_command_takes_an_older_one_out_of_ld_preload(tmp_path):
+    own, old = fake_torch(tmp_path / "site", "2.28.9"), library(tmp_path / "old" / "libnccl.so.2", "2.26.6")
+    root = Path(__file__).resolve().parents[2]
+    env = {"PYTHONPATH": f"{tmp_path}/site:{root}", "LD_LIBRARY_PATH": f"{tmp_path}/old", "KEPT": "/kept.so"}
+    command = 'export LD_PRELOAD="$KEPT:$1"; "$2" -m megatron.launch.nccl'
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", old, sys.executable], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"export NCCL_LIBRARY={own}", f"export LD_PRELOAD={own}:/kept.so"]
+    said = [line for line in done.stderr.splitlines() if "ERROR: ld.so" not in line]  # no libraries, those of this test
+    assert said == [
+        f"NCCL: 2.28.9, torch's own ({own}); 2.26.6 of this machine ({old}) is older than the one torch was built with "
+        "and is left out"
+    ]

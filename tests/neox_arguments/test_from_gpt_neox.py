@@ -1,0 +1,45 @@
+"""docs/from-gpt-neox.md: what it lists as refused and as not built yet is what a run refuses."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.declare import Key, keys_of
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/from-gpt-neox.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+KEYS = keys_of(NeoXArgs)
+
+
+def named(section: str, column: int) -> list[str]:
+    """What stands in backticks in a column: a key, a pattern of keys, or KEY: VALUE."""
+    rows = [line.strip("|").split(" | ") for line in SECTIONS[section].splitlines() if line.startswith("| ")]
+    return [word for row in rows[1:] for word in re.findall(r"`([^`]+)`", row[column])]
+
+
+def test_what_is_said_not_to_be_built_is_not_and_nothing_is_left_out() -> None:
+    words = named("Not built yet", 1)
+    told = {name for name in KEYS for word in words if fnmatchcase(name, word)}
+    assert told == {name for name, key in KEYS.items() if key.standing == "later"}
+    values = {f"{name}: {value}" for name, key in KEYS.items() for value in key.later_values}
+    assert {word for word in words if ":" in word} == values
+
+
+def key_of(path: str) -> Key | None:
+    *sections, name = path.split(".")
+    keys = KEYS
+    for section in sections:
+        declared = keys[section].section if section in keys else None
+        if declared is None:
+            return None
+        keys = keys_of(declared)
+    return keys.get(name)
+
+
+def test_what_is_said_to_be_refused_is() -> None:
+    found = {word: key for word in named("Refused", 0) if (key := key_of(word)) is not None}
+    assert len(found) > 40
+    assert not [word for word, key in found.items() if key.standing != "refused" and not key.refuse_values]
