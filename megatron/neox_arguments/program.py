@@ -1,9 +1,10 @@
-"""A configuration that programs written for GPT-NeoX may write to; nothing inside ever gets one, only what it freezes.
+"""A configuration that programs written for GPT-NeoX may write to: `from megatron import NeoXArgs`.
 
-    from megatron import NeoXArgs
     args = NeoXArgs.from_ymls(["125M.yml", "local_setup.yml"])
     args.train_iters = 3
-    train.main(args)          # or args.frozen() for what takes a resolved one
+    train.main(args)
+
+Entry points take one; nothing behind them ever does, only what `args.frozen()` gives.
 """
 
 import os
@@ -116,8 +117,7 @@ class ProgramArgs:
             ])  # fmt: skip
         try:
             rank, local_rank, world_size = (
-                int(env.get(name, alone))
-                for name, alone in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+                int(env.get(name, alone)) for name, alone in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
             )
         except ValueError as cause:
             raise ConfigError([f"RANK, LOCAL_RANK, WORLD_SIZE in the environment: {cause}"]) from None

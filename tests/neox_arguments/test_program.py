@@ -28,7 +28,7 @@ FILE = """
 # Some keys of each of GPT-NeoX's groups, first and last among them.
 GROUPS = {
     "NeoXArgsDeepspeedRunner": ("hostfile", "launcher", "autotuning_run", "account"),
-    "NeoXArgsDeepspeedConfig": ("deepspeed", "train_batch_size", "optimizer", "fp16", "gradient_clipping", "data_types"),
+    "NeoXArgsDeepspeedConfig": ("deepspeed", "train_batch_size", "optimizer", "fp16", "data_types"),
     "NeoXArgsModel": ("precision", "num_layers", "attention_config", "te_mha", "serve_model_weights", "head_size"),
     "NeoXArgsMoE": ("moe_num_experts", "moe_jitter_eps"),
     "NeoXArgsLRScheduler": ("lr_decay_style", "warmup", "use_checkpoint_lr_scheduler"),
