@@ -169,7 +169,9 @@ def script_args(
 
     input_args: words of its command line, those of `get_deepspeed_main_args`, or a configuration that a program made.
     """
-    if isinstance(input_args, NeoXArgs):
+    from megatron.neox_arguments.program import ProgramArgs
+
+    if isinstance(input_args, NeoXArgs | ProgramArgs):
         args = input_args.frozen()
     else:
         if input_args is not None and LAUNCHER_WORD in input_args:  # what stands before is the launcher's

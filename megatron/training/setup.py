@@ -124,11 +124,11 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
-def start(args: NeoXArgs | ProgramArgs, process: Process) -> Training:
+def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
     """Build a run up to its first step, on every rank."""
     check_deepspeed()
     logger = configure_logging(process.rank)
-    args = args.frozen().check_training().for_world(process.world_size)
+    args = configuration.frozen().check_training().for_world(process.world_size)
     deepspeed_config(args)  # raises for what DeepSpeed cannot do, before anything is built
     check_curriculum(args)
     make_deterministic(args, logger.info)
