@@ -7,12 +7,15 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron.neox_arguments import ConfigError, NeoXArgs, parse_script
+from megatron.neox_arguments import ConfigError, NeoXArgs, ProgramArgs, script_args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run on this rank; the exit code."""
+def main(
+    input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
+) -> int:
+    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
     from megatron.launch import LaunchError, enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -21,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.tokenizer import TokenizerError
 
     try:
-        args = parse_script(argv, "eval.py", hf_model_keys).check_evaluation()
+        args = script_args(input_args, overwrite_values, "eval.py", hf_model_keys).check_evaluation()
         from megatron.evaluation import need_harness, run_evaluation
 
         need_harness(args)

@@ -2,13 +2,16 @@
 """Write text: `python deepy.py generate.py -d configs a.yml text_generation.yml`, or this script directly."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron.neox_arguments import ConfigError, parse_script
+from megatron.neox_arguments import ConfigError, NeoXArgs, ProgramArgs, script_args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run on this rank; the exit code."""
+def main(
+    input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
+) -> int:
+    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
     from megatron.launch import LaunchError, enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -19,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.tokenizer import TokenizerError
 
     try:
-        args = parse_script(argv, "generate.py", hf_model_keys).check_generation()
+        args = script_args(input_args, overwrite_values, "generate.py", hf_model_keys).check_generation()
         process = enter(args)
         from megatron.generation import generate
 

@@ -3,13 +3,16 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron.neox_arguments import ConfigError, parse_script
+from megatron.neox_arguments import ConfigError, NeoXArgs, ProgramArgs, script_args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run on this rank; the exit code."""
+def main(
+    input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
+) -> int:
+    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
     from megatron.launch import LaunchError, enter, remember_usr1, set_arch_list, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -20,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.tokenizer import TokenizerError
 
     try:
-        args = parse_script(argv, "train.py").check_training()
+        args = script_args(input_args, overwrite_values, "train.py").check_training()
         if args.eval_tasks:
             from megatron.evaluation import InTraining, need_harness
 

@@ -3,3 +3,19 @@
 Reads GPT-NeoX configurations, data and checkpoints. Each sub-package is one room and says in its
 own docstring what it is for; imports point from higher rooms to lower ones only.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import ProgramArgs as NeoXArgs
+
+    __all__ = ["NeoXArgs"]
+
+
+def __getattr__(name: str) -> Any:
+    """`from megatron import NeoXArgs` as in GPT-NeoX's programs, read only when it is asked for."""
+    if name == "NeoXArgs":
+        from megatron.neox_arguments import ProgramArgs
+
+        return ProgramArgs
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

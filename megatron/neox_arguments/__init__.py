@@ -3,20 +3,31 @@
 The bottom room: it imports neither torch nor DeepSpeed, so that resolving a configuration is instant.
 """
 
-from megatron.neox_arguments.cli import DeepyCommand, parse_deepy, parse_script
+from typing import Any
+
+from megatron.neox_arguments.cli import DeepyCommand, parse_deepy, parse_script, script_args
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load
+from megatron.neox_arguments.neox_names import group
+from megatron.neox_arguments.program import ProgramArgs
 from megatron.neox_arguments.report import arguments_dump, flat_values, print_config, yaml_value
 
 __all__ = [
     "ConfigError",
     "DeepyCommand",
     "NeoXArgs",
+    "ProgramArgs",
     "arguments_dump",
     "flat_values",
     "load",
     "parse_deepy",
     "parse_script",
     "print_config",
+    "script_args",
     "yaml_value",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """GPT-NeoX's groups of keys by its names, as `NeoXArgsTokenizer`."""
+    return group(name, __name__)

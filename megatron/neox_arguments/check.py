@@ -51,7 +51,7 @@ def check_keys(declaration: type, given: Mapping[str, Any], problems: Problems, 
     keys = keys_of(declaration)
     for name in given:
         if name not in keys:
-            problems.add(prefix + name, _unknown(name, keys))
+            problems.add(prefix + name, unknown(name, keys))
     values = {}
     for name, key in keys.items():
         values[name] = None if key.required else key.default
@@ -165,7 +165,8 @@ def _check_bounds(key: Key, value: Any) -> None:
         raise _Mismatch(f"a number {key.bounds}")
 
 
-def _unknown(name: str, keys: Mapping[str, Key]) -> str:
+def unknown(name: str, keys: Mapping[str, Key]) -> str:
+    """What is said of a name that no key has, with the nearest that are."""
     if name in _ELSEWHERE:
         return f"unknown key; it is {_ELSEWHERE[name]} here"
     if name in _ADVICE:

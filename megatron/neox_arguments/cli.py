@@ -6,13 +6,17 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load, load_assignments
+from megatron.neox_arguments.neox_names import ARGS_FLAG, LAUNCHER_WORD
 from megatron.neox_arguments.read import parse_overrides
 from megatron.neox_arguments.reference import help_pages
 from megatron.neox_arguments.report import diff_config, print_config
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.program import ProgramArgs
 
 _DEEPY = """\
 examples:
@@ -153,6 +157,27 @@ def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = No
         sys.stdout.write(print_config(args) + "\n")
         raise SystemExit(0)
     return args
+
+
+def script_args(
+    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None",
+    overwrite_values: Mapping[str, Any] | None,
+    prog: str,
+    adopt: Adopt | None = None,
+) -> NeoXArgs:
+    """What `main(input_args, overwrite_values)` of a script was called with, resolved. Raises ConfigError.
+
+    input_args: words of its command line, those of `get_deepspeed_main_args`, or a configuration that a program made.
+    """
+    from megatron.neox_arguments.program import ProgramArgs
+
+    if isinstance(input_args, NeoXArgs | ProgramArgs):
+        args = input_args.frozen()
+    else:
+        if input_args is not None and LAUNCHER_WORD in input_args:  # what stands before is the launcher's
+            input_args = input_args[input_args.index(ARGS_FLAG) :]
+        args = parse_script(input_args, prog, adopt)
+    return args.replace(**overwrite_values) if overwrite_values else args
 
 
 class _HelpConfig(argparse.Action):

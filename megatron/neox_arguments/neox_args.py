@@ -1,6 +1,7 @@
 """The resolved configuration: one frozen object, made from files, overrides or a dictionary."""
 
 import json
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, Runne
 from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
 from megatron.neox_arguments.keys_serving import ServingKeys
 from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
-from megatron.neox_arguments.neox_names import NeoXNames
+from megatron.neox_arguments.neox_names import NeoXNames, group
 from megatron.neox_arguments.notes import notes
 from megatron.neox_arguments.places import is_remote, staging_folder
 from megatron.neox_arguments.read import Given, parse_overrides, read_deepspeed_config, read_files
@@ -47,7 +48,7 @@ class NeoXArgs(
     NeoXNames, DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
     TransformerEngineKeys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
     CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys,
-    RunnerKeys,
+    RunnerKeys, metaclass=ABCMeta,
 ):  # fmt: skip
     """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`, `for_world`."""
 
@@ -60,6 +61,10 @@ class NeoXArgs(
     def from_dict(cls, values: Mapping[str, Any], origin: str = "program") -> "NeoXArgs":
         """Resolve a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
         return load([], values, origin)
+
+    def frozen(self) -> "NeoXArgs":
+        """This object; what programs write to (`ProgramArgs`) gives one of these by the same name."""
+        return self
 
     def replace(self, **changes: Any) -> "NeoXArgs":
         """A new object with keys changed (None: back to the default), derived and validated anew.
@@ -262,3 +267,8 @@ def _resolve(given: Given) -> NeoXArgs:
     args = NeoXArgs(**{**values, **freeze(extra)})
     validate(args).raise_if_any()
     return args
+
+
+def __getattr__(name: str) -> type:
+    """GPT-NeoX's groups of keys, which programs import from a module of this name there."""
+    return group(name, __name__)

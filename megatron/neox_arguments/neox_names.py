@@ -1,6 +1,5 @@
-"""What programs written for GPT-NeoX call on NeoXArgs, by its names."""
+"""What programs written for GPT-NeoX call on NeoXArgs, by its names; `program.ProgramArgs` is what they write to."""
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,10 @@ from megatron.neox_arguments.frozen import thaw
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
+    from megatron.neox_arguments.program import ProgramArgs
 
 ARGS_FLAG = "--neox-args"
+LAUNCHER_WORD = "--no_local_rank"  # DeepSpeed's launcher adds no flag of its own to the script's
 # Keys that DeepSpeed's launcher has as flags of the same name.
 _RUNNER = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr", "master_port", "launcher")
 _SWITCHES = ("force_multi", "no_ssh_check")
@@ -30,42 +31,37 @@ class NeoXNames:
     @classmethod
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
-    ) -> "NeoXArgs":
-        """As `load`; overwrite_values win over the files. Raises ConfigError."""
-        from megatron.neox_arguments.neox_args import load
+    ) -> "ProgramArgs":
+        """As `load`, for a program to write to; overwrite_values win over the files. Raises ConfigError."""
+        from megatron.neox_arguments.program import ProgramArgs
 
-        return load(paths_to_yml_files, overwrite_values or {}, "overwrite_values")
+        return ProgramArgs.from_ymls(paths_to_yml_files, overwrite_values)
 
     @classmethod
-    def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "NeoXArgs":
+    def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "ProgramArgs":
         """The configuration of a command line of deepy.py, `train.py a.yml b.yml`; sys.argv's. Raises ConfigError."""
-        from megatron.neox_arguments.cli import parse_deepy
+        from megatron.neox_arguments.program import ProgramArgs
 
-        return parse_deepy(input_args).args
+        return ProgramArgs.consume_deepy_args(input_args)
 
     @classmethod
     def consume_neox_args(
         cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
-    ) -> "NeoXArgs":
+    ) -> "ProgramArgs":
         """The configuration that a launcher handed to this process by `--neox-args FILE`; other words are not looked
         at. Raises ConfigError."""
-        from megatron.neox_arguments.cli import parse_script
+        from megatron.neox_arguments.program import ProgramArgs
 
-        words = list(sys.argv[1:] if input_args is None else input_args)
-        if ARGS_FLAG not in words:
-            raise ConfigError([f"{ARGS_FLAG} FILE is not among the arguments: start this through deepy.py"])
-        start = words.index(ARGS_FLAG)
-        args = parse_script(words[start : start + 2], "train.py")
-        return args.replace(**overwrite_values) if overwrite_values else args
+        return ProgramArgs.consume_neox_args(overwrite_values, input_args)
 
-    def get_deepspeed_main_args(self: "NeoXArgs") -> list[str]:  # type: ignore[misc]
-        """Words for DeepSpeed's launcher (`deepspeed.launcher.runner.main`): its flags, `user_script` or train.py, and
-        the configuration in a file of the temporary folder."""
+    def get_deepspeed_main_args(self: "NeoXArgs", user_script: str | None = None) -> list[str]:  # type: ignore[misc]
+        """Words for DeepSpeed's launcher (`deepspeed.launcher.runner.main`): its flags, the script (train.py) and the
+        configuration in a file of the temporary folder."""
         with tempfile.NamedTemporaryFile("w", prefix="neox_args.", suffix=".json", delete=False) as file:
             file.write(self.to_json())
         flags = [f"--{name}={getattr(self, name)}" for name in _RUNNER if self.origin(name) != "default"]
         flags += [f"--{name}" for name in _SWITCHES if getattr(self, name)]
-        return [*flags, "--no_local_rank", self.user_script or "train.py", ARGS_FLAG, file.name]
+        return [*flags, LAUNCHER_WORD, user_script or self.user_script or "train.py", ARGS_FLAG, file.name]
 
     @property
     def megatron_config(self) -> dict[str, Any]:
@@ -75,7 +71,11 @@ class NeoXNames:
 
     def update_value(self, key: str, value: Any) -> NoReturn:
         """Raises TypeError: a resolved configuration is never written to."""
-        raise TypeError(f"NeoXArgs is read-only: write args = args.replace({key}={value!r}) for a new one")
+        raise TypeError(f"a resolved NeoXArgs is read-only: write args = args.replace({key}={value!r}) for a new one")
+
+    def configure_distributed_args(self) -> NoReturn:
+        """Raises TypeError: a resolved configuration is never written to."""
+        raise TypeError("a resolved NeoXArgs is read-only: write args = args.for_world(world_size) for a new one")
 
     @classmethod
     def validate_keys(cls) -> bool:
@@ -87,3 +87,13 @@ class NeoXNames:
                     raise ValueError(f"{name} is declared by {seen[name]} and by {base.__name__}")
                 seen[name] = base.__name__
         return True
+
+
+def group(name: str, module: str) -> type:
+    """GPT-NeoX's group of keys of this name, read only when it is asked for. Raises AttributeError as a module does."""
+    if name.startswith("NeoXArgs"):
+        from megatron.neox_arguments import neox_groups
+
+        if hasattr(neox_groups, name):
+            return getattr(neox_groups, name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

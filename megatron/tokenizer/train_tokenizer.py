@@ -83,6 +83,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(options: argparse.Namespace) -> None:
+    if not options.tokenizer_output_path.name:
+        sys.exit("train_tokenizer.py: error: --tokenizer_output_path names no file; write tokenizer.json")
     try:
         content = train_tokenizer(read_texts(options.json_input_dir), options.vocab_size)
     except TokenizerError as problem:

@@ -34,7 +34,7 @@ from megatron.mpu import (
     on_rank_zero,
     together,
 )
-from megatron.neox_arguments import NeoXArgs, arguments_dump
+from megatron.neox_arguments import NeoXArgs, ProgramArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.places import is_remote
 from megatron.objectives import build_objective
@@ -127,11 +127,11 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
-def start(args: NeoXArgs, process: Process) -> Training:
+def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
     """Build a run up to its first step, on every rank."""
     check_deepspeed()
     logger = configure_logging(process.rank)
-    args = args.check_training().for_world(process.world_size)
+    args = configuration.frozen().check_training().for_world(process.world_size)
     deepspeed_config(args)  # raises for what DeepSpeed cannot do, before anything is built
     check_curriculum(args)
     make_deterministic(args, logger.info)

@@ -268,3 +268,8 @@ def test_train_tokenizer(tmp_path: Path):
     (tmp_path / "in" / "b.json").write_text('{"text": "fine"}\n{"txt": 1}\n')
     done = run(400)
     assert done.returncode == 1 and done.stderr.strip().endswith('b.json:2: not a JSON object with a text under "text"')
+    nowhere = subprocess.run(
+        [sys.executable, tool, "--json_input_dir", tmp_path / "in", "--tokenizer_output_path", ""],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert nowhere.returncode == 1 and "--tokenizer_output_path names no file" in nowhere.stderr
