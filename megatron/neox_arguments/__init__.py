@@ -4,7 +4,8 @@ The bottom room: it imports neither torch nor DeepSpeed, so that resolving a con
 """
 
 from megatron.neox_arguments.cli import DeepyCommand, parse_deepy, parse_script
-from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.errors import ConfigError, UserError
+from megatron.neox_arguments.installed import need_harness
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.report import arguments_dump, flat_values, print_config, yaml_value
 
@@ -12,9 +13,11 @@ __all__ = [
     "ConfigError",
     "DeepyCommand",
     "NeoXArgs",
+    "UserError",
     "arguments_dump",
     "flat_values",
     "load",
+    "need_harness",
     "parse_deepy",
     "parse_script",
     "print_config",
