@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from megatron.launch import LaunchError, dry_run, launch, remember_usr1, set_arch_list
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.launch import dry_run, launch, remember_usr1, set_arch_list
+from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.neox_arguments.cli import parse_deepy
 from megatron.neox_arguments.report import print_config
 
@@ -45,9 +45,8 @@ def main() -> int:
         if said:
             print(said, file=sys.stderr)
         return launch(command.user_script, command.args, (), command.node_rank, command.hosts)
-    except (ConfigError, LaunchError) as problem:
-        for line in str(problem).splitlines():
-            print(f"deepy.py: error: {line}", file=sys.stderr)
+    except UserError as problem:
+        sys.stderr.write(problem.told("deepy.py"))
         return 1
     except KeyboardInterrupt:  # before there were ranks to pass it on to
         print("deepy.py: interrupted", file=sys.stderr)

@@ -9,29 +9,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.neox_arguments import ConfigError, NeoXArgs, ProgramArgs, script_args
+from megatron.neox_arguments import NeoXArgs, ProgramArgs, UserError, need_harness, script_args
 
 
 def main(
     input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
-    from megatron.launch import LaunchError, enter, show_stacks_on_signal
+    from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.checkpointing import CheckpointError
-    from megatron.mpu import StartError
-    from megatron.tokenizer import TokenizerError
-
     try:
         args = script_args(input_args, overwrite_values, "eval.py", hf_model_keys).check_evaluation()
-        from megatron.evaluation import need_harness, run_evaluation
-
         need_harness(args)
-        return 0 if run_evaluation(args, enter(args), track) else 1
-    except (ConfigError, LaunchError, StartError, TokenizerError, CheckpointError) as problem:
-        for line in str(problem).splitlines():
-            print(f"eval.py: error: {line}", file=sys.stderr)
+        process = enter(args)
+        from megatron.evaluation import run_evaluation
+
+        return 0 if run_evaluation(args, process, track) else 1
+    except UserError as problem:
+        sys.stderr.write(problem.told("eval.py"))
         return 1
     except KeyboardInterrupt:
         print("eval.py: interrupted; with eval_cache the same command goes on", file=sys.stderr)

@@ -5,36 +5,36 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.neox_arguments import ConfigError, NeoXArgs, ProgramArgs, script_args
+from megatron.neox_arguments import NeoXArgs, ProgramArgs, UserError, script_args
 
 
 def main(
     input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
-    from megatron.launch import LaunchError, enter, show_stacks_on_signal
+    from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.checkpointing import CheckpointError
-    from megatron.data import DataError
-    from megatron.generation.adopting import hf_model_keys
-    from megatron.mpu import StartError
-    from megatron.tokenizer import TokenizerError
-
     try:
         args = script_args(input_args, overwrite_values, "generate.py", hf_model_keys).check_generation()
         process = enter(args)
         from megatron.generation import generate
 
         generate(args, process)
-    except (ConfigError, LaunchError, StartError, DataError, TokenizerError, CheckpointError) as problem:
-        for line in str(problem).splitlines():
-            print(f"generate.py: error: {line}", file=sys.stderr)
+    except UserError as problem:
+        sys.stderr.write(problem.told("generate.py"))
         return 1
     except KeyboardInterrupt:  # the usual end of a conversation
         print("generate.py: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def hf_model_keys(name: str) -> Mapping[str, object]:
+    """What `--hf-model` says."""
+    from megatron.generation.adopting import hf_model_keys
+
+    return hf_model_keys(name)
 
 
 if __name__ == "__main__":

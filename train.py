@@ -6,28 +6,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.neox_arguments import ConfigError, NeoXArgs, ProgramArgs, script_args
+from megatron.neox_arguments import NeoXArgs, ProgramArgs, UserError, need_harness, script_args
 
 
 def main(
     input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
-    from megatron.launch import LaunchError, enter, remember_usr1, set_arch_list, show_stacks_on_signal
+    from megatron.launch import enter, remember_usr1, set_arch_list, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
     remember_usr1()
-    from megatron.checkpointing import CheckpointError
-    from megatron.data import DataError
-    from megatron.mpu import StartError
-    from megatron.tokenizer import TokenizerError
-
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
-        if args.eval_tasks:
-            from megatron.evaluation import InTraining, need_harness
-
-            need_harness(args)
+        need_harness(args)
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
@@ -40,21 +32,20 @@ def main(
 
         # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        from megatron.training import Callback, NonFiniteError, start, train
+        from megatron.training import Callback, start, train
 
         training = start(args, process)
-        callbacks: list[Callback] = [InTraining(training)] if args.eval_tasks else []
+        callbacks: list[Callback] = []
+        if args.eval_tasks:
+            from megatron.evaluation import InTraining
+
+            callbacks.append(InTraining(training))
         if args.demo_prompts is not None:
             callbacks.append(Demos(training))
-        try:
-            train(training, callbacks)
-        except NonFiniteError as problem:
-            print(f"train.py: error: {problem}", file=sys.stderr)
-            return 1
+        train(training, callbacks)
         training.close()
-    except (ConfigError, LaunchError, StartError, DataError, TokenizerError, CheckpointError) as problem:
-        for line in str(problem).splitlines():
-            print(f"train.py: error: {line}", file=sys.stderr)
+    except UserError as problem:
+        sys.stderr.write(problem.told("train.py"))
         return 1
     return 0
 

@@ -138,16 +138,12 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     options = parse(argv)
-    from megatron.checkpointing import CheckpointError
-    from megatron.generation import RequestError
-    from megatron.neox_arguments import ConfigError
-    from megatron.tokenizer import TokenizerError
+    from megatron.neox_arguments import UserError
 
     try:
         run(options)
-    except (ConfigError, CheckpointError, TokenizerError, RequestError) as problem:
-        for line in str(problem).splitlines():
-            print(f"ask.py: error: {line}", file=sys.stderr)
+    except UserError as problem:
+        sys.stderr.write(problem.told("ask.py"))
         return 1
     except KeyboardInterrupt:
         print("ask.py: interrupted", file=sys.stderr)

@@ -20,10 +20,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.checkpointing import CheckpointError, export_args, find_checkpoint, step_of  # noqa: E402
-from megatron.checkpointing.files import replace_file  # noqa: E402
-from megatron.checkpointing.layout import LATEST  # noqa: E402
-from megatron.neox_arguments import ConfigError, NeoXArgs  # noqa: E402
+from megatron.neox_arguments import ConfigError, NeoXArgs, UserError  # noqa: E402
 from megatron.neox_arguments.declare import keys_of  # noqa: E402
 from megatron.neox_arguments.frozen import thaw  # noqa: E402
 from megatron.neox_arguments.read import read_files  # noqa: E402
@@ -89,6 +86,10 @@ def write(options: argparse.Namespace) -> Path:
         raise ConfigError([f"--variant {options.variant}: becomes part of names; use letters, digits and _ . + -"])
     if target.exists() and not options.force:
         raise ConfigError([f"{target}: is there already; give --force, or another --variant"])
+    from megatron.checkpointing import CheckpointError, export_args, find_checkpoint, step_of
+    from megatron.checkpointing.files import replace_file
+    from megatron.checkpointing.layout import LATEST
+
     if options.source.is_dir() and not (options.source / LATEST).is_file():
         raise CheckpointError(f"{options.source}: no file `{LATEST}`; write the name of a global_stepN there into it")
     checkpoint = find_checkpoint(options.source)
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
         print(f"{write(options)}: trains with `python deepy.py train.py`")
-    except (CheckpointError, ConfigError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"new_config.py: error: {problem}")
 
 

@@ -3,38 +3,39 @@
 `python deepy.py tools/serve.py a.yml`; `--hf-model DIR` takes a HuggingFace model as it is."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.neox_arguments import ConfigError, parse_script  # noqa: E402
+from megatron.neox_arguments import UserError, parse_script  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on this rank; the exit code."""
-    from megatron.launch import LaunchError, enter, show_stacks_on_signal
+    from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.checkpointing import CheckpointError
-    from megatron.generation.adopting import hf_model_keys
-    from megatron.mpu import StartError
-    from megatron.tokenizer import TokenizerError
-
     try:
         args = parse_script(argv, "serve.py", hf_model_keys).check_serving()
         process = enter(args)
         from megatron.generation.serving import serve
 
         serve(args, process)
-    except (ConfigError, LaunchError, StartError, TokenizerError, CheckpointError) as problem:
-        for line in str(problem).splitlines():
-            print(f"serve.py: error: {line}", file=sys.stderr)
+    except UserError as problem:
+        sys.stderr.write(problem.told("serve.py"))
         return 1
     except KeyboardInterrupt:  # before it listens
         print("serve.py: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def hf_model_keys(name: str) -> Mapping[str, object]:
+    """What `--hf-model` says."""
+    from megatron.generation.adopting import hf_model_keys
+
+    return hf_model_keys(name)
 
 
 if __name__ == "__main__":

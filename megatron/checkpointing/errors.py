@@ -1,7 +1,9 @@
 """The one exception of this room."""
 
+from megatron.neox_arguments.errors import UserError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(UserError, ValueError):
     """A checkpoint that cannot be read or written; the message names the file and what to do."""
 
 

@@ -16,15 +16,9 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.model.weight_map import is_tied, unused_params
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.weight_names import GENERATIONS
 
 Pairs = tuple[tuple[str, str], ...]
-# What files can be written under, and how that is called.
-GENERATIONS = {
-    "neox": "GPT-NeoX's (linear1, linear2)",
-    "te": "Transformer-Engine's",
-    "legacy": "GPT-NeoX's before mid-2024 (dense_h_to_4h)",
-    "llama": "of llama conversions (w1, w2, w3)",
-}
 _OLMO = "of the geodesic fork's OLMo"
 # ours -> foreign, by beginning; the first that fits is used
 _TE_MHA: Pairs = (("attention.query_key_value.", "attention.qkv."), ("attention.dense.", "attention.proj."))

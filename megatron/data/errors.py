@@ -1,5 +1,7 @@
 """The one exception of the data room."""
 
+from megatron.neox_arguments.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError, ValueError):
     """Data that cannot be used: the message names the file and what to do."""

@@ -4,8 +4,7 @@ training and during it. Only rank 0 knows lm-eval: it asks for log-probabilities
 `run_evaluation(args, process)` is what eval.py does; `InTraining` is the callback that train.py gives the loop."""
 
 from megatron.evaluation.harness import Evaluation, evaluate
-from megatron.evaluation.installed import need_harness
 from megatron.evaluation.run import run_evaluation
 from megatron.evaluation.training import InTraining
 
-__all__ = ["Evaluation", "InTraining", "evaluate", "need_harness", "run_evaluation"]
+__all__ = ["Evaluation", "InTraining", "evaluate", "run_evaluation"]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron.generation.sampling import Sampling
+from megatron.neox_arguments.errors import UserError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class RequestError(ValueError):
+class RequestError(UserError, ValueError):
     """A request that cannot be served; the message says why and what would be."""
 
 

@@ -4,36 +4,17 @@ torch accepts `9.0a` and names such as `Hopper`; DeepSpeed 0.19.8 (ops/op_builde
 takes int() of what stands between the dots, and ends with "invalid literal for int(): '0a'" when it compiles.
 """
 
-import ctypes
 import re
 from collections.abc import Callable, MutableMapping
 
+from megatron.launch.driver import capabilities
+
 NAME = "TORCH_CUDA_ARCH_LIST"
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 
 
 def readable(value: str) -> bool:
     """Whether DeepSpeed's builder can read a list such as `8.0;9.0+PTX`; an empty one it makes itself."""
     return all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in re.split(r"[; ]+", value.strip()) if entry)
-
-
-def capabilities() -> list[tuple[int, int]]:
-    """Compute capabilities of the devices that this process may use, asked of the driver: without torch, and without
-    taking memory on the device."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count, device, found = ctypes.c_int(), ctypes.c_int(), []
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    for index in range(count.value):
-        numbers = ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(device), index)
-        for number, attribute in zip(numbers, (_MAJOR, _MINOR), strict=True):
-            driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
-        found.append((numbers[0].value, numbers[1].value))
-    return found
 
 
 def set_arch_list(

@@ -1,9 +1,13 @@
 """This machine: its GPUs, which of them a run takes, and the names it goes by."""
 
 import os
+import runpy
 import socket
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
+from megatron.launch.driver import device_count
 from megatron.launch.environment import LaunchError
 
 
@@ -35,12 +39,26 @@ def choose_ranks(
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    import torch  # takes a second: only when ranks are counted
-
-    count = torch.cuda.device_count()
+    """GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; none where torch is built for CPUs."""
+    count = _device_count()
     named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] if named else [str(index) for index in range(count)]
+
+
+def _device_count() -> int:
+    """torch.cuda.device_count(), without the seconds that importing torch takes where its build and the driver say as
+    much."""
+    spec = find_spec("torch")
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+    if built.get("cuda"):
+        count = device_count()
+    else:
+        count = 0 if built and not built.get("hip") else None
+    if count is None:
+        import torch
+
+        return torch.cuda.device_count()
+    return count
 
 
 def is_here(host: str) -> bool:

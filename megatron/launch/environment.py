@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.neox_arguments.errors import UserError
+
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
@@ -18,7 +20,7 @@ _MPI = (
 )
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError, ValueError):
     """Ranks cannot be started, or this process cannot tell which rank it is."""
 
 

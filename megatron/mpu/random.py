@@ -31,7 +31,9 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-@torch.compiler.disable  # a compiled graph would draw other numbers, and be compiled again for every seed
+# A compiled graph would draw other numbers, and be compiled again for every seed. This is torch.compiler.disable, but
+# for the import of the compiler, seconds of every start, which waits for the first call.
+@torch._disable_dynamo
 def seeded(function: Callable[[], Tensor], seed: int, device: torch.device) -> Tensor:
     """`function()` with its random numbers from `seed` alone."""
     with fork_seed(seed, device):

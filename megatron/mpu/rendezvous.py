@@ -15,6 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
+from megatron.neox_arguments.errors import UserError
+
 _SAY_EVERY_S = 15.0
 _LOOK_S = 1.0  # between two looks at who has come
 _TELL_S = 3.0  # for the others to hear why the start ends, before the store goes with its host
@@ -22,7 +24,7 @@ _ANSWER_S = 30.0  # for a rank that has come to answer a question
 _LIKELY = "they ended earlier (see their output), were not started, or do not reach that address"
 
 
-class StartError(RuntimeError):
+class StartError(UserError, RuntimeError):
     """Ranks that do not find each other, are not alike, or whose machines are not fit; a line for each problem."""
 
 

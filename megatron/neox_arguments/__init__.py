@@ -6,7 +6,8 @@ The bottom room: it imports neither torch nor DeepSpeed, so that resolving a con
 from typing import Any
 
 from megatron.neox_arguments.cli import DeepyCommand, parse_deepy, parse_script, script_args
-from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.errors import ConfigError, UserError
+from megatron.neox_arguments.installed import need_harness
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.neox_names import group
 from megatron.neox_arguments.program import ProgramArgs
@@ -17,9 +18,11 @@ __all__ = [
     "DeepyCommand",
     "NeoXArgs",
     "ProgramArgs",
+    "UserError",
     "arguments_dump",
     "flat_values",
     "load",
+    "need_harness",
     "parse_deepy",
     "parse_script",
     "print_config",

@@ -1,9 +1,21 @@
-"""The one exception of this room, and the collector that lets all problems be told together."""
+"""What all rooms' exceptions for people derive from, this room's own, and the collector that lets all problems be told
+together."""
 
 from collections.abc import Mapping, Sequence
 
 
-class ConfigError(ValueError):
+class UserError(Exception):
+    """What a person can mend: commands print the message, a line for each problem, and no traceback.
+
+    Here, so that a command can name it before the rooms that raise it, and torch with them, are imported.
+    """
+
+    def told(self, command: str) -> str:
+        """The lines of `command` for it."""
+        return "".join(f"{command}: error: {line}\n" for line in str(self).splitlines())
+
+
+class ConfigError(UserError, ValueError):
     """A configuration that cannot be used; one line for each problem, each naming its place and key."""
 
     def __init__(self, problems: Sequence[str]) -> None:

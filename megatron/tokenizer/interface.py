@@ -5,11 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from megatron.neox_arguments.errors import UserError
+
 END_OF_DOCUMENT = "<|endoftext|>"  # GPT-NeoX's names, looked for before what a tokenizer says of itself
 PADDING = "<|padding|>"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError, ValueError):
     """A tokenizer that cannot be had: the message names the file or key and what to do."""
 
 

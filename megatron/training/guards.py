@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu import ParallelGroups, together
+from megatron.neox_arguments.errors import UserError
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError, RuntimeError):
     """A step gave NaN or Inf; no rank's weights were changed by it."""
 
 

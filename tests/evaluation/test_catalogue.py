@@ -7,9 +7,9 @@ import sys
 import pytest
 from lm_eval.tasks import TaskManager
 
-from megatron.evaluation import catalogue, need_harness
+from megatron.evaluation import catalogue
 from megatron.evaluation.catalogue import Catalogue, find_tasks
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs, need_harness
 from megatron.tokenizer import CharLevelTokenizer
 from tests.evaluation.runs import make_tasks
 

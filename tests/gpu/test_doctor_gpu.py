@@ -5,15 +5,16 @@ import json
 import pytest
 import torch
 
-from megatron.launch.arch_list import capabilities
 from megatron.launch.devices import visible_gpus
 from megatron.launch.doctor import main
 from megatron.launch.doctor.devices import read_gpus
+from megatron.launch.driver import capabilities, device_count
 
 pytestmark = pytest.mark.gpu
 
 
 def test_the_driver_says_what_torch_says():
+    assert device_count() == torch.cuda.device_count()
     assert capabilities() == [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import CheckpointError  # noqa: E402
-from megatron.checkpointing.averaging import average  # noqa: E402
-from megatron.neox_arguments import ConfigError  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import local, place, progress  # noqa: E402
 
 
@@ -28,10 +26,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
+    from megatron.checkpointing.averaging import average
+
     try:
         with local(options, ["checkpoints"], ["output_dir"]):
             path = average(options.checkpoints, options.output_dir, each=progress)
-    except (CheckpointError, ConfigError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"average.py: error: {problem}")
     print(f"{path}: the mean of {len(options.checkpoints)} checkpoints")
 

@@ -14,10 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import CheckpointError  # noqa: E402
-from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf  # noqa: E402
-from megatron.checkpointing.names import GENERATIONS  # noqa: E402
-from megatron.neox_arguments import ConfigError  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.neox_arguments.weight_names import GENERATIONS  # noqa: E402
 from tools.ckpts.flags import add_names_flag, local, place, progress  # noqa: E402
 from tools.site import site_defaults  # noqa: E402
 
@@ -48,6 +46,9 @@ def parser(names: str) -> argparse.ArgumentParser:
 
 def convert(options: argparse.Namespace) -> None:
     """The function under every command of this name. Raises CheckpointError, ConfigError."""
+    from megatron.checkpointing import CheckpointError
+    from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf
+
     if options.tp < 1 or options.pp < 0 or options.iteration < 0:
         raise CheckpointError("--tp must be at least 1, --pp and --iteration at least 0")
     model = str(options.hf_model)
@@ -74,7 +75,7 @@ def run(command: str, argv: Sequence[str] | None, names: str) -> None:
         options = parser(names).parse_args(argv)
         with local(options, ["hf_model"], ["output_dir"]):
             convert(options)
-    except (CheckpointError, ConfigError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"{command}: error: {problem}")
 
 

@@ -11,17 +11,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-
-from megatron.checkpointing import CheckpointError, describe_files  # noqa: E402
-from megatron.checkpointing.huggingface import export_hf  # noqa: E402
-from megatron.neox_arguments import ConfigError  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import add_source_flags, local, progress, source_of  # noqa: E402
 
-DTYPES = {"auto": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    from megatron.checkpointing.huggingface import Parity
+
+DTYPES = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # names in torch
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,20 +37,30 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def convert(options: argparse.Namespace) -> "Parity | None":
+    """How near the result is. Raises CheckpointError, ConfigError."""
+    import torch
+
+    from megatron.checkpointing import describe_files
+    from megatron.checkpointing.huggingface import export_hf
+
+    family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
+    dtype = DTYPES[options.precision]
+    source, args, _ = source_of(options)
+    print(f"{source}: {describe_files(source, args)}", flush=True)
+    return export_hf(
+        source, args, options.output_dir, family=family, dtype=getattr(torch, dtype) if dtype else None,
+        tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,
+        pad_token_id=options.pad_token_id if options.pad_token_id >= 0 else None, each=progress,
+    )  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
     try:
         with local(options, ["input_dir"], ["output_dir"]):
-            source, args, _ = source_of(options)
-            print(f"{source}: {describe_files(source, args)}", flush=True)
-            found = export_hf(
-                source, args, options.output_dir, family=family, dtype=DTYPES[options.precision],
-                tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,
-                pad_token_id=options.pad_token_id if options.pad_token_id >= 0 else None,
-                each=progress,
-            )  # fmt: skip
-    except (CheckpointError, ConfigError, OSError) as problem:
+            found = convert(options)
+    except (UserError, OSError) as problem:
         sys.exit(f"convert_neox_to_hf.py: error: {problem}")
     print(f"{options.output_dir}: {found}")
 

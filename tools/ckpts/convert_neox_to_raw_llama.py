@@ -14,10 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import CheckpointError  # noqa: E402
-from megatron.checkpointing.huggingface import HFFolder, export_hf, is_hf  # noqa: E402
-from megatron.checkpointing.huggingface.raw_llama import write_raw  # noqa: E402
-from megatron.neox_arguments import ConfigError  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import add_source_flags, local, progress, source_of  # noqa: E402
 
 NAME = "convert_neox_to_raw_llama.py"
@@ -32,6 +29,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def convert(options: argparse.Namespace) -> None:
     """Raises CheckpointError, ConfigError."""
+    from megatron.checkpointing.huggingface import HFFolder, export_hf, is_hf
+    from megatron.checkpointing.huggingface.raw_llama import write_raw
+
     if is_hf(options.input_dir):
         write_raw(HFFolder(options.input_dir), options.output_dir, options.num_output_shards)
         return
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with local(options, ["input_dir"], ["output_dir"]):
             convert(options)
-    except (CheckpointError, ConfigError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"{NAME}: error: {problem}")
     print(f"{options.output_dir}: {options.num_output_shards} files, Meta's names")
 

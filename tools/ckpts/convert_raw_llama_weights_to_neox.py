@@ -15,12 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import CheckpointError  # noqa: E402
-from megatron.checkpointing.files import replace_file  # noqa: E402
-from megatron.checkpointing.huggingface import import_hf  # noqa: E402
-from megatron.checkpointing.huggingface.folder import read_json  # noqa: E402
-from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama  # noqa: E402
-from megatron.neox_arguments import ConfigError  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import add_names_flag, local, place, progress  # noqa: E402
 
 NAME = "convert_raw_llama_weights_to_neox.py"
@@ -48,6 +43,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def convert(options: argparse.Namespace) -> None:
     """Raises CheckpointError, ConfigError."""
+    from megatron.checkpointing import CheckpointError
+    from megatron.checkpointing.files import replace_file
+    from megatron.checkpointing.huggingface import import_hf
+    from megatron.checkpointing.huggingface.folder import read_json
+    from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama
+
     size, given = options.model_size, options.input_dir
     if size == "tokenizer_only":
         if not (given / TOKENIZER).is_file():
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parse(argv)
         with local(options, ["input_dir"], ["output_dir"]):
             convert(options)
-    except (CheckpointError, ConfigError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"{NAME}: error: {problem}")
 
 

@@ -5,14 +5,16 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from megatron.checkpointing import CheckpointError, SourceFacts, export_args, find_checkpoint, read_manifest
-from megatron.checkpointing.names import GENERATIONS
-from megatron.checkpointing.staging import fetched, sent
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
+from megatron.neox_arguments.weight_names import GENERATIONS
+
+if TYPE_CHECKING:
+    from megatron.checkpointing import SourceFacts
 
 
 def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
@@ -34,9 +36,11 @@ def add_names_flag(parser: argparse.ArgumentParser, default: str | None, words: 
     parser.add_argument("--names", choices=GENERATIONS, default=default, help=f"of the weights. {told} ({words})")
 
 
-def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, SourceFacts]:
+def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "SourceFacts"]:
     """The checkpoint of `add_source_flags`, its configuration and what its files say. Raises CheckpointError,
     ConfigError."""
+    from megatron.checkpointing import CheckpointError, export_args, find_checkpoint, read_manifest
+
     alone = any(file for kind in ("mp_rank_*", "layer_*") for file in options.input_dir.glob(kind))
     source = options.input_dir if alone else find_checkpoint(options.input_dir, options.iteration)
     args, facts = export_args(source, options.config_file)
@@ -60,6 +64,8 @@ def place(text: str) -> Path | str:
 @contextmanager
 def local(options: argparse.Namespace, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Iterator[None]:
     """Remote folders among these options are local ones inside: fetched before, sent after. Raises CheckpointError."""
+    from megatron.checkpointing.staging import fetched, sent
+
     given = {name: getattr(options, name) for name in (*reads, *writes)}
     with ExitStack() as stack:
         for name in reads:

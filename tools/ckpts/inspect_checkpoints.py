@@ -11,14 +11,15 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-
-from megatron.checkpointing import CheckpointError, find_checkpoint, load_tensors, read_manifest  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import local, place  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,6 +37,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
     """(the checkpoint, or the folder of the file; its tensor files). Raises CheckpointError."""
+    from megatron.checkpointing import find_checkpoint
+
     if path.is_file():
         return path.parent, [path]
     files = sorted(path.glob("*.pt")) if path.is_dir() else []
@@ -45,7 +48,9 @@ def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
     return path, files
 
 
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, "Tensor"]]:
+    import torch
+
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -53,7 +58,9 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_in(item, f"{name}/{key}" if name else str(key))
 
 
-def line(name: str, tensor: torch.Tensor) -> str:
+def line(name: str, tensor: "Tensor") -> str:
+    import torch
+
     kind = f"{str(tensor.dtype).removeprefix('torch.'):9s} {list(tensor.shape)!s:16s}"
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return f"  {name:48s} {kind}"
@@ -65,6 +72,8 @@ def line(name: str, tensor: torch.Tensor) -> str:
 
 def about(path: Path) -> Iterator[str]:
     """The manifest in words."""
+    from megatron.checkpointing import read_manifest
+
     manifest = read_manifest(path)
     if manifest is None:
         yield f"{path}: no manifest.json, as GPT-NeoX's"
@@ -81,6 +90,8 @@ def about(path: Path) -> Iterator[str]:
 
 def show(options: argparse.Namespace) -> None:
     """Raises CheckpointError."""
+    from megatron.checkpointing import load_tensors
+
     path, files = files_of(options.path, options.iteration)
     for text in about(path):
         print(text)
@@ -104,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             show(options)
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (CheckpointError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"inspect_checkpoints.py: error: {problem}")
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import CheckpointError, Layout, describe_files, read_manifest, reshard  # noqa: E402
-from megatron.checkpointing.layout import layer_files  # noqa: E402
-from megatron.neox_arguments import ConfigError  # noqa: E402
+from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress, source_of  # noqa: E402
 
 
@@ -35,6 +33,9 @@ def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.
 
 def convert(options: argparse.Namespace) -> None:
     """Raises CheckpointError, ConfigError."""
+    from megatron.checkpointing import CheckpointError, Layout, describe_files, read_manifest, reshard
+    from megatron.checkpointing.layout import layer_files
+
     for name, least in (("tp", 1), ("pp", 0), ("dp", 1)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             raise CheckpointError(f"--{name} must be at least {least}")
@@ -60,7 +61,7 @@ def run(command: str, argv: Sequence[str] | None, made: argparse.ArgumentParser)
     try:
         with local(options, ["input_dir"], ["output_dir"]):
             convert(options)
-    except (CheckpointError, ConfigError, OSError) as problem:
+    except (UserError, OSError) as problem:
         sys.exit(f"{command}: error: {problem}")
 
 

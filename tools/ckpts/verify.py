@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tqdm import tqdm  # noqa: E402
 
-from megatron.checkpointing import CheckpointError, list_checkpoints, read_manifest, verify  # noqa: E402
-from megatron.checkpointing.staging import fetched, remote_checkpoints  # noqa: E402
 from megatron.neox_arguments.places import is_remote  # noqa: E402
 from tools.ckpts.flags import place  # noqa: E402
 
 
 def check(path: Path) -> str:
     """A line on a checkpoint that is whole. Raises CheckpointError."""
+    from megatron.checkpointing import CheckpointError, read_manifest, verify
+
     manifest = read_manifest(path)
     if manifest is None:
         raise CheckpointError(f"{path}: no manifest.json: GPT-NeoX's, or damaged; there is nothing to check against")
@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="+", type=place, help="a global_stepN, or a folder of them")
     options = parser.parse_args(argv)
+    from megatron.checkpointing import CheckpointError, list_checkpoints
+    from megatron.checkpointing.staging import fetched, remote_checkpoints
+
     damaged = False
     for path in options.path:
         try:

@@ -1,8 +1,9 @@
-"""Whether lm-eval is there; it is imported where it is used, on rank 0 alone."""
+"""Whether a package is there that keys ask for and only some runs need; it is imported where it is used."""
 
 from importlib.util import find_spec
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.neox_args import NeoXArgs
 
 
 def need_harness(args: NeoXArgs) -> None:
