@@ -7,8 +7,12 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from megatron.neox_arguments import ConfigError, NeoXArgs, parse_script
+from megatron.process import begin_process
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.checkpointing import CheckpointError
     from megatron.mpu import StartError
+    from megatron.neox_arguments import ConfigError, parse_script
     from megatron.tokenizer import TokenizerError
 
     try:
@@ -30,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(problem).splitlines():
             print(f"eval.py: error: {line}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("eval.py: interrupted; with eval_cache the same command goes on", file=sys.stderr)
-        return 130
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
@@ -42,7 +44,7 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
     return hf_model_keys(name)
 
 
-def track(args: NeoXArgs, metrics: Mapping[str, float]) -> None:
+def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
     """Hand the scores to the trackers of the configuration, as a run of their own at the checkpoint's iteration."""
     if not (args.tensorboard_dir or args.use_wandb or args.use_comet):
         return
@@ -59,4 +61,5 @@ def track(args: NeoXArgs, metrics: Mapping[str, float]) -> None:
 
 
 if __name__ == "__main__":
+    begin_process("eval.py", "with eval_cache the same command goes on")
     sys.exit(main())

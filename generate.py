@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Sequence
 
-from megatron.neox_arguments import ConfigError, parse_script
+from megatron.process import begin_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.data import DataError
     from megatron.generation.adopting import hf_model_keys
     from megatron.mpu import StartError
+    from megatron.neox_arguments import ConfigError, parse_script
     from megatron.tokenizer import TokenizerError
 
     try:
@@ -28,11 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(problem).splitlines():
             print(f"generate.py: error: {line}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the usual end of a conversation
-        print("generate.py: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
 if __name__ == "__main__":
+    begin_process("generate.py")
     sys.exit(main())

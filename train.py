@@ -5,18 +5,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron.neox_arguments import ConfigError, parse_script
+from megatron.process import begin_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on this rank; the exit code."""
-    from megatron.launch import LaunchError, enter, remember_usr1, set_arch_list, show_stacks_on_signal
+    from megatron.launch import LaunchError, enter, set_arch_list, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
-    remember_usr1()
     from megatron.checkpointing import CheckpointError
     from megatron.data import DataError
     from megatron.mpu import StartError
+    from megatron.neox_arguments import ConfigError, parse_script
     from megatron.tokenizer import TokenizerError
 
     try:
@@ -57,4 +57,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    begin_process("train.py")
     sys.exit(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.neox_arguments import ConfigError, parse_script  # noqa: E402
+from megatron.process import begin_process  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.checkpointing import CheckpointError
     from megatron.generation.adopting import hf_model_keys
     from megatron.mpu import StartError
+    from megatron.neox_arguments import ConfigError, parse_script
     from megatron.tokenizer import TokenizerError
 
     try:
@@ -31,11 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(problem).splitlines():
             print(f"serve.py: error: {line}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before it listens
-        print("serve.py: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
 if __name__ == "__main__":
+    begin_process("serve.py")
     sys.exit(main())
