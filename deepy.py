@@ -4,11 +4,12 @@
 import os
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from megatron.launch import dry_run, launch, remember_usr1, set_arch_list
-from megatron.neox_arguments import NeoXArgs, UserError
-from megatron.neox_arguments.cli import parse_deepy
-from megatron.neox_arguments.report import print_config
+from megatron.process import begin_process, exit_code
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
@@ -18,7 +19,7 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
     return hf_model_keys(name)
 
 
-def build_tokenizer(args: NeoXArgs) -> object:
+def build_tokenizer(args: "NeoXArgs") -> object:
     """The tokenizer of a configuration, which `doctor` tries to make."""
     from megatron.tokenizer import build_tokenizer
 
@@ -26,12 +27,16 @@ def build_tokenizer(args: NeoXArgs) -> object:
 
 
 def main() -> int:
+    from megatron.launch import dry_run, launch, set_arch_list
+    from megatron.neox_arguments import UserError
+    from megatron.neox_arguments.cli import parse_deepy
+    from megatron.neox_arguments.report import print_config
+
     try:
         if sys.argv[1:2] == ["doctor"]:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
-        remember_usr1()
         command = parse_deepy(adopt=hf_model_keys)
         if command.print_config:
             print(print_config(command.args))
@@ -48,10 +53,8 @@ def main() -> int:
     except UserError as problem:
         sys.stderr.write(problem.told("deepy.py"))
         return 1
-    except KeyboardInterrupt:  # before there were ranks to pass it on to
-        print("deepy.py: interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    begin_process("deepy.py")
+    sys.exit(exit_code(main()))

@@ -7,18 +7,24 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.neox_arguments import NeoXArgs, ProgramArgs, UserError, need_harness, script_args
+from megatron.process import begin_process
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs, ProgramArgs
 
 
 def main(
-    input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
+    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None" = None,
+    overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
     from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
+    from megatron.neox_arguments import UserError, need_harness, script_args
+
     try:
         args = script_args(input_args, overwrite_values, "eval.py", hf_model_keys).check_evaluation()
         need_harness(args)
@@ -29,9 +35,6 @@ def main(
     except UserError as problem:
         sys.stderr.write(problem.told("eval.py"))
         return 1
-    except KeyboardInterrupt:
-        print("eval.py: interrupted; with eval_cache the same command goes on", file=sys.stderr)
-        return 130
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
@@ -41,7 +44,7 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
     return hf_model_keys(name)
 
 
-def track(args: NeoXArgs, metrics: Mapping[str, float]) -> None:
+def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
     """Hand the scores to the trackers of the configuration, as a run of their own at the checkpoint's iteration."""
     if not (args.tensorboard_dir or args.use_wandb or args.use_comet):
         return
@@ -58,4 +61,5 @@ def track(args: NeoXArgs, metrics: Mapping[str, float]) -> None:
 
 
 if __name__ == "__main__":
+    begin_process("eval.py", "with eval_cache the same command goes on")
     sys.exit(main())

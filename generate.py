@@ -3,18 +3,24 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.neox_arguments import NeoXArgs, ProgramArgs, UserError, script_args
+from megatron.process import begin_process
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs, ProgramArgs
 
 
 def main(
-    input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
+    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None" = None,
+    overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
     from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
+    from megatron.neox_arguments import UserError, script_args
+
     try:
         args = script_args(input_args, overwrite_values, "generate.py", hf_model_keys).check_generation()
         process = enter(args)
@@ -24,9 +30,6 @@ def main(
     except UserError as problem:
         sys.stderr.write(problem.told("generate.py"))
         return 1
-    except KeyboardInterrupt:  # the usual end of a conversation
-        print("generate.py: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -38,4 +41,5 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 
 if __name__ == "__main__":
+    begin_process("generate.py")
     sys.exit(main())

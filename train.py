@@ -4,19 +4,24 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.neox_arguments import NeoXArgs, ProgramArgs, UserError, need_harness, script_args
+from megatron.process import begin_process
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs, ProgramArgs
 
 
 def main(
-    input_args: Sequence[str] | NeoXArgs | ProgramArgs | None = None, overwrite_values: Mapping[str, Any] | None = None
+    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None" = None,
+    overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
-    from megatron.launch import enter, remember_usr1, set_arch_list, show_stacks_on_signal
+    from megatron.launch import enter, set_arch_list, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
-    remember_usr1()
+    from megatron.neox_arguments import UserError, need_harness, script_args
+
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
         need_harness(args)
@@ -51,4 +56,5 @@ def main(
 
 
 if __name__ == "__main__":
+    begin_process("train.py")
     sys.exit(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.neox_arguments import UserError, parse_script  # noqa: E402
+from megatron.process import begin_process  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
+    from megatron.neox_arguments import UserError, parse_script
+
     try:
         args = parse_script(argv, "serve.py", hf_model_keys).check_serving()
         process = enter(args)
@@ -25,9 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as problem:
         sys.stderr.write(problem.told("serve.py"))
         return 1
-    except KeyboardInterrupt:  # before it listens
-        print("serve.py: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -39,4 +38,5 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 
 if __name__ == "__main__":
+    begin_process("serve.py")
     sys.exit(main())

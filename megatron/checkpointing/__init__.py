@@ -6,7 +6,16 @@ Nothing here talks to other ranks or to DeepSpeed: the engine calls these functi
 from megatron.checkpointing.changes import Change, responsible, told
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, file_sha256, load_tensors, replace_file, save_tensors, write_bytes
+from megatron.checkpointing.files import (
+    FileRecord,
+    file_sha256,
+    load_tensors,
+    open_own,
+    readable_size,
+    replace_file,
+    save_tensors,
+    write_bytes,
+)
 from megatron.checkpointing.layout import (
     find_checkpoint,
     layer_file,
@@ -62,10 +71,12 @@ __all__ = [
     "local_layer_state",
     "model_file",
     "model_keys",
+    "open_own",
     "optimizer_file",
     "publish",
     "read_latest",
     "read_manifest",
+    "readable_size",
     "replace_file",
     "reshard",
     "responsible",

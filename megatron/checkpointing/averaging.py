@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, readable_size, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.weights import load_weights, local_layer_state
@@ -105,4 +105,5 @@ def _check_space(manifest: Manifest, save: Path) -> None:
     needed = sum(record.size for name, record in manifest.files.items() if not names.is_state(name))
     free = shutil.disk_usage(save).free
     if free < needed:
-        raise CheckpointError(f"{save}: takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
+        sizes = f"{readable_size(needed)}, {readable_size(free)} are free"
+        raise CheckpointError(f"{save}: takes about {sizes}; make room")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -101,6 +102,25 @@ def replace_file(path: str | Path, data: bytes) -> None:
     write_bytes(data, temporary)
     os.replace(temporary, path)
     sync_dir(path.parent)
+
+
+def readable_size(count: float) -> str:
+    """`1.50 GB`, `0 bytes`: powers of 1000, as disks are sold."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def open_own(path: Path) -> IO[str]:
+    """A file that processes only lock, or note a word in, made if it is not there and left as it is. Raises
+    CheckpointError for a link: what it points to is none of theirs."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
+    except OSError as problem:
+        if problem.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: is a link, not a file of this run; remove it") from problem
+        raise
 
 
 def file_sha256(path: str | Path) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -18,6 +19,7 @@ from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
 from megatron.checkpointing.remote import Store
 from megatron.checkpointing.retention import Retention, superseded
+from megatron.process import say
 
 
 def begin(save: str | Path, iteration: int) -> Path:
@@ -25,7 +27,8 @@ def begin(save: str | Path, iteration: int) -> Path:
     save = Path(save)
     save.mkdir(parents=True, exist_ok=True)
     for leftover in save.glob(".tmp_*"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        with suppress(OSError):  # what cannot be removed is in nobody's way, but for the folder made below
+            _delete(leftover)
     for aside in save.glob(aside_tag("*")):
         _settle(aside)
     temporary = save / f".tmp_{step_tag(iteration)}"
@@ -37,7 +40,8 @@ def _settle(aside: Path) -> None:
     """A checkpoint set aside goes back where its successor never came, and away where it did."""
     final = aside.with_name(aside.name.removeprefix(aside_tag("")))
     if final.exists():
-        _remove(aside)
+        with suppress(OSError):
+            _remove(aside)
     else:
         os.rename(aside, final)
 
@@ -46,7 +50,15 @@ def _remove(path: Path) -> None:
     """Delete a checkpoint; it loses its name first, so that half of one is never taken for a whole one."""
     doomed = path.with_name(f".tmp_removed_{path.name}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link, of which nothing else is touched."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def publish(
@@ -57,12 +69,14 @@ def publish(
     configs: Mapping[str, str],
     keep: Retention = Retention(),  # noqa: B008 (frozen)
     store: Store | None = None,
+    say: Callable[[str], None] = say,
 ) -> Path:
     """Turn what `begin` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
 
     manifest.files: records of everything the ranks wrote; configs: file name -> raw text of each config.
     keep: which older checkpoints are deleted, never the new one. store: where the ranks have sent their files; `save`
-    is then a copy of the folder there, of manifests alone.
+    is then a copy of the folder there, of manifests alone. say: is told which of them could not be deleted; that the
+    new one is there does not depend on it.
     Returns the checkpoint's directory. Raises CheckpointError when a recorded file is not there in full.
     """
     save, temporary = Path(save), Path(temporary)
@@ -94,10 +108,26 @@ def publish(
     os.rename(temporary, final)
     sync_dir(save)
     replace_file(save / LATEST, final.name.encode())
-    if aside.exists():
-        _remove(aside)
-    for earlier in superseded(save, final, keep):
-        if store is not None:
-            store.remove(earlier.name)
-        _remove(earlier)
+    if aside.is_symlink() or aside.exists():
+        _forget(aside, None, say)
+    try:
+        old = superseded(save, final, keep)
+    except (OSError, CheckpointError) as problem:  # it reads the manifests of older ones
+        say(f"{problem}; no older checkpoint was deleted")
+        return final
+    for earlier in old:
+        if earlier.is_symlink():
+            say(f"{earlier}: is a link, and stays: keep_last_n_checkpoints deletes what is in {save} itself")
+        else:
+            _forget(earlier, store, say)
     return final
+
+
+def _forget(path: Path, store: Store | None, say: Callable[[str], None]) -> None:
+    try:
+        if store is not None:
+            store.remove(path.name)
+        _remove(path)
+    except (OSError, CheckpointError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        say(f"{path}: the older checkpoint could not be deleted ({reason}); delete it by hand")

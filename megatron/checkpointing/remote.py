@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, file_sha256, replace_file
+from megatron.checkpointing.files import FileRecord, file_sha256, readable_size, replace_file
 from megatron.checkpointing.layout import LATEST, is_tag, model_file, step_of
 from megatron.checkpointing.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpointing.retention import EPHEMERAL
@@ -274,8 +274,8 @@ def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = la
     needed, free = sum(there[name] for name in missing), shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
-            f"{path}: {where} takes {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room, or name another "
-            "folder (remote_staging; TMPDIR for tools)"
+            f"{path}: {where} takes {readable_size(needed)}, {readable_size(free)} are free; make room, or name "
+            "another folder (remote_staging; TMPDIR for tools)"
         )
 
     def bring(name: str) -> str | None:

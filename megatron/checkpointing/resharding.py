@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, readable_size, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, verify
 from megatron.checkpointing.names import to_file_names
 from megatron.checkpointing.optimizer_files import OptimizerFiles
@@ -146,7 +146,8 @@ def _check_space(source: Path, save: Path, copies: int) -> None:
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
     if free < needed:
-        raise CheckpointError(f"{save}: takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; make room")
+        sizes = f"{readable_size(needed)}, {readable_size(free)} are free"
+        raise CheckpointError(f"{save}: takes about {sizes}; make room")
 
 
 def _reshard_state(

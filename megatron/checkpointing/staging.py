@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import open_own
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag, list_checkpoints, step_of
 from megatron.checkpointing.remote import HF_CONFIG, Store, fetch, mirror, thin
 from megatron.neox_arguments import NeoXArgs
@@ -78,7 +79,7 @@ def _alone(folder: Path) -> Iterator[Path]:
     file = folder.parent / f".{folder.name}.stamp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        opened = file.open("a")
+        opened = open_own(file)
     except OSError as problem:
         raise CheckpointError(f"{folder}: cannot be written ({problem.strerror}); set remote_staging") from problem
     with opened:

@@ -37,7 +37,7 @@ from megatron.data.storage import open_dataset
 
 if TYPE_CHECKING:
     from megatron.data.batch import Batch, collate, collate_samples
-    from megatron.data.loader import collation, eval_batches, train_loader
+    from megatron.data.loader import cause_of, collation, eval_batches, train_loader
 
 __all__ = [
     "Batch",
@@ -67,6 +67,7 @@ __all__ = [
     "build_epoch",
     "build_maps",
     "build_packed",
+    "cause_of",
     "check_curriculum",
     "collate",
     "collate_samples",
@@ -100,6 +101,7 @@ _NEED_TORCH = {
     "Batch": "batch",
     "collate": "batch",
     "collate_samples": "batch",
+    "cause_of": "loader",
     "collation": "loader",
     "eval_batches": "loader",
     "train_loader": "loader",

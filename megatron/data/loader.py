@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.answers import Answers
 from megatron.data.batch import Batch, collate_answers, collate_samples
-from megatron.data.datasets import SampleSet, holds_answers
+from megatron.data.datasets import SampleSet, data_fingerprint, holds_answers
 from megatron.data.errors import DataError
 from megatron.data.rechunk import rechunk
 from megatron.data.sampler import eval_slices, train_slices
@@ -150,6 +150,17 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
+def cause_of(problem: Exception, args: NeoXArgs) -> Exception:
+    """The problem; or, where a worker has died, what is wrong with the data now: a file that is cut off while it is
+    mapped ends whoever reads it. Torch, which raises in the middle of whatever is under way, advises more memory."""
+    if isinstance(problem, RuntimeError) and "DataLoader worker" in str(problem):
+        try:
+            data_fingerprint(args)  # opens all files anew
+        except DataError as found:
+            return found
+    return problem
+
+
 def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:
     for _step in range(steps):
         # No name is bound to the list: a suspended generator would keep the batches alive
@@ -173,3 +184,4 @@ def _ignore_signals(_worker: int) -> None:
     """Terminal and scheduler signals go to the whole process group; the main process decides when workers end."""
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would write of shared memory, see cause_of

@@ -6,7 +6,6 @@ end, `dry_run` says what would be started; `show_stacks_on_signal` lets a launch
 """
 
 from megatron.launch.arch_list import set_arch_list
-from megatron.launch.early import remember_usr1
 from megatron.launch.environment import LaunchError, ProcessInfo, enter, process_info
 from megatron.launch.hosts import Node
 from megatron.launch.plan import Run
@@ -24,7 +23,6 @@ __all__ = [
     "enter",
     "launch",
     "process_info",
-    "remember_usr1",
     "set_arch_list",
     "show_stacks_on_signal",
 ]

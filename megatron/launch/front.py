@@ -1,13 +1,13 @@
 """The process that starts launchers on other machines over ssh: its signals, and that it is still there."""
 
 import socket
-import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.launch.courier import BEAT_S, STARTER, send_signal
 from megatron.launch.plan import Run
+from megatron.process import say
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -36,9 +36,9 @@ class Front:
         """Say that we are here, and what is to be sent. Called often; does something every few seconds."""
         now = time.monotonic()
         if self._asked_at and self._to_send and now - self._asked_at > WARN_S:
-            sys.stderr.write(
+            say(
                 f"deepy.py: node 0 does not answer at {self._address[0]}:{self._address[1]}, so the signal is not "
-                "passed on yet; a second one ends the run\n"
+                "passed on yet; a second one ends the run"
             )
             self._asked_at = None
         try:

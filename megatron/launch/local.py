@@ -3,25 +3,21 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Mapping
 
 from megatron.launch.devices import cores, interface_to
-from megatron.launch.early import has_early
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.meeting import Meeting, Place
 from megatron.launch.plan import Run, fit, hand_over
 from megatron.launch.watch import Outcome, watch_ranks
+from megatron.process import say
 
 
 def run_local(run: Run, restarts: int = 0) -> Outcome:
-    """Start all ranks of a run on this machine alone, watch them to the end. One rank that need not be watched replaces
-    this process. Raises LaunchError for a port that is taken."""
+    """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port that is
+    taken."""
     place = Place(0, run.world_size, _port(run.master_port, os.environ))
-    here = environments(run, place, restarts)
-    if run.world_size == 1 and not run.watched and not has_early():
-        _become(run.command, here[0])
-    return watch_ranks(run.command, here, run.log_dir)
+    return watch_ranks(run.command, environments(run, place, restarts), run.log_dir)
 
 
 def run_node(run: Run, meeting: Meeting, restarts: int = 0) -> Outcome:
@@ -35,9 +31,9 @@ def run_node(run: Run, meeting: Meeting, restarts: int = 0) -> Outcome:
         raise
     ranks = f"{place.first_rank} to {place.first_rank + (run.node.ranks or 0) - 1}"
     if run.node_rank:
-        sys.stderr.write(
+        say(
             f"deepy.py: node {run.node_rank}: ranks {ranks} of {place.world_size}, their output is in {run.log_dir}; "
-            "that of rank 0 is shown on node 0\n"
+            "that of rank 0 is shown on node 0"
         )
     return meeting.leave(watch_ranks(run.command, environments(run, place, restarts), run.log_dir, meeting))
 
@@ -85,10 +81,3 @@ def _port(wanted: int | None, env: Mapping[str, str]) -> int:
                 f"{source}: port {wanted} cannot be used ({problem}); set another, or none: then a free one is taken"
             ) from None
         return probe.getsockname()[1]
-
-
-def _become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Replace this process: with one rank nothing needs to be watched."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(command[0], list(command), dict(env))

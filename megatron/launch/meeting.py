@@ -3,7 +3,6 @@
 import json
 import secrets
 import socket
-import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.launch.courier import Courier
 from megatron.launch.environment import LaunchError
 from megatron.launch.watch import SUSPENDED_S, Outcome
+from megatron.process import say
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -84,7 +84,7 @@ class Meeting:
                         "rendezvous_timeout_s"
                     )
                 if missing and now - said > SAY_S:
-                    _say(f"deepy.py: waiting for {missing} of {count}")
+                    say(f"deepy.py: waiting for {missing} of {count}")
                     said = now
                 time.sleep(POLL_S if missing else 0)
             if rank == 0:
@@ -127,7 +127,7 @@ class Meeting:
         if courier.all_done:
             return Outcome(0)
         if self._finished and now - self._waiting_since > SAY_S:
-            _say("deepy.py: the ranks here have ended; waiting for those of other machines")
+            say("deepy.py: the ranks here have ended; waiting for those of other machines")
             self._waiting_since = now
         return None
 
@@ -195,7 +195,7 @@ class Meeting:
                     "--node_rank 0 started there, and does no firewall close the port?"
                 )
             if now - said > SAY_S:
-                _say(f"deepy.py: waiting for node 0 at {address}:{port} ({why})")
+                say(f"deepy.py: waiting for node 0 at {address}:{port} ({why})")
                 said = now
             time.sleep(0.5)
 
@@ -204,8 +204,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from megatron.launch.byhand import ByHand, by_hand
@@ -29,8 +30,7 @@ class Run:
 
     launcher: local, nodes (one launcher a machine, typed there by hand), pdsh, openmpi, mvapich, slurm or torchrun.
     nodes: the machines in order of their ranks; `node_rank` is this one, for nodes and torchrun. master_port: None
-    where any free port will do. environment: what a starter must carry to other machines. watched: also a single rank
-    gets a launcher that sees how it ends.
+    where any free port will do. environment: what a starter must carry to other machines.
     """
 
     launcher: str
@@ -44,7 +44,6 @@ class Run:
     master_port: int | None = None
     total_ranks: int | None = None  # what TOTAL_GPUS says
     environment: Mapping[str, str] = field(default_factory=dict)
-    watched: bool = False
 
     @property
     def node(self) -> Node:
@@ -64,22 +63,23 @@ def plan(
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    args_file: Path | None = None,
 ) -> Run:
     """How `script` is to be started as `args`, the environment and the flags `--node_rank` and `--hosts` say;
-    nothing is written and nothing started.
+    nothing is written and nothing started. args_file: that of an earlier start.
 
     Raises LaunchError for machines and GPUs that are not there or contradict each other, ConfigError for a layout that
     does not fit their number.
     """
     env = os.environ if env is None else env
     script = Path(script)
-    args_file = _log_dir(args) / _name_of_args_file(script)
+    args_file = args_file or _log_dir(args) / _name_of_args_file(script)
     # -u: a log line must reach the log when it is printed, not when a buffer is full
     command = (sys.executable, "-u", str(script), ARGS_FLAG, str(args_file), *script_args)
     port = None if args.origin("master_port") == "default" else args.master_port
     run = Run(
         "local", command, (), _log_dir(args), args, args_file,
-        master_addr=args.master_addr or "127.0.0.1", master_port=port, watched=args.max_restarts > 0,
+        master_addr=args.master_addr or "127.0.0.1", master_port=port,
     )  # fmt: skip
     wanted = _launcher(args)
     step = step_node(env, started_by_us=bool(hosts)) if wanted == "slurm" else None
@@ -111,15 +111,48 @@ def plan(
 
 def fit(run: Run, world_size: int) -> Run:
     """The run on so many ranks: what does not fit is refused once, not by every rank. Raises ConfigError."""
-    if Path(run.command[2]).stem in _WITHOUT_BATCH:
+    if not _trains(run):
         return run
     return replace(run, args=run.args.for_world(world_size))
 
 
+def make_folders(run: Run) -> None:
+    """Make what the ranks will write to, `log_dir` and a local `save`. Raises LaunchError where they could not."""
+    args = run.args
+    folders = {run.log_dir: "log_dir" if args.log_dir else "save" if _local_save(args) else None}
+    if _trains(run) and _local_save(args):
+        folders = {Path(_local_save(args) or ""): "save", **folders}
+    for folder, key in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as problem:
+            reason = "it is a file" if folder.is_file() else problem.strerror
+            place = f"{args.origin(key)}: {key}: " if key else ""
+            fix = "set another" if _trains(run) and key else "set log_dir to a folder where logs may be written"
+            raise LaunchError(f"{place}{folder}: cannot be written ({reason}); {fix}") from None
+
+
 def hand_over(run: Run) -> None:
-    """Write the file of resolved arguments that every rank reads."""
-    run.log_dir.mkdir(parents=True, exist_ok=True)
-    run.args_file.write_text(run.args.to_json(), encoding="utf-8")
+    """Write the file of resolved arguments that every rank reads; an earlier start's stays as it is where nothing has
+    changed, for its disk may be full by now. Raises LaunchError."""
+    text = run.args.to_json()
+    if not run.args_file.exists() or run.args_file.read_text(encoding="utf-8") != text:
+        write_text(run.args_file, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that ranks or starters read. Raises LaunchError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise LaunchError(f"{path}: cannot be written ({problem.strerror}); set another log_dir") from None
+
+
+def _trains(run: Run) -> bool:
+    return Path(run.command[2]).stem not in _WITHOUT_BATCH
 
 
 def _launcher(args: "NeoXArgs") -> str:
@@ -177,8 +210,12 @@ def _over_hosts(run: Run, args: "NeoXArgs", known: Sequence[Node], wanted: str, 
 
 
 def _log_dir(args: "NeoXArgs") -> Path:
-    local = args.save if not is_remote(args.save) else None
+    local = _local_save(args)
     return Path(args.log_dir or (Path(local) / "logs" if local else "logs"))
+
+
+def _local_save(args: "NeoXArgs") -> str | None:
+    return args.save if not is_remote(args.save) else None
 
 
 def _name_of_args_file(script: Path) -> str:

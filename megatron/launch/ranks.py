@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+
+from megatron.process import LogFile
 
 FATAL = (b"Traceback (most recent call last)", b"Fatal Python error: ")
 STACK = b"(most recent call first)"  # faulthandler's
@@ -28,7 +29,7 @@ class Rank:
     world_size: int
     process: subprocess.Popen[bytes]
     output: int  # file descriptor we read
-    log: BinaryIO
+    log: LogFile
     tail: bytes = b""
     held: bytes = b""  # of rank 0: read, not yet shown
     traceback_at: float | None = None
@@ -69,6 +70,11 @@ class Rank:
         """Whether the rank ended itself because it had made no progress in time."""
         return self.process.returncode == 1 and OVERDUE.search(self.tail) is not None
 
+    def ended_by(self) -> int:
+        """The signal that ended the rank, also where it says so by its exit code as shells do (Ctrl-C: 130); 0."""
+        code = self.process.poll() or 0
+        return -code if code < 0 else signal.SIGINT if code == 128 + signal.SIGINT else 0
+
     def last_words(self, lines: int) -> str:
         """The end of the output, from a traceback or stack on if there is one."""
         last = b"\n".join(self.tail.splitlines()[-lines:])
@@ -97,12 +103,11 @@ class Rank:
             pass  # everyone in it has ended
 
 
-def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log_dir: Path) -> Rank:
+def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
     """Start one rank in a process group of its own; stdout and stderr are one stream."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     reader, writer = _terminal() if terminal else os.pipe()
     os.set_blocking(reader, False)
-    log = open(log_dir / f"rank_{index}.log", "ab", buffering=0)
     try:
         process = subprocess.Popen(
             list(command),
@@ -115,7 +120,6 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
         )
     except BaseException:
         os.close(reader)
-        log.close()
         raise
     finally:
         os.close(writer)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.hosts import Node
 from megatron.launch.site import sbatch_line
+from megatron.process import say
 
 if TYPE_CHECKING:
     from megatron.launch.plan import Run
@@ -157,9 +158,9 @@ def end_of_job(args: "NeoXArgs", code: int, told: bool, before: Mapping[str, Any
     if not told or code != 0 or after.get("status") != "stopped":
         return code
     if _restarts(env) and after.get("iteration") == before.get("iteration"):
-        sys.stderr.write(
+        say(
             f"deepy.py: error: this start of job {env['SLURM_JOB_ID']} came no further than iteration "
-            f"{after.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)\n"
+            f"{after.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)"
         )
         return 1
     return REQUEUE

@@ -11,13 +11,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megatron.launch.early import take_early
 from megatron.launch.environment import LaunchError
 from megatron.launch.front import Front
 from megatron.launch.hosts import hosts_of
 from megatron.launch.local import run_local, run_node
 from megatron.launch.meeting import Meeting
-from megatron.launch.plan import Run, hand_over, plan
+from megatron.launch.plan import Run, hand_over, make_folders, plan, write_text
 from megatron.launch.ranks import die_with_parent
 from megatron.launch.runners import (
     by_hand_lines,
@@ -31,6 +30,7 @@ from megatron.launch.runners import (
 )
 from megatron.launch.slurm import end_of_job, of_this_start, srun, status_of
 from megatron.launch.watch import PASSED_ON
+from megatron.process import say, take_early
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -45,15 +45,15 @@ def launch(
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
 ) -> int:
-    """Run `script` where and as `args` ask; the exit code of the run. With one rank and no `max_restarts`, and with
-    torchrun, this call does not return.
+    """Run `script` where and as `args` ask; the exit code of the run. With torchrun this call does not return.
 
     A run that failed is started again up to `max_restarts` times, on all machines together; its ranks find the number
     in NEOX_RESTARTS. The resolved args reach the ranks through a file `<log_dir>/neox_args.<script>.*.json`, named by
-    the flag `--neox-args`. Raises LaunchError for machines, GPUs and ports that cannot be had, ConfigError for a layout
-    that does not fit.
+    the flag `--neox-args`. Raises LaunchError for machines, GPUs, ports and folders that cannot be had, ConfigError for
+    a layout that does not fit.
     """
     run = plan(script, args, script_args, node_rank, hosts)
+    make_folders(run)
     if run.launcher not in ("local", "nodes"):
         return _start(run)
     meeting = Meeting(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
@@ -65,12 +65,11 @@ def launch(
         if not outcome.repeatable or restarts == args.max_restarts:
             return outcome.code
         restarts += 1
-        sys.stderr.write(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}\n")
-        sys.stderr.flush()
+        say(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}")
         if _latest(args) != saved and (args.restart or args.iteration is not None):
             # These said how the run starts; it has saved since, and goes on from there.
             args = args.replace(restart=False, iteration=None)
-        run = plan(script, args, script_args, node_rank, hosts)
+        run = plan(script, args, script_args, node_rank, hosts, args_file=run.args_file)
 
 
 def dry_run(
@@ -119,8 +118,8 @@ def _start(run: Run) -> int:
     if run.launcher in ("pdsh", "openmpi", "mvapich"):
         if not run.args.no_ssh_check:
             _check_ssh(run.nodes[0].host)
-        Path(hostfile_path(run)).write_text(hostfile_of(run), encoding="utf-8")
-    received = take_early()
+        write_text(Path(hostfile_path(run)), hostfile_of(run))
+    received: list[int] = []
     code = _watch(command, {**os.environ, **env}, Front(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
         return end_of_job(run.args, code, signal.SIGUSR1 in received, before, os.environ)
@@ -137,6 +136,7 @@ def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, 
         received.append(number)
 
     previous = {number: signal.signal(number, remember) for number in PASSED_ON}
+    received += take_early(previous[signal.SIGUSR1])
     # A session of its own: Ctrl-C reaches us alone, and the ranks once.
     process = subprocess.Popen(
         list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,

@@ -6,14 +6,15 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from megatron.launch.early import take_early
 from megatron.launch.ranks import STACK, Rank, start_rank
 from megatron.launch.stacks import STACKS_SIGNAL
+from megatron.process import LogFile, say, take_early
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -26,6 +27,8 @@ STARTING_S = 30.0  # until ranks handle signals; Python may come from a slow fil
 STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
+# A rank does this to itself, perhaps because a peer has gone. Any other signal came from outside.
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,25 @@ def watch_ranks(
     moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
     signal N counts as exit code 128 + N. With `elsewhere` the run ends when it has ended on every machine.
     """
-    received = take_early()
+    received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
     previous = {number: signal.signal(number, remember) for number in PASSED_ON}
+    received += take_early(previous[signal.SIGUSR1])
     ranks: list[Rank] = []
+    told: set[str] = set()
+
+    def complain(text: str) -> None:  # of the disk that all logs are on, once
+        if text not in told:
+            told.add(text)
+            say(f"deepy.py: warning: {text}")
+
     try:
         for env in environments:
-            ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log_dir))
+            log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
+            ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
         return _watch(ranks, received, _Screen(), elsewhere)
     finally:
         _end(ranks)
@@ -90,20 +102,23 @@ def watch_ranks(
 
 
 class _Screen:
-    """Our stdout as bytes. When its reader goes away the run goes on, only unseen."""
+    """Our stdout as bytes. When its reader goes away, or its disk is full, the run goes on, only unseen."""
 
     def __init__(self) -> None:
-        sys.stdout.flush()
-        self._descriptor: int | None = sys.stdout.fileno()
+        with suppress(OSError):
+            sys.stdout.flush()
+        self._descriptor = sys.stdout.fileno()
 
     def show(self, rank: Rank) -> None:
         """Show what is held of a rank: only of rank 0, which may be on another machine, is anything."""
         data, rank.held = rank.held, b""
-        while data and self._descriptor is not None:
-            try:
+        try:
+            while data:
                 data = data[os.write(self._descriptor, data) :]
-            except BrokenPipeError:
-                self._descriptor = None
+        except BlockingIOError:  # a pipe that is not to be waited for, and full
+            rank.held = data
+        except OSError:
+            pass
 
 
 def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: Elsewhere | None) -> Outcome:
@@ -131,7 +146,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: E
                 cause = _earlier(culprit, elsewhere)
                 if cause is not None:
                     return _end_with(cause, ranks, screen)
-                return _tell(elsewhere, _report_failure(culprit, ranks, screen, bool(received)))
+                return _tell(elsewhere, _report_failure(culprit, ranks, screen, received))
             if None not in codes:
                 for rank in ranks:
                     rank.read_all()
@@ -179,7 +194,7 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     _end(ranks)
     screen.show(ranks[0])
     if outcome.code:
-        _say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
+        say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
     return outcome
 
 
@@ -201,7 +216,7 @@ def _suspect(ranks: list[Rank]) -> Rank | None:
 
 
 def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
-    """Whom to blame: a rank that was killed outright or refused in one line, of which others complain, else the one
+    """Whom to blame: a rank that was ended from outside or refused in one line, of which others complain, else the one
     that printed a traceback first, if it does end of it."""
     suspect = _suspect(ranks)
     if suspect is not None:
@@ -211,17 +226,25 @@ def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
             time.sleep(0.02)
     for rank in ranks:
         rank.read_all()
-    killed = next((rank for rank in ranks if rank.process.poll() == -signal.SIGKILL), None)
+    killed = next((rank for rank in ranks if rank.ended_by() not in (0, *CRASHES)), None)
     ended = (rank for rank in ranks if rank.process.poll() == 1)
     refused = next((rank for rank in ended if not rank.traceback_at and not rank.is_overdue()), None)
     return killed or refused or (suspect if suspect is not None and suspect.process.poll() else failed)
 
 
-def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, told: bool) -> Outcome:
-    """End every rank and show why one failed."""
+def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for: Sequence[int]) -> Outcome:
+    """End every rank and show why one failed. asked_for: signals that were passed on."""
     culprit.read_all()
     code = culprit.process.poll() or 1
+    if culprit.ended_by() in asked_for:  # before it could take it for the wish to save and stop, or for a second one
+        _end(ranks)
+        screen.show(ranks[0])
+        name = _signal_name(culprit.ended_by())
+        say(f"deepy.py: ended by {name}")
+        return Outcome(128 + culprit.ended_by(), f"{name} from outside")
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    if code == -signal.SIGBUS:
+        how += " (a mapped file, as the data's .bin, became shorter while it was read, or /dev/shm is full)"
     if culprit.is_overdue():
         how = "made no progress in time (collective_timeout_s, first_step_timeout_mins)"
     reason = f"rank {culprit.index} of {culprit.world_size} {how}"
@@ -231,11 +254,11 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, told: boo
         screen.show(culprit)
     _end(ranks)
     screen.show(ranks[0])
-    shown = f"{culprit.log.name} ends with:\n{culprit.last_words(TAIL_LINES)}"
-    _say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
+    shown = f"{culprit.log.path} ends with:\n{culprit.last_words(TAIL_LINES)}"
+    say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
     refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
-    repeatable = not refused and not told
-    return Outcome(128 - code if code < 0 else code, reason, repeatable, str(Path(culprit.log.name).resolve()))
+    repeatable = not refused and not asked_for
+    return Outcome(128 - code if code < 0 else code, reason, repeatable, str(culprit.log.path.resolve()))
 
 
 def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, told: bool) -> Outcome:
@@ -246,8 +269,8 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, told: boo
     _show_stacks(culprit, ranks, screen)
     _end(ranks, politely=False)
     screen.show(ranks[0])
-    _say(f"deepy.py: error: {reason}; its stack is above")
-    return Outcome(128 + signal.SIGSTOP, reason, not told, str(Path(culprit.log.name).resolve()))
+    say(f"deepy.py: error: {reason}; its stack is above")
+    return Outcome(128 + signal.SIGSTOP, reason, not told, str(culprit.log.path.resolve()))
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
@@ -270,17 +293,12 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
         if rank is culprit and rank.process.poll() is not None:
             continue
         if rank.index == 0:
-            _say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
+            say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
             screen.show(rank)
         else:
-            _say(
-                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.name}):\n{rank.last_words(TAIL_LINES)}"
+            say(
+                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_words(TAIL_LINES)}"
             )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def _signal_name(number: int) -> str:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import replace_file
+from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import holds_answers, rows_per_sample
 from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
@@ -48,12 +48,20 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 def write_history(
     training: Training, facts: Mapping[str, Any], status: str, reason: str | None, wall_clock: float
 ) -> None:
-    """Both files, of rank 0; all ranks call it together. Nothing without `save`.
+    """Both files, of rank 0; all ranks call it together. Nothing without `save`. That they cannot be written is said;
+    how the run ended stays as it is.
 
     facts: as `run_facts`; status, reason: as in status.json; wall_clock: seconds of this start.
     """
+
+    def write() -> None:
+        try:
+            _write(training, facts, status, reason, wall_clock)
+        except (OSError, CheckpointError) as problem:
+            training.logger.warning(str(problem))
+
     if training.args.save_dir is not None:
-        on_rank_zero(training.groups, lambda: _write(training, facts, status, reason, wall_clock))
+        on_rank_zero(training.groups, write)
 
 
 def _write(training: Training, facts: Mapping[str, Any], status: str, reason: str | None, wall_clock: float) -> None:

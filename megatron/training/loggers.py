@@ -6,12 +6,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.places import is_remote
+from megatron.process import LogFile, say
 
 Row = Mapping[str, float | int]
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
@@ -31,43 +33,71 @@ class MetricLogger(Protocol):
     def close(self) -> None: ...
 
 
-def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, row) of each step in a `metrics.jsonl`, in order."""
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed while writing
-        if isinstance(row, dict) and "iteration" in row:
-            yield line, row
+def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(byte at which its line ends, row) of each step in a `metrics.jsonl`, in order. What is no row is passed over: a
+    line that a run was killed in, bytes that a disk has damaged."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                yield end, row
 
 
 class JsonlLogger:
     """`metrics.jsonl`, one object a line in full precision, each step once.
 
-    When a run goes on, its rows after `iteration` are cut. A file of another run (`log_dir` may be shared) is set aside
-    as `metrics.1.jsonl` and so on.
+    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file of another
+    run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a disk that is full.
     """
 
-    def __init__(self, path: Path, iteration: int, run_id: str) -> None:
+    def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = list(read_metrics(path)) if path.exists() else []
-        if any(row.get("run_id") != run_id for _, row in rows):
+        if path.exists() and any(row.get("run_id") != run_id for _, row in read_metrics(path)):
             taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
             os.replace(path, next(name for name in taken if not name.exists()))
-            rows = []
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line, row in rows if row["iteration"] <= iteration))
-        os.replace(temporary, path)
-        self._file = path.open("a")
+        if path.exists():
+            earlier = itertools.takewhile(lambda found: found[1]["iteration"] <= iteration, read_metrics(path))
+            os.truncate(path, max((end for end, _ in earlier), default=0))
+        else:
+            path.touch()
+        self._file = LogFile(path, say)
         self._run_id = run_id
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps({**row, "run_id": self._run_id}) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
+
+
+class Harmless:
+    """A tracker that cannot write any more, as to a full disk, is said once and does not end the run."""
+
+    def __init__(self, target: MetricLogger, say: Callable[[str], None]) -> None:
+        self._target, self._say, self._told = target, say, False
+
+    def write(self, row: Row) -> None:
+        with self._caught():
+            self._target.write(row)
+
+    def close(self) -> None:
+        with self._caught():
+            self._target.close()
+
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            if not self._told:
+                self._told = True
+                reason = problem.strerror or problem
+                self._say(f"{type(self._target).__name__}: rows are lost ({reason}); the run goes on")
 
 
 class TensorBoardLogger:
@@ -183,35 +213,43 @@ def log_directory(args: NeoXArgs) -> Path | None:
 
 
 def build_loggers(
-    args: NeoXArgs, iteration: int, run_id: str, facts: Mapping[str, Any], rank: int = 0
+    args: NeoXArgs,
+    iteration: int,
+    run_id: str,
+    facts: Mapping[str, Any],
+    rank: int = 0,
+    say: Callable[[str], None] = say,
 ) -> list[MetricLogger]:
     """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with `wandb_init_all_ranks`.
 
-    facts: what trackers show beside the configuration. Raises ConfigError for a folder that cannot be written and a
-    tracker that does not start.
+    facts: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
+    ConfigError for a folder that cannot be written and a tracker that does not start.
     """
-    loggers: list[MetricLogger] = []
     config = {**json.loads(args.to_json())["given"], **facts}
     if rank > 0:
         return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
     directory = log_directory(args)
-    folders = {"log_dir" if args.log_dir is not None else "save": directory, "tensorboard_dir": args.tensorboard_dir}
-    for key, folder in folders.items():
-        try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise ConfigError([f"{args.origin(key)}: {key}: {folder}: {problem.strerror}"]) from problem
-    if directory is not None:
-        loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id))
-    return loggers + build_trackers(args, iteration, run_id, config)
+    loggers: list[MetricLogger] = []
+    with _writable(args, "log_dir" if args.log_dir is not None else "save", directory):
+        if directory is not None:
+            loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id, say))
+    return loggers + [Harmless(target, say) for target in build_trackers(args, iteration, run_id, config)]
+
+
+@contextmanager
+def _writable(args: NeoXArgs, key: str, folder: str | Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise ConfigError([f"{args.origin(key)}: {key}: {folder}: {problem.strerror}"]) from problem
 
 
 def build_trackers(args: NeoXArgs, iteration: int, run_id: str, config: Mapping[str, Any]) -> list[MetricLogger]:
     """The loggers that keep runs side by side: TensorBoard, Weights & Biases, Comet. Raises ConfigError."""
     loggers: list[MetricLogger] = []
     if args.tensorboard_dir is not None:
-        loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration, config))
+        with _writable(args, "tensorboard_dir", args.tensorboard_dir):
+            loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration, config))
     if args.use_wandb:
         loggers.append(WandbLogger(args, run_id, 0, config))
     if args.use_comet:

@@ -10,8 +10,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.checkpointing import replace_file
-from megatron.data import Batch, DataError, has_curriculum, row_length, rows_per_sample, step_length, train_loader
+from megatron.checkpointing import CheckpointError, replace_file
+from megatron.data import (
+    Batch,
+    DataError,
+    cause_of,
+    has_curriculum,
+    row_length,
+    rows_per_sample,
+    step_length,
+    train_loader,
+)
 from megatron.mpu import on_rank_zero, together_local
 from megatron.training.best import BestCallback
 from megatron.training.callbacks import Callback, LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback
@@ -80,7 +89,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     profiler = StepProfiler(args, training.groups, logger, stop.settle)
     loggers = together_local(
         training.groups,
-        lambda: build_loggers(args, progress.iteration, run_id, facts, training.groups.world_rank),
+        lambda: build_loggers(args, progress.iteration, run_id, facts, training.groups.world_rank, logger.warning),
     )
     stopwatch = Stopwatch()
     log = LogCallback(training, bar, stopwatch, loggers, probes)
@@ -144,8 +153,11 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
         write_history(training, facts, "failed", str(problem), time.monotonic() - begun)
         raise
     except Exception as problem:
+        cause = cause_of(problem, args)
         if is_chief:
-            _status_file(training, "failed", f"{type(problem).__name__}: {problem}".splitlines()[0])
+            _note_failure(training, f"{type(cause).__name__}: {cause}".splitlines()[0])
+        if cause is not problem:
+            raise cause from problem
         raise
     finally:
         stop.close()
@@ -229,7 +241,7 @@ def _check_skip(training: Training, in_a_row: int) -> None:
             training.checkpointer.wait()
     limit = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
     text = f"{text}; weights are those of step {training.progress.iteration} (on_nonfinite: {args.on_nonfinite}{limit})"
-    _write_status(training, "failed", text)
+    on_rank_zero(training.groups, lambda: _note_failure(training, text))
     raise NonFiniteError(text)
 
 
@@ -242,6 +254,14 @@ def _write_status(training: Training, status: str, reason: str | None) -> None:
     """`<save>/status.json`, which launchers read: running, finished, stopped (start again to go on) or failed, and why.
     All ranks call it together."""
     on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
+
+
+def _note_failure(training: Training, reason: str) -> None:
+    """Rank 0's status.json of a run that ends of `reason`, which stays the one that is told: the disk may be full."""
+    try:
+        _status_file(training, "failed", reason)
+    except (OSError, CheckpointError) as problem:
+        training.logger.warning(str(problem))
 
 
 def _status_file(training: Training, status: str, reason: str | None) -> None:

@@ -35,8 +35,10 @@ from megatron.checkpointing import (
     local_layer_state,
     model_file,
     model_keys,
+    open_own,
     optimizer_file,
     publish,
+    readable_size,
     replace_file,
     rng_state,
     step_tag,
@@ -108,6 +110,7 @@ class Saver:
             on_rank_zero(groups, lambda: hf_config(args))  # raises for a model that HuggingFace does not have
         self.saved_at: int | None = None
         self._lock: Any = None
+        self._said: set[str] = set()
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
         self._temporary = Path()
         self._store: Store | None = save_store(args)
@@ -145,7 +148,7 @@ class Saver:
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
             whole = replace(manifest, files=files)
-            path = publish(temporary, save, manifest.iteration, whole, configs, keep, self._store)
+            path = publish(temporary, save, manifest.iteration, whole, configs, keep, self._store, self._say_once)
             self.logger.info(f"saved checkpoint {path if self._store is None else f'{self._store.url}/{path.name}'}")
             if is_hf_due(self.args, manifest.iteration):
                 self._export(path)
@@ -161,6 +164,11 @@ class Saver:
                 records = together(self.groups, lambda: self._write(temporary, states))
                 on_rank_zero(self.groups, lambda: finish(records))
         self.saved_at = progress.iteration
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.logger.warning(text)
 
     def _export(self, path: Path) -> None:
         """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
@@ -277,7 +285,7 @@ class Saver:
             free = shutil.disk_usage(save).free
             if free < needed:
                 raise CheckpointError(
-                    f"{save}: a checkpoint takes about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+                    f"{save}: a checkpoint takes about {readable_size(needed)}, {readable_size(free)} are free; "
                     + ("make room, or set keep_last_n_checkpoints" if self._store is None else "set remote_staging")
                 )
 
@@ -293,8 +301,8 @@ class Saver:
             free = min(memory for other, _, memory in found if other == machine)
             if needed > _COPY_AT_MOST * free:
                 self.logger.warning(
-                    f"async_save: {machine} has {free / 1e9:.2f} GB of memory free, a copy of the checkpoint takes "
-                    f"{needed / 1e9:.2f}: this one is waited for"
+                    f"async_save: {machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
+                    f"{readable_size(needed)}: this one is waited for"
                 )
                 return False
         return True
@@ -412,15 +420,16 @@ class Saver:
 
 
 def _lock(save: Path) -> Any:
-    """An open, locked file; the lock ends with the process, however it ends."""
+    """An open, locked file. The lock ends with the process, however it ends: it is none of those (flock) that the
+    data's workers would inherit, who see only seconds later that they are alone."""
     try:
         save.mkdir(parents=True, exist_ok=True)
-        file = (save / ".lock").open("w")
+        file = open_own(save / ".lock")
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as problem:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as problem:  # either, says POSIX
         text = f"{save}: another run is writing there; wait for it to end, or set another save"
         raise CheckpointError(text) from problem
     except OSError as problem:

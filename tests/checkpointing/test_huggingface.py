@@ -76,6 +76,21 @@ def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
+def test_broken_weights_are_named(tmp_path: Path) -> None:
+    """They make two models differ, but are not the reason to call them different ones."""
+    args = small(gpt_j_residual=False, no_weight_tying=True)
+    weights = random_weights(args)
+    weights[2]["mlp.linear2.bias"][3] = float("nan")
+    (tmp_path / "c").mkdir()
+    for layer in weights:
+        state = local_layer_state(layer, weights[layer], args, tensor_rank=0, tensor_size=1)
+        save_tensors(state, tmp_path / "c" / layer_file(layer, 0))
+    named = r"hf: NaN or Inf in gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias: .*take an earlier checkpoint"
+    with pytest.raises(CheckpointError, match=named):
+        export_hf(tmp_path / "c", args, tmp_path / "hf", tokenizer=False)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
     """Each rank holds the whole row bias, which GPT-NeoX's converter sums: its logits are 0.3 off."""
     args = small(gpt_j_residual=False, no_weight_tying=True)
@@ -302,7 +317,7 @@ def test_targets_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         import_hf(HFFolder(model_folder(tmp_path / "model")), "/proc/nothing/neox")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 60_000))
-    refused(r"takes 0.00 GB, 0.00 GB are free; make room", source, args, tmp_path / "hf")
+    refused(r"takes up to 67\.\d\d MB, 60\.00 kB are free; make room", source, args, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="make room"):
         import_hf(HFFolder(tmp_path / "model"), tmp_path / "neox")
     assert not list(tmp_path.glob("*hf")) and not list((tmp_path / "neox").glob("*"))

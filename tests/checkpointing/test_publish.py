@@ -109,6 +109,50 @@ def test_what_else_stays(tmp_path: Path) -> None:
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [4, 8, 10, 13, 15], "without keep_last_n too"
 
 
+def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in this save, and not in the next, which meets what is left."""
+    said: list[str] = []
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError(16, "Device or resource busy")))
+        for step in (2, 3):
+            save(tmp_path, step, keep=Retention(1), say=said.append)
+            assert read_latest(tmp_path) == f"global_step{step}"
+    assert said == [
+        f"{tmp_path}/global_step{step}: the older checkpoint could not be deleted (Device or resource busy); delete it "
+        "by hand" for step in (1, 2)
+    ]  # fmt: skip
+    save(tmp_path, 4, keep=Retention(1))
+    assert sorted(os.listdir(tmp_path)) == ["global_step4", "latest"], "as soon as it can be"
+
+
+def test_links_are_left_alone(tmp_path: Path) -> None:
+    """Also that which an earlier version had begun to remove, and one whose step is saved again."""
+    said: list[str] = []
+    (tmp_path / "archive").mkdir()
+    run = tmp_path / "run"
+    for step in (1, 2):
+        save(run, step)
+        shutil.move(run / f"global_step{step}", tmp_path / "archive")
+        (run / f"global_step{step}").symlink_to(tmp_path / "archive" / f"global_step{step}")
+    os.rename(run / "global_step1", run / ".tmp_removed_global_step1")
+    save(run, 2, keep=Retention(1), say=said.append)
+    assert not said and not (run / "global_step2").is_symlink()
+    (run / "global_step1").symlink_to(tmp_path / "archive" / "global_step1")
+    save(run, 3, keep=Retention(1), say=said.append)
+    assert len(said) == 1 and said[0].startswith(f"{run}/global_step1: is a link, and stays: keep_last_n_checkpoints")
+    assert sorted(os.listdir(run)) == ["global_step1", "global_step3", "latest"]
+    assert all(verify(tmp_path / "archive" / f"global_step{step}") for step in (1, 2))
+
+
+def test_an_old_checkpoint_that_cannot_be_read_ends_no_save(tmp_path: Path) -> None:
+    said: list[str] = []
+    (save(tmp_path, 1, validation_loss=0.5) / "manifest.json").write_text("{")
+    save(tmp_path, 2, keep=Retention(1, best=1), validation_loss=0.5, say=said.append)
+    assert read_latest(tmp_path) == "global_step2" and len(said) == 1
+    assert "global_step1" in said[0] and said[0].endswith("no older checkpoint was deleted")
+
+
 class Killed(BaseException):
     """Nothing may catch it, as nothing catches a kill."""
 

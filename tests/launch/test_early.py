@@ -1,4 +1,5 @@
-"""USR1 before the first step: the run starts, saves and stops, so that a scheduler can start it again."""
+"""Signals before the first step and after the last: USR1 is remembered, so that the run starts, saves and stops, and a
+scheduler can start it again; Ctrl-C ends it without a word of Python's."""
 
 from __future__ import annotations
 
@@ -16,6 +17,70 @@ import yaml
 from tests.training.runs import LLAMA, config
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+# What every Python imports at its start: it sends a signal when something slow is about to be imported, or at the end.
+HOOK = """
+import atexit, importlib.abc, os, sys, time
+def send():
+    os.kill(os.getpid(), int(os.environ["SEND"]))
+    time.sleep(0.05)
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "megatron.neox_arguments":
+            sys.meta_path.remove(self)
+            send()
+            os._exit(7)
+if os.environ["AT"] == "import":
+    sys.meta_path.insert(0, Hook())
+else:
+    atexit.register(send)
+"""
+
+
+def at_a_terminal() -> None:
+    """What a shell starts in the background, as whole test runs are, ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("script", ["deepy.py", "train.py", "eval.py", "generate.py", "tools/serve.py"])
+@pytest.mark.parametrize(
+    ("number", "at", "code"),
+    [(signal.SIGUSR1, "import", 7), (signal.SIGINT, "import", 130), (signal.SIGINT, "exit", 130)],
+)
+def test_the_first_and_the_last_moments(
+    script: str, number: signal.Signals, at: str, code: int, tmp_path: Path
+) -> None:
+    if at == "exit" and script != "deepy.py":
+        pytest.skip("importing torch for it takes seconds")
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "SEND": str(int(number)), "AT": at}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), "--help"], env=env, capture_output=True, text=True, timeout=60,
+        preexec_fn=at_a_terminal,
+    )  # fmt: skip
+    name = Path(script).name
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(f"{name}: interrupted" if code == 130 else "") and "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_a_run_starts(tmp_path: Path) -> None:
+    values = config(LLAMA, num_layers=1, train_iters=4, log_dir=str(tmp_path / "logs"))
+    (tmp_path / "model.yml").write_text(yaml.safe_dump(values))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-u", "deepy.py", "--num_gpus", "2", "train.py", str(tmp_path / "model.yml")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, preexec_fn=at_a_terminal, **streams)  # type: ignore[call-overload]
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    begun: set[str] = set()  # they handle USR1, which Python itself does not
+    while run.poll() is None and len(begun) < 2:
+        for pid in children.read_text().split():
+            handled = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigCgt"))
+            begun |= {pid} if int(handled.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1 else set()
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=60)[0]
+    assert (run.returncode, "Traceback" in said) == (130, False), said
+    assert said.endswith("train.py: interrupted\ndeepy.py: ended by SIGINT\n")
 
 
 @pytest.mark.parametrize("to", ["launcher", "ranks"])

@@ -32,6 +32,21 @@ def broken(self, batches, lr, count=[0], step=Engine.train_step):
 Engine.train_step = broken
 sys.exit(train.main())
 """
+# train.py, but in step 3 nothing more goes onto the disk.
+FILLING = """\
+import os, sys
+from pathlib import Path
+import train
+from megatron.training.engine import Engine
+from tests.disks import fill
+def filled(self, batches, lr, count=[0], step=Engine.train_step):
+    count[0] += 1
+    if count[0] == 3 and os.environ["RANK"] == "1":
+        fill(Path("disk"))
+    return step(self, batches, lr)
+Engine.train_step = filled
+sys.exit(train.main())
+"""
 
 
 class Ended(NamedTuple):
@@ -159,6 +174,23 @@ def test_the_log_of_a_crashed_run_ends_with_the_cause(tmp_path: Path) -> None:
     last = "".join(ended.log.read_text().splitlines(keepends=True)[-100:])
     assert re.search(r"error: rank 1 of 2 failed with exit code 1;[\s\S]*Traceback[\s\S]*ValueError: rank one is", last)
     assert "ValueError: rank one is ill" in (ended.save / "logs" / "rank_1.log").read_text()
+
+
+def test_a_full_disk_under_save_and_logs_is_told_in_one_line(tmp_path: Path) -> None:
+    """By the save that finds it, not by the logs of the launcher and the ranks, which meet it before."""
+    values = config(LLAMA, num_layers=1, train_iters=8, save="disk/run", checkpoint_factor=6, num_gpus=2)
+    (tmp_path / "model.yml").write_text(yaml.safe_dump(values))
+    (tmp_path / "filling.py").write_text(FILLING)
+    (tmp_path / "disk").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    disk = [sys.executable, "-m", "tests.disks", str(tmp_path / "disk"), "2000", str(tmp_path / "kept")]
+    command = [*disk, sys.executable, str(ROOT / "deepy.py"), "filling.py", "model.yml"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in said, said
+    assert re.search(r"^train.py: error: disk/run: a checkpoint takes about [\d.]+ kB, 0 bytes are free", said, re.M)
+    assert re.search(r"iteration +6/", said), "six steps were made"
+    assert "disk/run/logs: logs cannot be written (No space left on device); the run goes on" in said
 
 
 @needs_proc

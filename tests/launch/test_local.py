@@ -134,6 +134,36 @@ def test_the_cause_comes_last_after_the_complaint_of_rank_0(launch):
     assert out.rstrip().endswith("ValueError: the cause")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_rank_that_was_ended_from_outside_is_the_cause(launch, tmp_path, number):
+    """As by a scheduler, or by hand, while the ranks still start: gloo's complaint is the other's."""
+    run = launch(
+        f"""
+        if rank == 1:
+            signal.signal({int(number)}, signal.SIG_DFL)
+            while not os.path.exists('complained'):
+                time.sleep(0.01)
+            os.kill(os.getpid(), {int(number)})
+        print('Traceback (most recent call last):\\nConnectionError: peer is gone', file=sys.stderr)
+        open('complained', 'w').close()
+        time.sleep(0.3)
+        sys.exit(1)
+        """,
+        2,
+    )
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 128 + number
+    assert f"deepy.py: error: rank 1 of 2 was killed by {number.name};" in err
+
+
+def test_signals_that_end_ranks_before_they_act_on_them_are_no_errors(launch, tmp_path):
+    run = launch("signal.signal(2, signal.SIG_DFL); open(f'pid_{rank}', 'w').write('x'); time.sleep(60)", 2)
+    wait_for(lambda: all((tmp_path / f"pid_{rank}").exists() for rank in (0, 1)))
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=30)
+    assert (run.returncode, out, err) == (130, "", "deepy.py: ended by SIGINT\n")
+
+
 def test_a_refusal_in_one_line_is_what_is_shown(launch):
     """One data rank alone meets a bad token; rank 0 only hears that its peer is gone."""
     run = launch(
@@ -264,11 +294,12 @@ def test_ranks_end_when_the_launcher_is_killed_outright(launch, tmp_path):
     wait_for(lambda: not any(alive(pid) for pid in left))
 
 
-def test_one_rank_replaces_the_launcher(launch, tmp_path):
-    run = launch("print(os.getpid(), os.environ['WORLD_SIZE']); sys.exit(6)", 1)
-    out, _ = run.communicate(timeout=30)
-    assert run.returncode == 6
-    assert out == f"{run.pid} 1\n"
+def test_one_rank_is_watched_like_several(launch, tmp_path):
+    run = launch("print(os.environ['WORLD_SIZE']); sys.exit(6)", 1)
+    out, err = run.communicate(timeout=30)
+    assert (run.returncode, out) == (6, "1\n")
+    assert err == "deepy.py: error: rank 0 of 1 failed with exit code 6; its output is above\n"
+    assert (tmp_path / "logs" / "rank_0.log").read_text() == out
 
 
 def test_rank_0_sees_a_terminal_when_there_is_one(launch, tmp_path):

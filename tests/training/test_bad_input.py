@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import pickle
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.disks import mount
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, LLAMA, config, run_to_end
 
@@ -186,28 +186,11 @@ def call_deepy(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
 # -- real file systems ------------------------------------------------------------------------------------------
 
 
-def _mount(folder: Path, kilobytes: int, read_only: bool) -> None:
-    """A small tmpfs that only this process sees."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    new_mounts, new_user, private, recursive = 0x00020000, 0x10000000, 1 << 18, 1 << 14
-    user, group = os.getuid(), os.getgid()
-    flags = new_mounts if user == 0 else new_mounts | new_user
-    assert libc.unshare(flags) == 0, os.strerror(ctypes.get_errno())
-    if user != 0:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
-    assert libc.mount(b"none", b"/", None, private | recursive, None) == 0, os.strerror(ctypes.get_errno())
-    options = f"size={kilobytes}k".encode()
-    mounted = libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 1 if read_only else 0, options)
-    assert mounted == 0, os.strerror(ctypes.get_errno())
-
-
 def on_small_disk(
     rank: int, world_size: int, argv: list[str], folder: str, kilobytes: int, read_only: bool, check: bool
 ) -> tuple[int, str, list[str], str]:
     """For the pool: train.py with `save` on a tmpfs; exit code, printed lines, files left, `latest`."""
-    _mount(Path(folder), kilobytes, read_only)
+    mount(Path(folder), kilobytes, read_only)
     if not check:
         from megatron.training.checkpoints import Checkpointer
 
@@ -233,7 +216,35 @@ def test_full_disk(check: bool, tmp_path: Path) -> None:
     assert code == 1 and latest == "global_step2", printed
     assert [name for name in files if name.startswith((".tmp", "global"))] == ["global_step2"], "nothing half written"
     expected = "a checkpoint takes about" if check else "the checkpoint could not be written"
+    assert not check or re.search(r"takes about [\d.]+ [kM]B, [\d.]+ (kB|bytes) are free; make room", printed), printed
     assert expected in printed and str(tmp_path / "disk") in printed and len(printed.strip().splitlines()) == 1
+
+
+def cut_off(rank: int, world_size: int, argv: list[str], file: str) -> tuple[int, str]:
+    """For the pool: train.py, whose data ends in step 2."""
+    from megatron.training.engine import Engine
+
+    step, count = Engine.train_step, [0]
+
+    def then_cut(self: Engine, *given: Any) -> Any:
+        count[0] += 1
+        if count[0] == 2:
+            os.truncate(file, 0)
+        return step(self, *given)
+
+    Engine.train_step = then_cut  # type: ignore[method-assign]
+    return call_train(rank, world_size, argv)
+
+
+def test_data_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
+    """A worker dies of it, as of too little shared memory."""
+    settings = _bin_idx(lambda folder: None)(tmp_path)
+    values = {**_values(tmp_path), "num_workers": 1, "train_iters": 40, "index_cache_dir": str(tmp_path / "i")}
+    (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
+    argv = [str(tmp_path / "a.yml"), "--set", *settings]
+    code, printed = run_ranks(cut_off, 1, argv, str(tmp_path / "text.bin"), init=False)[0]
+    assert code == 1 and len(printed.splitlines()) == 1, printed
+    assert printed.startswith(f"train.py: error: {tmp_path}/text.bin: 0 bytes, but {tmp_path}/text.idx describes")
 
 
 def test_read_only_save(tmp_path: Path) -> None:

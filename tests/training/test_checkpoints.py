@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpointing import load_tensors, read_manifest
+from megatron.checkpointing import CheckpointError, load_tensors, read_manifest, verify
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, bit_equal, config, run_to_end
 
@@ -203,10 +203,77 @@ def test_one_run_at_a_time(trained: Path, tmp_path: Path) -> None:
     import fcntl
 
     with (trained / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.lockf(held, fcntl.LOCK_EX)
         with pytest.raises(AssertionError, match="another run is writing there"):
             run(values(tmp_path))
     run(values(tmp_path))
+
+
+def killed_with_a_worker(rank: int, world_size: int, save: str) -> float:
+    """For the pool: a run takes the lock, starts a worker and is killed; seconds until another has the lock."""
+    import os
+    import time
+
+    from megatron.training.saving import _lock
+
+    reader, writer = os.pipe()
+    run = os.fork()
+    if run == 0:
+        held = _lock(Path(save))
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.write(writer, b"x")
+        time.sleep(20)
+        held.close()
+    os.read(reader, 1)
+    begun = time.monotonic()
+    os.kill(run, 9)
+    os.waitpid(run, 0)
+    _lock(Path(save))
+    return time.monotonic() - begun
+
+
+def test_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
+    assert run_ranks(killed_with_a_worker, 1, str(tmp_path), init=False)[0] < 1
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    from megatron.checkpointing.staging import _alone
+    from megatron.training.saving import _lock
+
+    (tmp_path / "thesis").write_text("years of work")
+    for name in (".lock", ".run.stamp"):
+        (tmp_path / name).symlink_to(tmp_path / "thesis")
+    with pytest.raises(CheckpointError, match=r"\.lock: is a link, not a file of this run; remove it"):
+        _lock(tmp_path)
+    with pytest.raises(CheckpointError, match=r"\.run\.stamp: is a link"), _alone(tmp_path / "run"):
+        pass
+    assert (tmp_path / "thesis").read_text() == "years of work"
+
+
+def test_a_checkpoint_moved_to_an_archive_stays_a_link(tmp_path: Path) -> None:
+    """keep_last_n_checkpoints leaves it alone, says so once, and the run goes on saving."""
+    more = {"train_iters": 2, "lr_decay_iters": 8, "keep_last_n_checkpoints": 1}
+    run(values(tmp_path, **more))
+    (tmp_path / "archive").mkdir()
+    link = tmp_path / "run" / "global_step2"
+    shutil.move(link, tmp_path / "archive")
+    link.symlink_to(tmp_path / "archive" / "global_step2")
+    said = run_ranks(warnings_of, 1, values(tmp_path, **{**more, "train_iters": 8}))[0]
+    assert steps(tmp_path / "run") == ["global_step2", "global_step8"] and link.is_symlink()
+    assert verify(tmp_path / "archive" / "global_step2") is not None
+    assert said == [f"{link}: is a link, and stays: keep_last_n_checkpoints deletes what is in {link.parent} itself"]
+
+
+def warnings_of(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
+    """For the pool: what a run warns of."""
+    import logging
+
+    said: list[str] = []
+    logging.Logger.warning = lambda self, text, *a: said.append(text)  # type: ignore[method-assign, assignment]
+    run_to_end(rank, world_size, given)
+    return said
 
 
 def test_changed_keys_are_listed(trained: Path, tmp_path: Path) -> None:

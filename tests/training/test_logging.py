@@ -16,7 +16,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.callbacks import LogCallback, Step, Stopwatch
 from megatron.training.engine import StepResult
 from megatron.training.flops import neox_flops, readable_flops
-from megatron.training.loggers import JsonlLogger
+from megatron.training.loggers import Harmless, JsonlLogger, read_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
@@ -136,6 +136,31 @@ def test_rows_after_the_restored_step_are_cut(tmp_path: Path) -> None:
     log.write({"iteration": 4, "train/lm_loss": 1.0})
     log.close()
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_damaged_bytes_stay_where_they_are(tmp_path: Path) -> None:
+    """What is no row is no reason not to go on."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [f'{{"iteration": {i}, "run_id": "a"}}\n'.encode() for i in range(4)]
+    damaged = b'{"iteration": 1, "note": "\xff\xfe", "run_id": "b"}\n\x00\x80\n'
+    path.write_bytes(rows[0] + rows[1] + damaged + rows[2] + rows[3])
+    log = JsonlLogger(path, 2, "a")
+    log.write({"iteration": 3, "train/lm_loss": 1.0})
+    log.close()
+    assert path.read_bytes().startswith(rows[0] + rows[1] + damaged + rows[2] + b'{"iteration": 3, "train/lm_loss"')
+    assert [row["iteration"] for _, row in read_metrics(path)] == [0, 1, 2, 3]
+
+
+def test_a_tracker_that_cannot_write_is_said_once() -> None:
+    def fails(*row: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    said: list[str] = []
+    tracker = Harmless(SimpleNamespace(write=fails, close=fails), said.append)
+    tracker.write({})
+    tracker.write({})
+    tracker.close()
+    assert said == ["SimpleNamespace: rows are lost (No space left on device); the run goes on"]
 
 
 def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:

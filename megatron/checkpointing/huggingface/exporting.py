@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.families import hf_config, hf_shapes, to_hf
-from megatron.checkpointing.files import sync_dir, write_bytes
+from megatron.checkpointing.files import readable_size, sync_dir, write_bytes
 from megatron.checkpointing.huggingface.extras import extras_of, model_card
 from megatron.checkpointing.huggingface.folder import (
     CONFIG,
@@ -180,8 +180,8 @@ def check_space(folder: Path, needed: int) -> None:
     """Raises CheckpointError before anything is written that will not fit."""
     free = shutil.disk_usage(folder).free
     if free < needed + _SPARE:
-        sizes = f"takes {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-        raise CheckpointError(f"{folder}: the result {sizes}; make room")
+        sizes = f"up to {readable_size(needed + _SPARE)}, {readable_size(free)} are free"
+        raise CheckpointError(f"{folder}: the result takes {sizes}; make room")
 
 
 def recover(output: Path) -> None:

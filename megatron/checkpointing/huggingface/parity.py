@@ -51,7 +51,7 @@ class Parity:
 def check_parity(
     folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
 ) -> Parity:
-    """Raises CheckpointError when the difference is above the bound.
+    """Raises CheckpointError when the difference is above the bound, and where the folder's logits are NaN or Inf.
 
     weights: whole tensors of a NeoX layer of ours, as stored. vocab_size: logits that both have.
     """
@@ -60,6 +60,13 @@ def check_parity(
     with torch.no_grad():
         theirs = transformers_logits(folder, tokens)[..., :vocab_size]
         ours = our_logits(args, weights, tokens)[..., :vocab_size]
+    if not theirs.isfinite().all():
+        broken = [name for name in folder.shapes if not folder.get(name).isfinite().all()]
+        named = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more tensors' if len(broken) > 3 else ''}"
+        raise CheckpointError(
+            f"{folder.origin}: NaN or Inf in {named or 'the logits of finite weights'}: a broken model, whoever "
+            "computes it; take an earlier checkpoint"
+        )
     difference = (ours - theirs).abs().max().item()
     found = Parity(difference, theirs.abs().max().item(), length)
     if not difference <= found.bound:  # NaN too

@@ -1,0 +1,82 @@
+"""The first and the last moments of a process: closed streams, signals that nobody acts on yet, the last flush."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+class _Remembered:
+    """A handler that only notes the signal. Who takes its place asks it for `received`, as `SignalWatch` does."""
+
+    received = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+
+def begin_process(name: str, advice: str = "") -> None:
+    """To be called by a command before it imports anything slow; until a run takes the signals up.
+
+    Standard streams that were closed become /dev/null. USR1, a scheduler's notice that time is running out, no longer
+    ends this process: a run saves and stops after its first step. Ctrl-C ends it with one line, `name`: interrupted
+    and the advice, and exit code 130, also while modules are imported and while the interpreter ends. Other signals
+    end a run that has not begun.
+    """
+    _open_streams()
+    signal.signal(signal.SIGUSR1, _Remembered())
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
+        signal.signal(signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode()))
+
+
+def take_early(handler: Any) -> list[int]:
+    """Signals that came since `begin_process`, for who takes them up now. handler: that of USR1 until then."""
+    return [signal.SIGUSR1] if getattr(handler, "received", 0) else []
+
+
+def exit_code(code: int) -> int:
+    """The code, with which a process ends also where its last words cannot be written: the interpreter would say so
+    with a code of its own (120)."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+    return code
+
+
+def _interrupted(line: bytes) -> Callable[[int, FrameType | None], None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError, RuntimeError, ValueError):  # in the middle of a write, or it is closed
+            sys.stdout.flush()
+        with suppress(OSError):
+            os.write(2, line)
+        os._exit(128 + number)  # nothing unwinds: there would be tracebacks from whatever was under way
+
+    return end
+
+
+def _open_streams() -> None:
+    """The next file to be opened would otherwise get the descriptor of a closed stream, and what is written there."""
+    for descriptor, (name, mode) in enumerate(_STREAMS):
+        if getattr(sys, name) is not None:
+            continue
+        with suppress(OSError):  # somebody's file has it already
+            os.fstat(descriptor)
+            descriptor = -1
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if descriptor >= 0 and nowhere != descriptor:
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+            nowhere = descriptor
+        os.set_inheritable(nowhere, True)
+        stream = open(nowhere, mode, encoding="utf-8", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
