@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from megatron.launch import LaunchError, dry_run, launch, remember_usr1, set_arch_list
+from megatron.launch import LaunchError, dry_run, home, launch, remember_usr1, set_arch_list
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.cli import parse_deepy
 from megatron.neox_arguments.report import print_config
@@ -32,7 +32,9 @@ def main() -> int:
 
             return doctor(sys.argv[2:], build_tokenizer)
         remember_usr1()
-        command = parse_deepy(adopt=hf_model_keys)
+        command = parse_deepy(adopt=hf_model_keys, home=home())
+        if command.presets:
+            print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
         if command.print_config:
             print(print_config(command.args))
             return 0

@@ -3,11 +3,9 @@
 import os
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
 from megatron.launch.environment import LaunchError
-
-SITES = Path(__file__).resolve().parents[2] / "slurm" / "sites"
+from megatron.launch.home import home
 
 
 def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -19,9 +17,10 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     name = env.get("NEOX_SITE")
     if not name:
         return {}
-    file = SITES / f"{name}.sh"
+    sites = home() / "slurm" / "sites"
+    file = sites / f"{name}.sh"
     if not file.is_file():
-        there = ", ".join(sorted(path.stem for path in SITES.glob("*.sh")))
+        there = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
         raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {there}")
     # `env -0` alone on stdout: a site may print.
     shell = subprocess.run(
