@@ -87,7 +87,6 @@ def test_it_trains_the_quickstart_in_a_clean_environment(wheel, tmp_path):
     builds = run(sys.executable, "-I", ROOT / "megatron/launch/torch_builds.py").split()
     run(python, "-m", "pip", "install", "-q", *builds)
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
-    assert not re.search(r"^(tools|configs|train|deepy)\b", "\n".join(os.listdir(tmp_path / "env/lib")), re.MULTILINE)
     run(neox, "quickstart_data")
     said = run(neox, "train", "--num_gpus", "2", "quickstart", "local_setup", "--set", "train_iters=20",
                "lr_decay_iters=20", "eval_interval=20", "eval_iters=2", "pipe_parallel_size=2")  # fmt: skip
@@ -97,3 +96,6 @@ def test_it_trains_the_quickstart_in_a_clean_environment(wheel, tmp_path):
     run(neox, "ckpts/verify", "checkpoints/quickstart")
     run(neox, "generate", "quickstart", "local_setup", "text_generation", "-o", "out.jsonl")
     assert (tmp_path / "out.jsonl").stat().st_size
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "megatron-core==0.16.1")  # its own needs are not ours
+    both = "import megatron.core, megatron.launch; print(megatron.core.__version__, megatron.launch.home())"
+    assert run(python, "-c", both).split() == ["0.16.1", str(next(tmp_path.glob("env/lib/python*/site-packages/neox")))]
