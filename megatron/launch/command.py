@@ -27,7 +27,7 @@ usage: neox COMMAND ...
 
 on the ranks of this machine, or of several (in a clone: python deepy.py train.py ...):
 {ranks}
-  doctor                          can a run start here?
+  doctor                             can a run start here?
   --help-config KEY, --diff-config A B
 
 tools (in a clone: python tools/...; a dash may stand for each _):
@@ -84,8 +84,8 @@ def tools(folder: Path) -> dict[str, Path]:
 
 def help_text(folder: Path) -> str:
     """What `neox --help` prints, with the first line of every tool's own description."""
-    ranks = "\n".join(f"  {name:<31} {what}" for name, (_, what) in ON_RANKS.items())
-    listed = "\n".join(f"  {name:<31} {_summary(path)}" for name, path in tools(folder).items())
+    ranks = "\n".join(f"  {name:<34} {what}" for name, (_, what) in ON_RANKS.items())
+    listed = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
     return _HELP.format(ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
 
 

@@ -9,7 +9,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from megatron.launch.environment import LaunchError

@@ -126,8 +126,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except NoBuild as problem:
         sys.exit(f"torch_builds.py: error: {problem}")
     why = "no driver" if driver is None else f"a driver of CUDA {_dotted(driver)}"
-    said = f"{build.pin}, {'CUDA ' + build.cuda if build.cuda else 'CPU'}: for Python {_dotted(python)}, {here()}, {why}"
-    sys.stderr.write(f"{said}{'' if build.tried else '; nobody has tried this combination here yet'}\n")
+    built = f"CUDA {build.cuda}" if build.cuda else "CPU"
+    untried = "" if build.tried else "; this combination was never tried by this project"
+    sys.stderr.write(f"{build.pin}, {built}: for Python {_dotted(python)}, {here()}, {why}{untried}\n")
     listed = subprocess.run([options.pip, "-m", "pip", "config", "list"], capture_output=True, text=True)
     sys.stdout.write(" ".join(build.words(own_index(listed.stdout, os.environ))) + "\n")
 

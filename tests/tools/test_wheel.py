@@ -41,8 +41,8 @@ def site(wheel, tmp_path_factory):
 @pytest.fixture
 def neox(site, tmp_path):
     def run(*words):
-        env = {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run([sys.executable, "-c", NEOX, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        command, env = [sys.executable, "-c", NEOX, *words], {**os.environ, "PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
 
     return run
 
