@@ -1,6 +1,8 @@
 # `make` alone lists the targets. PY names the interpreter that builds .venv; NO_VENV=1 uses PY itself, as it is.
+# TORCH=2.11.0 is another release of torch, in an environment of its own; CUDA=12.6 or CPU=1 the build of torch to
+# take, where the driver of this machine is not that of the machine to train on.
 PY ?= python3
-VENV := .venv
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
 WORKERS ?= 2
 
 ifdef NO_VENV
@@ -12,6 +14,7 @@ RUN := $(VENV)/bin/python
 ENV := $(VENV)/installed
 endif
 
+BUILD := $(if $(TORCH),--torch $(TORCH)) $(if $(CUDA),--cuda $(CUDA)) $(if $(CPU),--cpu)
 CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
@@ -21,13 +24,15 @@ SAVE := checkpoints/quickstart
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-env: $(ENV)  ## create .venv with the versions of constraints.txt
+env: $(ENV)  ## create .venv with the versions of constraints.txt and torch for this machine's driver
 
-$(VENV)/installed: constraints.txt pyproject.toml
+$(VENV)/installed: constraints.txt pyproject.toml setup.py
 	$(PY) -c 'import sys; sys.exit("make: Python 3.11 or newer is needed, PY=$(PY) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/bin/python || $(PY) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	torch=$$($(VENV)/bin/python -I megatron/launch/torch_builds.py $(BUILD)) && \
+		$(VENV)/bin/python -m pip install --quiet $$torch && \
+		sed "s/^torch==.*/$${torch%% *}/" constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
 	$(VENV)/bin/python -m pip check
 	touch $@
 
@@ -55,8 +60,8 @@ test-slurm: $(ENV)  ## a real Slurm with two virtual nodes, pdsh and OpenMPI, in
 	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge pdsh openmpi-bin > /dev/null
 	$(RUN) -m pytest -m slurm tests
 
-test-install: $(ENV)  ## setup_uv_env.sh in a copy of this folder: interrupted, again, and without a network
-	$(RUN) -m pytest -m install tests/tools/test_setup_uv_env.py
+test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
+	$(RUN) -m pytest -m install tests/tools
 
 soak: $(ENV)  ## runs killed at random moments, many times
 	$(RUN) -m pytest tests -m soak
@@ -80,5 +85,5 @@ docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage
+	rm -rf .venv .venv-torch* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ def build_tokenizer(args: "NeoXArgs") -> object:
 
 
 def main() -> int:
-    from megatron.launch import dry_run, launch, set_arch_list
+    from megatron.launch import dry_run, home, launch, set_arch_list
     from megatron.neox_arguments import UserError
     from megatron.neox_arguments.cli import parse_deepy
     from megatron.neox_arguments.report import print_config
@@ -37,7 +37,9 @@ def main() -> int:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
-        command = parse_deepy(adopt=hf_model_keys)
+        command = parse_deepy(adopt=hf_model_keys, home=home())
+        if command.presets:
+            print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
         if command.print_config:
             print(print_config(command.args))
             return 0

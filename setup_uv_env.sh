@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Make .venv with uv, at the versions of constraints.txt, and check it:
-#   bash setup_uv_env.sh [--cpu] [--flash-attn] [--transformer-engine]
+#   bash setup_uv_env.sh [--cpu | --cuda 12.6] [--torch 2.11.0] [--flash-attn] [--transformer-engine]
 #
 #   --cpu                 torch without CUDA
+#   --cuda VERSION        what the driver serves, where that of this machine is another (a login node)
+#   --torch VERSION       2.13.0 or 2.11.0; otherwise the one that suits the driver
 #   --flash-attn          also flash-attn, compiled here (needs nvcc; takes long)
 #   --transformer-engine  also Transformer-Engine, its torch part compiled here (needs nvcc)
 #
@@ -21,16 +23,23 @@ die() {
   exit 1
 }
 
-cpu='' extras=()
-for word in "$@"; do
-  case $word in
-    --cpu) cpu=1 ;;
-    --flash-attn | --transformer-engine) extras+=("${word#--}") ;;
-    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0" && exit 0 ;;
-    *) die "$word is no option; known are --cpu, --flash-attn, --transformer-engine" ;;
+build=() kind='' extras=() # build: for torch_builds.py; kind: the one asked for, cpu or cuda
+while (($#)); do
+  case $1 in
+    --cpu) kind=cpu build+=("$1") ;;
+    --cuda | --torch)
+      [[ -n ${2:-} ]] || die "$1 needs a version, as $1 $([[ $1 == --cuda ]] && echo 12.6 || echo 2.11.0)"
+      [[ $1 == --torch ]] || kind=cuda
+      build+=("$1" "$2")
+      shift
+      ;;
+    --flash-attn | --transformer-engine) extras+=("${1#--}") ;;
+    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 0 ;;
+    *) die "$1 is no option; known are --cpu, --cuda, --torch, --flash-attn, --transformer-engine" ;;
   esac
+  shift
 done
-[[ -z $cpu || ${#extras[@]} == 0 ]] || die "--${extras[0]} needs CUDA; leave out --cpu"
+[[ $kind != cpu || ${#extras[@]} == 0 ]] || die "--${extras[0]} needs CUDA; leave out --cpu"
 
 PY=${PY:-python3}
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -65,10 +74,39 @@ install() { # WHAT ARGUMENTS...: one call of uv pip install
   shift
   echo "setup_uv_env.sh: $what"
   touch "$UNFINISHED"
-  if ! "$UV" pip install --python "$VENV/bin/python" -c constraints.txt "$@"; then
+  if ! "$UV" pip install --python "$VENV/bin/python" -c "$VENV/constraints.txt" "$@"; then
     [[ $* != *--no-build-isolation* ]] || rm "$UNFINISHED" # compiling failed: nothing was written yet
     die "installing $what failed (see above). Typed again, this goes on here." \
       "No connection? Name an index that can be reached: PIP_INDEX_URL=URL, or pip config set global.index-url URL."
+  fi
+  rm "$UNFINISHED"
+}
+
+has_torch() { # VERSION: whether .venv has it; one without +cu126 or the like is any build
+  "$VENV/bin/python" - "$1" 2>/dev/null <<'X'
+import sys
+from importlib.metadata import version
+found = version("torch")
+sys.exit(sys.argv[1] not in (found, found.partition("+")[0]))
+X
+}
+
+install_torch() { # by uv; by pip where uv fails on torch's own index, as it has, also without saying so
+  echo "setup_uv_env.sh: ${torch[0]}"
+  touch "$UNFINISHED"
+  local again=()
+  if [[ -n $kind ]] && has_torch "${torch[0]#*==}" &&
+    ! "$VENV/bin/python" -c "import torch; assert bool(torch.version.cuda) == ('$kind' == 'cuda')" 2>/dev/null; then
+    again=(--reinstall-package torch)
+  fi
+  if ! "$UV" pip install --python "$VENV/bin/python" ${again[@]+"${again[@]}"} "${torch[@]}" ||
+    ! has_torch "${torch[0]#*==}"; then
+    echo "setup_uv_env.sh: uv did not install ${torch[0]}; now with pip"
+    # shellcheck disable=SC2015
+    "$UV" pip install --quiet --python "$VENV/bin/python" pip &&
+      "$VENV/bin/python" -m pip install --quiet ${again:+--force-reinstall} "${torch[@]}" && has_torch "${torch[0]#*==}" ||
+      die "installing ${torch[0]} failed, with pip too (see above). Typed again, this goes on here." \
+        "No connection? Name an index that can be reached: PIP_INDEX_URL=URL, or pip config set global.index-url URL."
   fi
   rm "$UNFINISHED"
 }
@@ -77,11 +115,9 @@ UV=$(find_uv)
 
 index=$(pip_setting index-url) more=$(pip_setting extra-index-url)
 links=$(pip_setting find-links) cert=$(pip_setting cert)
-if [[ -n $cpu && -z $index$more$links${UV_DEFAULT_INDEX:-}${UV_INDEX:-}${UV_INDEX_URL:-}${UV_FIND_LINKS:-} ]]; then
-  export UV_TORCH_BACKEND=cpu # torch's own index of CPU builds
-fi
 [[ -z $index ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
-[[ -z $more ]] || export UV_INDEX=${UV_INDEX:-$more} UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} # as pip
+[[ -z $more ]] || export UV_INDEX=${UV_INDEX:-$more}
+export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} # as pip: of several indexes the best
 [[ -z $links ]] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}}
 [[ -z $cert ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$cert}
 export UV_LINK_MODE=${UV_LINK_MODE:-copy} # the cache is often on another file system
@@ -96,12 +132,12 @@ if [[ -e $UNFINISHED ]] || ! new_enough "$VENV/bin/python"; then
 fi
 command -v uv >/dev/null || ln -sf "$UV" "$VENV/bin/uv" # for `uv run`, once .venv is activated
 
-torch=$(grep '^torch==' constraints.txt)
-again=()
-if [[ -n $cpu ]] && "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then
-  again=(--reinstall-package torch)
-fi
-install "$torch" ${again[@]+"${again[@]}"} "$torch" pip # pip: for `make`
+found=$("$VENV/bin/python" -I megatron/launch/torch_builds.py --pip "$PY" ${build[@]+"${build[@]}"}) ||
+  die "no build of torch suits this machine (see above); --cpu, --cuda and --torch name one"
+read -ra torch <<<"$found"
+sed "s/^torch==.*/${torch[0]}/" constraints.txt >"$VENV/constraints.txt"
+install_torch
+install pip pip # for `make`
 install "everything of neox[dev]" -e '.[dev]'
 
 if ((${#extras[@]})); then

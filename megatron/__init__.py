@@ -4,12 +4,17 @@ Reads GPT-NeoX configurations, data and checkpoints. Each sub-package is one roo
 own docstring what it is for; imports point from higher rooms to lower ones only.
 """
 
+from os.path import isdir
+from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import ProgramArgs as NeoXArgs
 
     __all__ = ["NeoXArgs"]
+
+# Megatron-Core, installed elsewhere, has this name too: `import megatron.core` finds it behind our own rooms.
+__path__ += [folder for folder in extend_path([], __name__) if folder not in __path__ and isdir(f"{folder}/core")]
 
 
 def __getattr__(name: str) -> Any:

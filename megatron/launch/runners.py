@@ -9,14 +9,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from megatron.launch.environment import LaunchError
+from megatron.launch.home import home
 from megatron.launch.hosts import Node
 from megatron.launch.plan import Run
 
-DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 _INSTALL = {
     "pdsh": ("pdsh", "apt install pdsh"),
     "openmpi": ("mpirun", "apt install openmpi-bin"),
@@ -44,7 +43,7 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
     words = words[: words.index("-u")]
     flags = ["--hosts", *map(str, run.nodes), "--node_rank", "%n"]
     flags += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    ours = ["-u", str(DEEPY), *flags, *run.command[2:]]
+    ours = ["-u", str(home() / "deepy.py"), *flags, *run.command[2:]]
     return [*words, *(word if word == "%n" else _remote(word) for word in ours)], env
 
 
@@ -90,6 +89,7 @@ def by_hand_lines(
     nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
 ) -> list[tuple[str, str]]:
     """(host, the line to type there) for every machine. words: the script, its files and what else was typed."""
+    deepy = "deepy.py" if (home() / "megatron").is_dir() else str(home() / "deepy.py")  # typed in a clone, or anywhere
     lines = []
     for rank, node in enumerate(nodes):
         flags = ["--num_nodes", str(len(nodes)), "--node_rank", str(rank)]
@@ -98,7 +98,7 @@ def by_hand_lines(
             flags += ["--include", node.include() or ""]
         elif node.ranks is not None:
             flags += ["--num_gpus", str(node.ranks)]
-        lines.append((node.host, shlex.join(["python", DEEPY.name, *flags, *words])))
+        lines.append((node.host, shlex.join(["python", deepy, *flags, *words])))
     return lines
 
 

@@ -5,15 +5,13 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
+from megatron.launch.home import home
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
-
-SITES = Path(__file__).resolve().parents[2] / "slurm" / "sites"
 
 
 def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -25,9 +23,10 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     name = env.get("NEOX_SITE")
     if not name:
         return {}
-    file = SITES / f"{name}.sh"
+    sites = home() / "slurm" / "sites"
+    file = sites / f"{name}.sh"
     if not file.is_file():
-        there = ", ".join(sorted(path.stem for path in SITES.glob("*.sh")))
+        there = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
         raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {there}")
     # `env -0` alone on stdout: a site may print.
     shell = subprocess.run(

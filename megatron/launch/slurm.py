@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
+from megatron.launch.home import home
 from megatron.launch.hosts import Node
 from megatron.launch.site import sbatch_line
 from megatron.process import say
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 REQUEUE = 124  # exit code: told to stop by USR1, saved, not finished. slurm/job.sh queues the job again
-_DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 
 
 def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
@@ -117,7 +117,7 @@ def srun(run: "Run") -> tuple[list[str], dict[str, str]]:
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    ours = [sys.executable, "-u", str(_DEEPY), "--hosts", *map(str, run.nodes)]
+    ours = [sys.executable, "-u", str(home() / "deepy.py"), "--hosts", *map(str, run.nodes)]
     ours += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
     return [*words, *ours, *run.command[2:]], {}
 

@@ -2,6 +2,9 @@
 
 Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence parallelism,
 arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity for a group of None.
+
+In compiled code collectives return new tensors: torch 2.11 loses what one writes in place in a compiled backward, and
+the gradients are those of one rank, without a word.
 """
 
 from __future__ import annotations
@@ -11,35 +14,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from megatron.mpu.torch_versions import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None
-# torch 2.13 renames these and warns of the old names; 2.11 knows only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(x.contiguous(), "sum", group)
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(x.contiguous(), 0, group)
     size = dist.get_world_size(group)
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    _all_gather_single(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
     size = dist.get_world_size(group)
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    _reduce_scatter_single(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 
-def _own_chunk(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # of a view 2.11 makes a slice's gradient
 
 
 class _CopyToTensor(torch.autograd.Function):
@@ -89,7 +98,7 @@ class _ScatterToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _own_chunk(x, group, 0)
+        return _own_chunk(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -1,7 +1,6 @@
 """The command line of deepy.py and of the scripts it starts; one parser, so that both mean the same."""
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load, load_assignments
 from megatron.neox_arguments.neox_names import ARGS_FLAG, LAUNCHER_WORD
+from megatron.neox_arguments.presets import SUFFIXES, file_name, files_of
 from megatron.neox_arguments.read import parse_overrides
 from megatron.neox_arguments.reference import help_pages
 from megatron.neox_arguments.report import diff_config, print_config
@@ -67,9 +67,6 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
 )
 
 
-_SUFFIXES = (".yml", ".yaml", ".json")
-
-
 class DeepyCommand(NamedTuple):
     """What deepy.py was asked to do."""
 
@@ -81,6 +78,8 @@ class DeepyCommand(NamedTuple):
     dry_run: bool = False
     words: Sequence[str] = ()
     """The script, its files and flags as they were typed, without what says where it is started."""
+    presets: Sequence[str] = ()
+    """Files that are none of the user's, but come with the package."""
 
 
 # What by-hand lines say anew for each machine.
@@ -89,8 +88,11 @@ Adopt = Callable[[str], Mapping[str, Any]]
 """Gives the keys of a HuggingFace model, which `--hf-model` puts in the place of files. This room cannot read one."""
 
 
-def parse_deepy(argv: Sequence[str] | None = None, adopt: Adopt | None = None) -> DeepyCommand:
-    """Command line of deepy.py (without its name). Raises ConfigError."""
+def parse_deepy(
+    argv: Sequence[str] | None = None, adopt: Adopt | None = None, home: Path | None = None
+) -> DeepyCommand:
+    """Command line of deepy.py (without its name). home: where presets are looked up that no file here is named as.
+    Raises ConfigError."""
     description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=adopt is not None)
     parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="which of num_nodes machines this is")
@@ -103,20 +105,21 @@ def parse_deepy(argv: Sequence[str] | None = None, adopt: Adopt | None = None) -
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
         raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
-    assignments = _assignments(parsed, adopt)
+    assignments, presets = _assignments(parsed, adopt), list[str]()
     if parsed.neox_args is not None:
         args = _read_resolved(parsed.neox_args)
         args = args.replace(**{path: value for path, value, _ in assignments})
     elif not (parsed.conf_file or assignments and parsed.hf_model):
         raise ConfigError(["no configuration files; usage: deepy.py SCRIPT CONF [CONF ...]"])
     else:
-        args = _load(parsed, assignments)
+        files, presets = files_of(parsed.conf_file, parsed.conf_dir, home)
+        args = load_assignments(files, assignments)
         if parsed.hosts and (args.include or args.exclude or args.hostfile):
             key = next(name for name in ("include", "exclude", "hostfile") if getattr(args, name))
             raise ConfigError([f"--hosts names the machines and their GPUs; remove {key} ({args.origin(key)})"])
     return DeepyCommand(
         parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
-        tuple(_words(parsed)),
+        tuple(_words(parsed)), tuple(presets),
     )  # fmt: skip
 
 
@@ -152,7 +155,8 @@ def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = No
     given = bool(parsed.conf_file or parsed.hf_model)
     if (parsed.neox_args is None) != given:
         raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if given else "")])
-    args = _load(parsed, assignments) if given else _from_launcher(parsed, assignments)
+    files, _ = files_of(parsed.conf_file, parsed.conf_dir)
+    args = load_assignments(files, assignments) if given else _from_launcher(parsed, assignments)
     if parsed.print_config:
         sys.stdout.write(print_config(args) + "\n")
         raise SystemExit(0)
@@ -202,12 +206,8 @@ class _DiffConfig(argparse.Action):
 def _layers(text: str) -> list[str]:
     """`a.yml,b` -> [a.yml, b.yml]; a folder -> the files in it."""
     if Path(text).is_dir():
-        return [str(path) for path in sorted(Path(text).iterdir()) if path.suffix in _SUFFIXES]
-    return [_file(name) for name in text.split(",")]
-
-
-def _file(name: str) -> str:
-    return name if name.endswith(_SUFFIXES) else name + ".yml"
+        return [str(path) for path in sorted(Path(text).iterdir()) if path.suffix in SUFFIXES]
+    return [file_name(name) for name in text.split(",")]
 
 
 def _parser(
@@ -249,13 +249,6 @@ def _assignments(parsed: argparse.Namespace, adopt: Adopt | None) -> list[tuple[
         if value is not None:
             found.append((key, value, next(name for name in names if name.startswith("--"))))
     return found + parse_overrides(parsed.set, "--set")
-
-
-def _load(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
-    files = [_file(name) for name in parsed.conf_file]
-    if parsed.conf_dir is not None:
-        files = [os.path.join(parsed.conf_dir, name) for name in files]
-    return load_assignments(files, assignments)
 
 
 def _from_launcher(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:

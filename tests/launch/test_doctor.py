@@ -272,6 +272,11 @@ def test_abilities_and_driver():
     assert driver_check(None, Torch("2.13.0+cpu"), 0).state == "ok"
     assert "older than CUDA 13.0 needs" in driver_check("535.1", torch, 0).advice
     assert "built without CUDA" in driver_check("535.1", Torch("2.13.0+cpu"), 0).found
+    old = driver_check("565.57", torch, 0, serves=(12, 7))
+    assert old.state == "failed" and "it serves CUDA 12.7, torch is built for 13.0" in old.found
+    assert old.advice.startswith("pip install torch==2.11.0+cu126 --extra-index-url https://download.pytorch.org/whl/")
+    assert driver_check("580.1", torch, 1, serves=(13, 0)).state == "ok"
+    assert "torch needs 12 or newer" in driver_check("470.1", torch, 0, serves=(11, 4)).advice
 
 
 def space(free: int, files_left: int = 9) -> SimpleNamespace:

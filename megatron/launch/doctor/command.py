@@ -34,6 +34,7 @@ from megatron.launch.doctor.transport import interface_checks, nccl_check, read_
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
+from megatron.launch.torch_builds import driver_cuda
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
 
@@ -76,7 +77,7 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
         *extras_checks(),
         *compiled_checks(gpus=bool(gpus)),
         arch_list_check(),
-        driver_check(driver_version(), torch, len(gpus)),
+        driver_check(driver_version(), torch, len(gpus), driver_cuda()),
         *gpu_checks(gpus, options.gpus),
         ability_check(gpus, torch),
         nccl_check(own_nccl(), env, network.loaded),

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check
+from megatron.launch.home import home
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.places import is_remote
+from megatron.neox_arguments.presets import files_of
 
 _SHOWN = 10  # problems of a configuration
 
@@ -13,7 +15,8 @@ _SHOWN = 10  # problems of a configuration
 def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
     """The configuration, if it can train, and what is wrong with it."""
     try:
-        args = load([file if Path(file).suffix else f"{file}.yml" for file in files]).check_training()
+        files, _ = files_of(files, home=home())
+        args = load(files).check_training()
     except ConfigError as refused:
         more = len(refused.problems) - _SHOWN
         checks = [Check("config", "failed", problem) for problem in refused.problems[:_SHOWN]]

@@ -1,11 +1,13 @@
 """GPUs: whether the driver, torch and each device work together, and what the devices can do."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check
 from megatron.launch.doctor.software import Torch
+from megatron.launch.torch_builds import NoBuild, choose, here
 
 GIB = 1 << 30
 _IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
@@ -53,19 +55,32 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
     return gpus
 
 
-def driver_check(driver: str | None, torch: Torch, gpus: int) -> Check:
-    """Driver, torch's CUDA and devices: a driver too old for torch's CUDA shows none."""
+def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int, int] | None = None) -> Check:
+    """Driver, torch's CUDA and devices: a driver too old for torch's CUDA shows none. serves: the driver's CUDA."""
     if driver is None and not gpus:
         return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
     found = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
     if torch.version is None or torch.problem:
         return Check("driver", "warning", found, "torch cannot be asked")
     if torch.cuda is None:
-        return Check("driver", "warning", f"{found}; torch is built without CUDA", "install torch without --cpu")
+        return Check("driver", "warning", f"{found}; torch is built without CUDA", _suited(serves))
+    if not gpus and serves is not None and serves[0] < int(torch.cuda.partition(".")[0]):
+        found = f"{found}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
+        return Check("driver", "failed", found, _suited(serves))
     if not gpus:
         advice = f"CUDA_VISIBLE_DEVICES hides them, or the driver is older than CUDA {torch.cuda} needs: nvidia-smi"
         return Check("driver", "warning", found, advice)
     return Check("driver", "ok", found)
+
+
+def _suited(serves: tuple[int, int] | None) -> str:
+    """What to type for the build of torch that the driver runs."""
+    if serves is None:
+        return "install torch without --cpu"
+    try:
+        return f"pip install {' '.join(choose(sys.version_info[:2], here(), serves).words())}"
+    except NoBuild as problem:
+        return str(problem)
 
 
 def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:

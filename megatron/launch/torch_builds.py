@@ -1,0 +1,141 @@
+"""Which build of torch a machine needs: by its Python, its processor and the CUDA version that its driver serves.
+
+Run before anything is installed, so it needs the standard library alone; prints what `pip install` is to be told:
+
+    python -I megatron/launch/torch_builds.py [--torch 2.11.0] [--cuda 12.6 | --cpu]
+
+Builds and their Pythons: the release compatibility matrix in RELEASE.md of pytorch/pytorch.
+"""
+
+import argparse
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+INDEX = "https://download.pytorch.org/whl"
+RELEASES = ("2.11.0", "2.13.0")  # the suite passes on both
+OLDEST, OLDEST_PYTHON = (2, 11), (3, 11)
+PYTHONS = {"2.11.0": (3, 14), "2.13.0": (3, 15)}  # the newest that the release has wheels for
+PLATFORMS = ("linux-x86_64", "linux-aarch64", "macosx-arm64")
+# (torch, build, Python, platform): where this project's tests have run. All else is what the matrix promises.
+TRIED = {
+    ("2.13.0", "cpu", (3, 11), "linux-x86_64"),
+    ("2.11.0", "cu130", (3, 11), "linux-x86_64"),  # without a GPU
+    ("2.11.0", "cu130", (3, 12), "linux-x86_64"),  # the GPU tests
+}
+_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")  # keys of pip's that say where packages are
+_UV_SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
+
+
+class NoBuild(ValueError):
+    """No build of torch fits; the message says what was found and what would help."""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What to install. pin: with `+cu126` where the build that Python's own index has would not run; index: where
+    torch's makers keep it; cuda: the version that it is built for, None without CUDA; tried: by this project's tests.
+    """
+
+    pin: str
+    index: str
+    cuda: str | None
+    tried: bool
+
+    def words(self, own_index: bool = False) -> list[str]:
+        """Arguments of `pip install`. own_index: pip is told already where packages are, and has any build there but
+        one that must be named."""
+        return [self.pin] if own_index and "+" not in self.pin else [self.pin, "--extra-index-url", self.index]
+
+
+def choose(
+    python: tuple[int, int], platform: str, driver: tuple[int, int] | None, torch: str | None = None
+) -> TorchBuild:
+    """The build for an interpreter, a platform as `linux-x86_64` and the CUDA version of the driver (None without one).
+    torch: the release wanted; None is 2.13.0, but 2.11.0 with drivers of CUDA 12, on which others train with it.
+
+    A driver runs what is built for its own CUDA version or an older one of the same major number, and mostly for a
+    newer one of it. Raises NoBuild.
+    """
+    if platform not in PLATFORMS:
+        raise NoBuild(f"torch has no wheels for {platform}; there are some for {', '.join(PLATFORMS)}")
+    if platform.startswith("macosx"):
+        driver = None
+    if driver is not None and driver < (12, 0):
+        raise NoBuild(
+            f"the driver serves CUDA {_dotted(driver)}, and torch needs 12 or newer: update it (R525 and later), or "
+            "install for the CPU"
+        )
+    build = "cpu" if driver is None else "cu126" if driver < (13, 0) else "cu130"
+    torch = torch or ("2.11.0" if build == "cu126" else "2.13.0")
+    if not re.fullmatch(r"\d+\.\d+\.\d+", torch) or tuple(map(int, torch.split(".")))[:2] < OLDEST:
+        raise NoBuild(f"torch {torch} is no release of 2.11 or newer; tested are {' and '.join(RELEASES)}")
+    newest = PYTHONS.get(torch)
+    if python < OLDEST_PYTHON or newest and python > newest:
+        known = f"3.11 to {_dotted(newest)}" if newest else "3.11 or newer"
+        raise NoBuild(f"Python {_dotted(python)} does not go with torch {torch}, which needs {known}")
+    pin = f"torch=={torch}+cu126" if build == "cu126" else f"torch=={torch}"
+    tried = (torch, build, python, platform) in TRIED
+    return TorchBuild(pin, f"{INDEX}/{build}", {"cu126": "12.6", "cu130": "13.0"}.get(build), tried)
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version that the driver of this machine serves; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        asked = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if asked or not number.value else (number.value // 1000, number.value % 1000 // 10)
+
+
+def own_index(pip_config: str, env: Mapping[str, str]) -> bool:
+    """Whether pip or uv is configured with a place of packages. pip_config: what `pip config list` prints."""
+    keys = {line.partition("=")[0].rpartition(".")[2] for line in pip_config.splitlines()}
+    return not keys.isdisjoint(_SOURCES) or any(env.get(name) for name in _UV_SOURCES)
+
+
+def here() -> str:
+    """This machine's platform, as `linux-x86_64`; any release of macOS is alike."""
+    parts = sysconfig.get_platform().split("-")
+    return f"{parts[0]}-{parts[-1]}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
+    where.add_argument("--cpu", action="store_true", help="without CUDA")
+    parser.add_argument("--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are")
+    options = parser.parse_args(argv)
+    if options.cuda and not re.fullmatch(r"\d+\.\d+", options.cuda):
+        parser.error(f"--cuda {options.cuda}: a version as 12.6 or 13.0, as nvidia-smi shows it")
+    driver = driver_cuda() if not options.cpu else None
+    if options.cuda:
+        major, minor = options.cuda.split(".")
+        driver = int(major), int(minor)
+    python = sys.version_info[:2]
+    try:
+        build = choose(python, here(), driver, options.torch or None)
+    except NoBuild as problem:
+        sys.exit(f"torch_builds.py: error: {problem}")
+    why = "no driver" if driver is None else f"a driver of CUDA {_dotted(driver)}"
+    built = f"CUDA {build.cuda}" if build.cuda else "CPU"
+    untried = "" if build.tried else "; this combination was never tried by this project"
+    sys.stderr.write(f"{build.pin}, {built}: for Python {_dotted(python)}, {here()}, {why}{untried}\n")
+    listed = subprocess.run([options.pip, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    sys.stdout.write(" ".join(build.words(own_index(listed.stdout, os.environ))) + "\n")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+if __name__ == "__main__":
+    main()
