@@ -37,7 +37,7 @@ class _Sequence:
         self.id, self.request = id, request
         self.tokens = list(request.tokens)
         self.prompt = len(self.tokens)
-        self.ends = frozenset((model.tokenizer.eod,) if request.ends is None else request.ends)
+        self.ends = frozenset(model.ends if request.ends is None else request.ends)
         self.draws = random.Random(request.seed) if request.sampling.temperature > 0.0 else None
         self.text = TextStream(model.tokenizer.detokenize, request.stop) if request.text else None
         self.top = request.logprobs if request.logprobs is not None else 0 if request.prompt_logprobs else None

@@ -5,7 +5,7 @@ What a tensor is called there, and what config.json means, is the knowledge of `
 
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.huggingface.exporting import export_hf, recover
-from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, exported_rows
+from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, declared_ends, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
 from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
 from megatron.checkpointing.huggingface.parity import Parity
@@ -16,6 +16,7 @@ __all__ = [
     "Parity",
     "adopted_rows",
     "carried_files",
+    "declared_ends",
     "export_args",
     "export_hf",
     "exported_rows",

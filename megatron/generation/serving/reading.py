@@ -17,11 +17,12 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Reader:
-    """Bodies as requests. positions: of the model; chat: None without a template, why: there is none."""
+    """Bodies as requests. positions, ends: of the model; chat: None without a template, why: there is none."""
 
     name: str
     tokenizer: Tokenizer
     positions: int
+    ends: tuple[int, ...]
     chat: ChatTemplate | None
     why: str = ""
 
@@ -39,7 +40,7 @@ class Reader:
             for prompt in body.prompt
         ]
         scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-        return self._asked(body, prompts, echoed, body.logprobs, scored, None)
+        return self._asked(body, prompts, echoed, body.logprobs, scored, self.ends)
 
     def conversation(self, content: bytes) -> Asked:
         """Of `/v1/chat/completions`. Raises APIError."""
@@ -52,7 +53,7 @@ class Reader:
         except RequestError as problem:
             raise APIError(400, f"messages: {problem}", param="messages") from None
         count = body.top_logprobs if body.logprobs else None
-        return self._asked(body, [prompt], [""], count, False, self.chat.ends)
+        return self._asked(body, [prompt], [""], count, False, (*self.ends, *self.chat.ends))
 
     def _asked(
         self,
@@ -61,7 +62,7 @@ class Reader:
         echoed: Sequence[str],
         logprobs: int | None,
         scored: bool,
-        ends: tuple[int, ...] | None,
+        ends: tuple[int, ...],
     ) -> Asked:
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         sampling = body.sampling()
