@@ -23,7 +23,7 @@ class Request:
     what it becomes depends on nothing beside it. stop: the text ends before the first of these strings. ends: ids that
     end the text, None: the model's. logprobs: so many most likely tokens are reported beside each
     generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs: the same of the prompt's tokens.
-    text: whether events hold text; stop strings need it.
+    text: whether events hold text; stop strings need it. minimum_tokens: written before an end or a stop string counts.
     """
 
     tokens: Sequence[int]
@@ -35,6 +35,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     text: bool = True
+    minimum_tokens: int = 0
 
 
 class Logprob(NamedTuple):

@@ -405,7 +405,8 @@ class Engine:
     ) -> Iterator[Model]:
         """The model as it is now, to generate and to score with; training goes on as if it had not been.
 
-        columns, ends: as `columns`, `declared_ends` of `Model`. All ranks enter it together. Random generators are what they were afterwards.
+        columns, ends: as `columns` and `declared_ends` of `Model`. All ranks enter it together. Random generators are
+        what they were afterwards.
         """
         args, random = for_inference(self.args), rng_state(self.groups.device)
         lockstep = self.zero_stage == 3

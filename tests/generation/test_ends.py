@@ -1,4 +1,4 @@
-"""Texts end at every id that `generation_config.eos_token_id` lists, as with transformers and lm-eval's `hf` backend."""
+"""Texts end at every id that `generation_config.eos_token_id` lists, as transformers and lm-eval have it."""
 
 from __future__ import annotations
 

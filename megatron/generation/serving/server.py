@@ -107,7 +107,7 @@ def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger
         desk.ring()
 
     try:
-        listener = Listener(entrance.socket, build_app(service), stop)
+        listener = Listener(entrance.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
         raise problem_of(args, "serve_port", f"{entrance.address}: {cause.strerror}") from cause
     leader.on_done = partial(listener.call, desk.deliver)
