@@ -204,7 +204,7 @@ class NeoXLM(TemplateLM):
             maximum_tokens=maximum,
             seed=mix_seed(self.model.args.seed, "evaluation", number),
             stop=tuple(text for text in told["until"] if text),
-            ends=tuple({self._tokenizer.eod, self._tokenizer.eos}),
+            ends=(*self.model.ends, self._tokenizer.eos),
         )
 
     # -- parts ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Asked:
             sampling,
             maximum_tokens=maximum_tokens,
             seeds=[mix_seed(seed, "sample", i) for i in range(len(questions))],
-            ends=self.template.ends,
+            ends=(*self.model.ends, *self.template.ends),
         )
 
 

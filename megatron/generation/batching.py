@@ -37,9 +37,11 @@ class _Sequence:
         self.id, self.request = id, request
         self.tokens = list(request.tokens)
         self.prompt = len(self.tokens)
-        self.ends = frozenset((model.tokenizer.eod,) if request.ends is None else request.ends)
+        self.ends = frozenset(model.ends if request.ends is None else request.ends)
         self.draws = random.Random(request.seed) if request.sampling.temperature > 0.0 else None
-        self.text = TextStream(model.tokenizer.detokenize, request.stop) if request.text else None
+        self.text = None
+        if request.text:
+            self.text = TextStream(model.tokenizer.detokenize, request.stop, request.minimum_tokens)
         self.top = request.logprobs if request.logprobs is not None else 0 if request.prompt_logprobs else None
         self.prompt_logprobs: list[Logprob | None] | None = [None] if request.prompt_logprobs else None
         # Keys in a cache would keep the rotary frequencies of a shorter text.
@@ -133,6 +135,12 @@ class Batcher:
             raise RequestError(f"the prompt has tokens that do not exist: they go from 0 to {vocab - 1}")
         if request.maximum_tokens < (0 if request.prompt_logprobs else 1):
             raise RequestError(f"maximum_tokens is {request.maximum_tokens}: nothing is asked for")
+        if request.minimum_tokens > request.maximum_tokens:
+            raise RequestError(
+                f"minimum_tokens is {request.minimum_tokens} and maximum_tokens is {request.maximum_tokens}"
+            )
+        if not all(0 <= token < vocab for token, _ in request.sampling.logit_bias):
+            raise RequestError(f"logit_bias has tokens that do not exist: they go from 0 to {vocab - 1}")
         if request.logprobs is not None and not 0 <= request.logprobs <= vocab:
             raise RequestError(f"logprobs is {request.logprobs}: expected 0 to {vocab}")
         if request.stop and not request.text:
@@ -339,7 +347,9 @@ class Batcher:
 
     def _chooser(self, rows: Sequence[_Sequence]) -> Chooser:
         texts = [(row.prompt, row.tokens) for row in rows]
-        return Chooser([row.request.sampling for row in rows], texts, self.model.tokenizer.vocab_size, self.device)
+        least = [(row.request.minimum_tokens, row.ends) for row in rows]
+        vocab = self.model.tokenizer.vocab_size
+        return Chooser([row.request.sampling for row in rows], texts, vocab, self.device, least)
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,13 @@ from megatron.generation.requests import RequestError
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
-_ANSWER = "answer"
+Message = Mapping[str, Any]
+_ANSWER, _OTHER = "answer", "otherwise"
+_RARE: Mapping[str, Callable[[Message], bool]] = {
+    "messages of role tool": lambda message: message["role"] == "tool",
+    "messages of role developer": lambda message: message["role"] == "developer",
+    "tool_calls": lambda message: "tool_calls" in message,
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,17 @@ class ChatTemplate:
         """The prompt that asks for an answer. Raises RequestError."""
         return self.tokenizer.tokenize_bare(self.render(messages))
 
+    def check_heard(self, messages: Sequence[Message]) -> None:
+        """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or calls of
+        tools: whether it does shows where other ones give the same text."""
+        whole = None
+        for what, hears in _RARE.items():
+            if not any(hears(message) for message in messages):
+                continue
+            whole = self.render(messages) if whole is None else whole
+            if self.render([_other(message) if hears(message) else message for message in messages]) == whole:
+                raise RequestError(f"the chat template leaves out {what}, so that the model would not see them")
+
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Ids that end an answer: the tokenizer's, and the special token that the template writes after one."""
@@ -63,6 +79,12 @@ class ChatTemplate:
             return tuple(sorted(found))
         after = self.tokenizer.tokenize_bare(whole.rpartition(_ANSWER)[2].lstrip())[:1]
         return tuple(sorted(found | {token for token in after if token in self.tokenizer.special_tokens}))
+
+
+def _other(message: Message) -> Message:
+    """The same message saying something else."""
+    calls = [{**call, "function": {**call["function"], "name": _OTHER}} for call in message.get("tool_calls", ())]
+    return {**message, **({"tool_calls": calls} if calls else {"content": message["content"] + _OTHER})}
 
 
 def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:

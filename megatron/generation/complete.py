@@ -42,12 +42,12 @@ def complete(
     """Continue prompts to their end or by `maximum_tokens`, at most `maximum_rows` at a time.
 
     seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. stop: strings that end a text;
-    ends: tokens that do, None: the end of document. logprobs: as of a `Request`. on_event: told of every token; ids are
+    ends: tokens that do, None: the model's. logprobs: as of a `Request`. on_event: told of every token; ids are
     places in `prompts`. All ranks of a model call it together with the same arguments. Raises RequestError for a prompt
     that is empty or too long, CheckpointError when logits are not numbers.
     """
     begun = time.perf_counter()
-    ends = (model.tokenizer.eod,) if ends is None else ends
+    ends = model.ends if ends is None else ends
     tokens = sum(map(len, prompts)) + maximum_tokens * len(prompts)
     batcher = Batcher(model, maximum_rows=min(maximum_rows, max(len(prompts), 1)), tokens=tokens)
     for prompt, seed in zip(prompts, seeds, strict=True):

@@ -86,7 +86,7 @@ class Demos:
         except RequestError as problem:
             raise problem_of(args, "demo_prompts", f"{args.demo_prompts}: {problem}") from problem
         self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
-        self.ends = template.ends if template is not None else None
+        self.ends = template.ends if template is not None else ()
 
     def is_due(self, step: _Step) -> bool:
         """Before the first step, which a run that goes on has behind it, and after the last."""
@@ -96,7 +96,7 @@ class Demos:
         """Answer, as the keys of text generation say, and write."""
         run = self.run
         with run.watchdog.phase("answering demo_prompts"), run.inference() as model:
-            samples = sample(model, self.prompts, run.logger, self.ends)
+            samples = sample(model, self.prompts, run.logger, (*model.ends, *self.ends))
         on_rank_zero(run.groups, lambda: self._write(step.iteration, samples))
 
     def _write(self, iteration: int, samples: Sequence[Sample]) -> None:

@@ -151,7 +151,7 @@ def converse(model: Model) -> int:
             except RequestError as problem:
                 write(f"WARNING: {problem}\n")
                 continue
-            ends = conversation.template.ends
+            ends = (*model.ends, *conversation.template.ends)
         if message is not None:
             write(f"{message}\n")
         seed = mix_seed(args.seed, "sample", number)

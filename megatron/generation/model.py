@@ -24,6 +24,7 @@ from megatron.checkpointing.huggingface import (
     HFFolder,
     adopted_rows,
     carried_files,
+    declared_ends,
     exported_rows,
     find_hf,
     is_hf,
@@ -53,7 +54,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
         return _load_hf(on_rank_zero(groups, lambda: find_hf(source)), args, groups, tokenizer, logger)
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
-    columns = on_rank_zero(groups, lambda: exported_rows(carried_files(path / CARRIED), tokenizer.vocab_size))
+    carried = on_rank_zero(groups, lambda: carried_files(path / CARRIED))
+    columns, ends = exported_rows(carried, tokenizer.vocab_size), declared_ends(carried)
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
         args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = for_inference(with_vocabulary(args, tokenizer))
@@ -68,7 +70,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
     together_local(groups, lambda: _fill(stage, [layers], load))  # at once: what does not fit is told of all layers
     logger.info(f"weights of {path}, in {args.params_dtype}")
-    return Model(args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path))
+    return _model(args, groups, tokenizer, stage, columns, path, ends, logger)
 
 
 def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
@@ -84,8 +86,28 @@ def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Toke
     together_local(groups, lambda: _fill(stage, [[layer] for layer in layers], load))
     logger.info(said)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
-    columns = on_rank_zero(groups, lambda: HFFolder(path).vocab_size)
-    return Model(args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path))
+    columns, ends = on_rank_zero(groups, lambda: (HFFolder(path).vocab_size, declared_ends(carried_files(path))))
+    return _model(args, groups, tokenizer, stage, columns, path, ends, logger)
+
+
+def _model(
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer,
+    stage: Stage,
+    columns: int | None,
+    path: Path,
+    ends: tuple[int, ...],
+    logger: logging.Logger,
+) -> Model:
+    """It says what ends texts where that is more than the end of document."""
+    found = Model(
+        args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path), declared_ends=ends
+    )
+    if len(found.ends) > 1:
+        named = [f"{i} {tokenizer.special_tokens.get(i, '')}".rstrip() for i in found.ends]
+        logger.info(f"texts end at the tokens {', '.join(named)}")
+    return found
 
 
 def _empty(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> Stage:

@@ -22,9 +22,9 @@ class Request:
 
     tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of its draws;
     what it becomes depends on nothing beside it. stop: the text ends before the first of these strings. ends: ids that
-    end the text, None: the tokenizer's eod alone. logprobs: so many most likely tokens are reported beside each
+    end the text, None: the model's. logprobs: so many most likely tokens are reported beside each
     generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs: the same of the prompt's tokens.
-    text: whether events hold text; stop strings need it.
+    text: whether events hold text; stop strings need it. minimum_tokens: written before an end or a stop string counts.
     """
 
     tokens: Sequence[int]
@@ -36,6 +36,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     text: bool = True
+    minimum_tokens: int = 0
 
 
 class Logprob(NamedTuple):

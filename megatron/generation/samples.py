@@ -147,7 +147,7 @@ def sample(
     model: Model, prompts: Sequence[Prompt], logger: logging.Logger, ends: tuple[int, ...] | None = None
 ) -> list[Sample]:
     """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks share the
-    prompts out. ends: tokens that end a text, None: the end of document. All ranks call it together."""
+    prompts out. ends: tokens that end a text, None: the model's. All ranks call it together."""
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
     own = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,6 +18,7 @@ _CANDIDATES = 512  # most likely tokens that a nucleus is first looked for in, w
 class Sampling:
     """temperature divides the logits, 0 takes the most likely token; top_k 0, top_p 0 and min_p 0 leave all tokens.
 
+    logit_bias is added to the logits of tokens, (id, bias), before all else (OpenAI).
     repetition_penalty divides positive and multiplies negative logits of tokens in prompt and text (arXiv 1909.05858,
     transformers). frequency_penalty is subtracted as often as a token was generated, presence_penalty once (OpenAI).
     """
@@ -29,6 +30,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
     def of(args: NeoXArgs) -> Sampling:
@@ -94,9 +96,17 @@ class Chooser:
         texts: Sequence[tuple[int, Sequence[int]]],
         vocab: int,
         device: torch.device,
+        least: Sequence[tuple[int, Collection[int]]] = (),
     ) -> None:
-        """texts: of each row the length of its prompt, and all its tokens."""
-        self.device = device
+        """texts: of each row the length of its prompt, and all its tokens. least: of each row how many tokens it
+        writes before it may end, and the ids that end it; nothing given: none."""
+        self.device, self.vocab = device, vocab
+        biases = [(row, *bias) for row, one in enumerate(samplings) for bias in one.logit_bias]
+        self.biased = self._flat([[row for row, _, _ in biases]]), self._flat([[token for _, token, _ in biases]])
+        self.bias = self._tensor([float(value) for _, _, value in biases]) if biases else None
+        pairs = zip(least, texts, strict=True) if least else ()
+        self.held = [(minimum - len(tokens) + start, ends) for (minimum, ends), (start, tokens) in pairs]
+        self.banned = self._ends_too_early()
         drawn = [i for i, one in enumerate(samplings) if one.temperature > 0.0]
         self.drawn = drawn
         """Rows that a draw is needed for."""
@@ -133,8 +143,12 @@ class Chooser:
 
         logits: fp32 `[rows, vocab]`, only tokens that exist. uniforms: in [0, 1), one for each of `drawn`.
         """
+        if self.bias is not None:
+            logits = logits.index_put(self.biased, self.bias, accumulate=True)
         if self.penalised:
             logits = self._penalise(logits)
+        if self.banned is not None:
+            logits = logits.index_put(self.banned, logits.new_tensor(float("-inf")))
         if not self.drawn:
             return _most_likely(logits)
         own = logits if self.all_drawn else logits[self.rows]
@@ -145,6 +159,13 @@ class Chooser:
         found = found.masked_fill(total[:, -1].isnan(), -1)
         return found if self.all_drawn else _most_likely(logits).index_copy(0, self.rows, found)
 
+    def _ends_too_early(self) -> tuple[Tensor, Tensor] | None:
+        """Rows and ids of tokens that would end a text now and must not."""
+        rows = [row for row, (left, _) in enumerate(self.held) if left > 0]
+        ids = [[token for token in self.held[row][1] if 0 <= token < self.vocab] for row in rows]
+        places = [[row] * len(own) for row, own in zip(rows, ids, strict=True)]
+        return (self._flat(places), self._flat(ids)) if any(ids) else None
+
     def _penalise(self, logits: Tensor) -> Tensor:
         own = logits[self.penalised_rows]
         scaled = torch.where(own > 0, own / self.repetition, own * self.repetition)
@@ -154,6 +175,10 @@ class Chooser:
 
     def chosen(self, tokens: Tensor) -> None:
         """What came of it, `[rows]` int64."""
+        if self.banned is not None:
+            self.held = [(left - 1, ends) for left, ends in self.held]
+            if any(left == 0 for left, _ in self.held):
+                self.banned = self._ends_too_early()
         if self.penalised:
             ids = tokens.to(self.device)[self.penalised_rows].unsqueeze(1)
             self.seen.scatter_(1, ids, True)

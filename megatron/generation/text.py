@@ -10,7 +10,9 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes become whose character is not 
 class TextStream:
     """Pieces of text that are safe to show: whole characters, and nothing that may turn out to begin a stop string."""
 
-    def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = (), minimum: int = 0) -> None:
+        """minimum: tokens before stop strings count (vLLM's min_tokens: one that ends within them is passed over)."""
+        self.minimum = minimum
         self.detokenize, self.stop = detokenize, [string for string in stop if string]
         self.tokens: list[int] = []
         # Text of tokens[:read] was taken; those from `start` are needed to write the next ones as in their place.
@@ -35,7 +37,8 @@ class TextStream:
         if new:
             self.start, self.read = self.read, len(self.tokens)
         text, self.held = self.held + new, ""
-        found = [place for string in self.stop if (place := text.find(string)) >= 0]
+        counts = len(self.tokens) > self.minimum
+        found = [place for string in self.stop if counts and (place := text.find(string)) >= 0]
         if found:
             self.stopped = True
             return text[: min(found)]

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError

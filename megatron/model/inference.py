@@ -22,6 +22,7 @@ class Model:
     columns: tokens that share out probability: the rows that an export to HuggingFace keeps. None: all of
     padded_vocab_size, as in training. lockstep: parameters are shared out over data-parallel ranks (ZeRO 3), so that
     these must run the stage equally often. source: the folder that the weights came from; empty in training.
+    declared_ends: ids that end a text besides the tokenizer's end of document, as the model's own files name them.
     """
 
     args: NeoXArgs
@@ -32,6 +33,12 @@ class Model:
     columns: int | None = None
     lockstep: bool = False
     source: str = ""
+    declared_ends: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+        return tuple(sorted({self.tokenizer.eod, *self.declared_ends}))
 
     @property
     def positions(self) -> int:

@@ -22,6 +22,9 @@ class ServingKeys:
         1024, "Texts that may be written or wait at a time; more are refused with status 429", source="new", ge=1
     )
     serve_max_body_bytes: int = key(4 * 1024 * 1024, "Longest body of a request", source="new", ge=1024)
+    serve_header_timeout_s: float = key(
+        30.0, "Time in which a request's header must have come; the connection is closed after it", source="new", gt=0
+    )
     serve_body_timeout_s: float = key(30.0, "Time in which a body must have come", source="new", gt=0)
     serve_request_timeout_s: float = key(600.0, "Time in which a request must be answered", source="new", gt=0)
     serve_shutdown_timeout_s: float = key(

@@ -416,16 +416,19 @@ class Engine:
         return [answer_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
     @contextlib.contextmanager
-    def inference(self, tokenizer: Tokenizer, columns: int | None = None) -> Iterator[Model]:
+    def inference(
+        self, tokenizer: Tokenizer, columns: int | None = None, ends: tuple[int, ...] = ()
+    ) -> Iterator[Model]:
         """The model as it is now, to generate and to score with; training goes on as if it had not been.
 
-        columns: as of `Model`. All ranks enter it together. Random generators are what they were afterwards.
+        columns, ends: as `columns` and `declared_ends` of `Model`. All ranks enter it together. Random generators are
+        what they were afterwards.
         """
         args, random = for_inference(self.args), rng_state(self.groups.device)
         lockstep = self.zero_stage == 3
         try:
             with reading(self.stage, args):
-                yield Model(args, self.groups, tokenizer, self.stage, self.dtype, columns, lockstep)
+                yield Model(args, self.groups, tokenizer, self.stage, self.dtype, columns, lockstep, declared_ends=ends)
         finally:
             restore_rng(random, self.groups.device, "before inference")
 

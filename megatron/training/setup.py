@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing.huggingface import exported_rows
+from megatron.checkpointing.huggingface import declared_ends, exported_rows
 from megatron.data import (
     DataError,
     Datasets,
@@ -70,8 +70,9 @@ class Training:
 
     def inference(self) -> AbstractContextManager[Model]:
         """The model as it is now, to generate and to score with (`Engine.inference`)."""
-        rows = exported_rows(self.checkpointer.carried, self.tokenizer.vocab_size)
-        return self.engine.inference(self.tokenizer, rows)
+        carried = self.checkpointer.carried
+        rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
+        return self.engine.inference(self.tokenizer, rows, ends)
 
     def close(self) -> None:
         """Release the engine and leave the process group."""

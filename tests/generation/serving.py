@@ -29,6 +29,7 @@ from tests.pool import run_ranks
 FOLDER = GOLDEN / "dataset" / "hf_tokenizer"  # with a chat template
 NAME = "tiny-llama"
 POSITIONS = 4096
+END = 300  # an end besides the tokenizer's
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64}
 
 
@@ -41,6 +42,7 @@ def make_model(folder: Path) -> transformers.LlamaForCausalLM:
         max_position_embeddings=POSITIONS, initializer_range=0.3, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = [0, END]
     model.save_pretrained(folder / NAME)
     for file in FOLDER.iterdir():
         shutil.copy(file, folder / NAME)

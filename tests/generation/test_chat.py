@@ -10,6 +10,8 @@ import transformers
 
 from megatron.generation.chat import find_template
 from megatron.generation.requests import RequestError
+from megatron.generation.serving.errors import APIError
+from megatron.generation.serving.reading import Reader
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import HFTokenizer
 from tests.data.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
@@ -71,6 +73,48 @@ def test_older_places(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="there is no chat template beside vocab_file or with the model"):
         find_template(args_of(plain, load=str(tmp_path)), tokenizer)
+
+
+CALLED = [
+    {"role": "user", "content": "What does the lantern cost?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"of": "lantern"}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": t} for t in ("Nine ", "coins.")]},
+]  # fmt: skip
+
+
+def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
+    """As transformers' templates expect them; a template that leaves them out is not passed over."""
+    text = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments.of }}){% endfor %}{% endif %}"
+        "{{ '\\n' }}{% endfor %}"
+    )
+    (tmp_path / "chat.jinja").write_text(text)
+    (tmp_path / "deaf.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = HFTokenizer(FOLDER)
+
+    def prompt(name: str, messages: list[dict[str, object]]) -> str:
+        chat = find_template(args_of(FOLDER, chat_template=str(tmp_path / name)), tokenizer)
+        body = json.dumps({"model": "m", "messages": messages, "max_tokens": 4})
+        asked = Reader("m", tokenizer, 4096, (0,), chat).conversation(body.encode())
+        return tokenizer.detokenize(asked.requests[0].tokens)
+
+    said = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
+    assert prompt("chat.jinja", CALLED) == said
+    with pytest.raises(APIError, match="the chat template leaves out messages of role tool"):
+        prompt("deaf.jinja", CALLED)
+    with pytest.raises(APIError, match="the chat template leaves out messages of role developer"):
+        prompt("deaf.jinja", [{"role": "developer", "content": "Be brief."}, *CALLED[:1]])
+    broken = [
+        CALLED[0],
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
+    ]
+    with pytest.raises(APIError, match="the arguments of the tool call f are no JSON"):
+        prompt("chat.jinja", broken)
 
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:

@@ -46,6 +46,35 @@ def test_min_p_equals_transformers(min_p: float) -> None:
     torch.testing.assert_close(filter_logits(LOGITS, min_p=[min_p] * ROWS), expected, rtol=0, atol=0)
 
 
+def test_biases_and_least_lengths_equal_transformers() -> None:
+    """Rows with, and rows without, step by step until all may end."""
+    from transformers import MinNewTokensLengthLogitsProcessor, SequenceBiasLogitsProcessor
+
+    bias = {3: 7.5, 40: -100.0, 699: 2.0}
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 5] = 9.0  # one of the ends
+    logits[:, 3] = 1.0
+    samplings = [Sampling(logit_bias=tuple(bias.items())), Sampling(), Sampling()]
+    tokens = [[1, 2], [1, 2], [1, 2]]
+    least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
+    found = Chooser(samplings, [(2, own) for own in tokens], VOCAB, torch.device("cpu"), least)
+    biased = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    for _ in range(4):
+        expected = []
+        for row, own in enumerate(tokens):
+            ids, scores = torch.tensor([own]), logits[row : row + 1].clone()
+            scores = biased(ids, scores) if row == 0 else scores
+            ends = [end for end in least[row][1] if end < VOCAB]
+            scores = MinNewTokensLengthLogitsProcessor(2, least[row][0], ends, device="cpu")(ids, scores)
+            expected.append(int(scores.argmax()))
+        chosen = found.choose(logits, [])
+        assert chosen.tolist() == expected
+        found.chosen(chosen)
+        for own, token in zip(tokens, expected, strict=True):
+            own.append(token)
+    assert tokens[0][2:] == [699, 699, 5, 5] and tokens[1][2:] == [3, 5, 5, 5] and tokens[2][2:] == [5] * 4
+
+
 def test_rows_are_filtered_each_in_its_own_way() -> None:
     """In transformers' order; rows of one batch as if they were alone."""
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.generation.serving import FOLDER, NAME, POSITIONS, Server, make_model, serving
+from tests.generation.serving import END, FOLDER, NAME, POSITIONS, Server, make_model, serving
 
 PROMPT = "The quick brown fox"
 LIMITS = {"serve_max_requests": 200, "serve_max_body_bytes": 65536, "serve_body_timeout_s": 1.0}
@@ -230,6 +230,7 @@ async def _endless(client: openai.AsyncOpenAI, body: dict[str, Any], stream: boo
     raise AssertionError("it came to an end")
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"of": "a lantern"}'}}
 REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", b"{", 400, "", "the body is not a JSON object"),
     ("completions", b"[1]", 400, "", "the body is not a JSON object"),
@@ -245,7 +246,10 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "stop.0: "),
     ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "stop: "),
     ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix: this server does not support it"),
-    ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, 400, "logit_bias", "does not support it"),
+    ("completions", {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
+    ("completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "valid integer"),
+    ("completions", {"prompt": "a", "logit_bias": {"380": 1}}, 400, "logit_bias", "380 is no token id; they go from 0"),
+    ("completions", {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens", "5 is more than the 4"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "best_of: this server does not support it"),
     ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "temprature: this server does not"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "leaves nothing to do without echo"),
@@ -255,13 +259,18 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": ["a"] * 201, "max_tokens": 1}, 400, "", "201 texts in one request; at most 200"),
     ("chat/completions", {"messages": []}, 400, "messages", "messages: "),
     ("chat/completions", {"messages": "Hi"}, 400, "messages", "messages: "),
-    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "messages.0.content: is required"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "messages.0: content is required"),
     ("chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, 400, "messages", "messages.0.role: "),
     ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "tools: this server does not support it"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not support it"),
     ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs to be true"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
      "messages.0.content"),
+    ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages", "tool_call_id"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, 400, "messages",
+     "tool_calls are an assistant's"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, "messages",
+     "the chat template leaves out tool_calls"),
 ]  # fmt: skip
 
 
@@ -283,6 +292,48 @@ def test_what_changes_nothing_is_taken(server: Server) -> None:
     assert server.post("/v1/completions", body)[0] == 200
     chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [], "store": True}
     assert server.post("/v1/chat/completions", chat | {"response_format": {"type": "text"}})[0] == 200
+
+
+def test_ends_biases_and_least_lengths(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    """Every end of generation_config.json; OpenAI's `logit_bias`, vLLM's `ignore_eos` and `min_tokens`."""
+    prompt = reference[1](PROMPT)["input_ids"]
+
+    def write(bias: dict[int, float], **options: Any) -> tuple[list[int], str, str]:
+        extra = {"return_token_ids": True, **options}
+        reply = client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logit_bias={str(i): v for i, v in bias.items()},
+            extra_body=extra,
+        )  # fmt: skip
+        choice = reply.choices[0]
+        assert choice.model_extra is not None
+        return choice.model_extra["token_ids"], choice.finish_reason, choice.text
+
+    plain = greedy(reference, prompt, 6)
+    for end in (0, END):
+        assert write({end: 100}) == ([end], "stop", "")
+        assert write({end: 100}, ignore_eos=True)[:2] == ([end] * 6, "length")
+        assert write({end: 100}, min_tokens=4)[:2] == ([*plain[:4], end], "stop")
+    banned = [first := plain[0]]
+    banned.append(int(logprobs(reference, prompt)[-1].index_fill(0, torch.tensor([first]), -torch.inf).argmax()))
+    assert write({first: -100})[0][0] == banned[1] != first
+    stop = reference[1].decode(plain)[:1]
+    early, late = write({}, stop=[stop]), write({}, stop=[stop], min_tokens=3)
+    assert (early[0], early[1:]) == (plain[: len(early[0])], ("stop", "")) and len(early[0]) < 3
+    assert late[0] == plain[: len(late[0])] and len(late[0]) > 3 and late[2].startswith(stop)
+
+
+def test_answers_of_tools(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "What does it cost?"},
+        {"role": "tool", "tool_call_id": "c1", "content": "Nine coins."},
+    ]
+    prompt = reference[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    reply = client.chat.completions.create(
+        model=NAME, messages=messages, max_tokens=3, temperature=0, extra_body={"return_token_ids": True}
+    )
+    assert reply.choices[0].model_extra is not None
+    assert reply.choices[0].model_extra["prompt_token_ids"] == prompt
+    assert reply.choices[0].message.content == reference[1].decode(greedy(reference, prompt, 3))
 
 
 def test_bodies_that_are_too_large_or_slow(server: Server) -> None:

@@ -5,8 +5,9 @@ What a tensor is called there, and what config.json means, is the knowledge of `
 
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.huggingface.exporting import export_hf, recover
-from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, exported_rows
+from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, declared_ends, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
+from megatron.checkpointing.huggingface.hub import hub_or_cache
 from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
 from megatron.checkpointing.huggingface.parity import Parity
 
@@ -16,10 +17,12 @@ __all__ = [
     "Parity",
     "adopted_rows",
     "carried_files",
+    "declared_ends",
     "export_args",
     "export_hf",
     "exported_rows",
     "find_hf",
+    "hub_or_cache",
     "import_hf",
     "is_hf",
     "load_hf_weights",

@@ -59,6 +59,14 @@ def exported_rows(carried: Mapping[str, bytes], tokens: int) -> int | None:
     return None if rows is None else max(rows, tokens)
 
 
+def declared_ends(carried: Mapping[str, bytes]) -> tuple[int, ...]:
+    """Ids that end a text by a model's own files: `eos_token_id`, one or a list, of generation_config.json, else of
+    config.json, as transformers reads them."""
+    file = GENERATION if GENERATION in carried else CONFIG
+    found = json.loads(carried.get(file, b"{}")).get("eos_token_id")
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
 def extras_of(
     source: Path, args: NeoXArgs, *, tokenizer: bool = True, vocab_is_hf: bool = False, pad_token_id: int | None = None
 ) -> Extras:

@@ -3,6 +3,7 @@ be passed over in silence."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -22,7 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
@@ -70,7 +70,8 @@ class StreamOptions(_Body):
 
 
 class _Sampled(_Body):
-    """What both kinds of request have in common. top_k, min_p, repetition_penalty, return_token_ids: as in vLLM."""
+    """What both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
+    return_token_ids: as in vLLM."""
 
     model: str
     n: int = Field(1, ge=1, le=128)
@@ -85,6 +86,9 @@ class _Sampled(_Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     return_token_ids: bool = False
 
     def sampling(self) -> Sampling:
@@ -97,6 +101,7 @@ class _Sampled(_Body):
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
         )
 
 
@@ -118,18 +123,64 @@ class TextPart(_Body):
     text: str
 
 
+class Function(_Body):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: str = "{}"
+
+    def plain(self) -> dict[str, Any]:
+        """Arguments as the object that their JSON says, which templates expect (transformers, vLLM)."""
+        try:
+            told = json.loads(self.arguments or "{}")
+        except ValueError as problem:
+            raise APIError(
+                400, f"messages: the arguments of the tool call {self.name} are no JSON ({problem})", param="messages"
+            ) from None
+        return {"name": self.name, "arguments": told}
+
+
+class ToolCall(_Body):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(_Body):
     model_config = ConfigDict(extra="forbid")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
 
-    def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is required")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id is for messages of role tool, and required there")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template takes it. Raises APIError for a call's arguments that are no JSON."""
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        found: dict[str, Any] = {
+            "role": self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+        }
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.plain()} for call in self.tool_calls
+            ]
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class ChatBody(_Sampled):

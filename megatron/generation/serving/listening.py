@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from megatron.generation.prompts import problem_of
 from megatron.neox_arguments import NeoXArgs
 
 TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
-_HEAD_S = 30.0  # from the first byte of a request to the end of its headers, and from connecting to the first byte
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,12 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """A connection that does not bring the head of a request in time is closed."""
+    """A connection that does not bring the header of a request in time is closed: within so many seconds of connecting,
+    or of the first byte after the last request."""
+
+    def __init__(self, seconds: float, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._seconds = seconds
 
     _late: asyncio.TimerHandle | None = None
 
@@ -96,21 +101,23 @@ class _Protocol(H11Protocol):
             self._late.cancel()
 
     def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # the head is there
+        if self.cycle is not None and not self.cycle.response_complete:  # the header is there
             if self._late is not None:
                 self._late.cancel()
             self._late = None
         elif self._late is None:
-            self._late = self.loop.call_later(_HEAD_S, self.transport.close)
+            self._late = self.loop.call_later(self._seconds, self.transport.close)
 
 
 class Listener:
     """An ASGI application served by a thread with an event loop of its own."""
 
-    def __init__(self, found: socket.socket, app: Any, on_end: Callable[[], None]) -> None:
-        """on_end: called when the thread ends, also by itself. Raises OSError when it cannot listen."""
+    def __init__(self, found: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:
+        """on_end: called when the thread ends, also by itself. header_seconds: in which a request's header must have
+        come. Raises OSError when it cannot listen."""
         config = uvicorn.Config(
-            app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+            app, http=partial(_Protocol, header_seconds),  # type: ignore[arg-type]
+            ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, timeout_graceful_shutdown=5,
         )  # fmt: skip
         self.loop = asyncio.new_event_loop()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.generation.chat import ChatTemplate
 from megatron.generation.requests import Request, RequestError
+from megatron.generation.sampling import Sampling
 from megatron.generation.serving.bodies import ChatBody, CompletionBody, parse
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.replies import Asked
@@ -17,11 +18,12 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Reader:
-    """Bodies as requests. positions: of the model; chat: None without a template, why: there is none."""
+    """Bodies as requests. positions, ends: of the model; chat: None without a template, why: there is none."""
 
     name: str
     tokenizer: Tokenizer
     positions: int
+    ends: tuple[int, ...]
     chat: ChatTemplate | None
     why: str = ""
 
@@ -39,7 +41,7 @@ class Reader:
             for prompt in body.prompt
         ]
         scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-        return self._asked(body, prompts, echoed, body.logprobs, scored, None)
+        return self._asked(body, prompts, echoed, body.logprobs, scored, self.ends)
 
     def conversation(self, content: bytes) -> Asked:
         """Of `/v1/chat/completions`. Raises APIError."""
@@ -47,12 +49,14 @@ class Reader:
         self._check_model(body.model)
         if self.chat is None:
             raise APIError(400, f"{self.why}; use /v1/completions", code="no_chat_template")
+        messages = [message.plain() for message in body.messages]
         try:
-            prompt = self.chat.tokens([message.plain() for message in body.messages])
+            prompt = self.chat.tokens(messages)
+            self.chat.check_heard(messages)
         except RequestError as problem:
             raise APIError(400, f"messages: {problem}", param="messages") from None
         count = body.top_logprobs if body.logprobs else None
-        return self._asked(body, [prompt], [""], count, False, self.chat.ends)
+        return self._asked(body, [prompt], [""], count, False, (*self.ends, *self.chat.ends))
 
     def _asked(
         self,
@@ -61,10 +65,10 @@ class Reader:
         echoed: Sequence[str],
         logprobs: int | None,
         scored: bool,
-        ends: tuple[int, ...] | None,
+        ends: tuple[int, ...],
     ) -> Asked:
         seed = body.seed if body.seed is not None else secrets.randbits(62)
-        sampling = body.sampling()
+        sampling = self._sampling(body)
         requests: list[Request] = []
         for prompt in prompts:
             tokens = list(prompt) or [self.tokenizer.eod]  # an empty one begins a document
@@ -77,12 +81,20 @@ class Reader:
                         maximum,
                         mix_seed(seed, "sample", len(requests)),
                         tuple(body.stop),
-                        ends,
+                        () if body.ignore_eos else ends,
                         logprobs,
                         scored,
+                        minimum_tokens=body.min_tokens,
                     )
                 )
         return Asked(body, requests, echoed)
+
+    def _sampling(self, body: CompletionBody | ChatBody) -> Sampling:
+        wrong = next((token for token in body.logit_bias if not 0 <= token < self.tokenizer.vocab_size), None)
+        if wrong is not None:
+            last = self.tokenizer.vocab_size - 1
+            raise APIError(400, f"logit_bias: {wrong} is no token id; they go from 0 to {last}", param="logit_bias")
+        return body.sampling()
 
     def _fitting(self, length: int, body: CompletionBody | ChatBody) -> int:
         room = self.positions - length
@@ -95,6 +107,12 @@ class Reader:
                 + ("" if body.limit is None else " or ask for fewer"),
                 param="messages" if isinstance(body, ChatBody) else "prompt",
                 code="context_length_exceeded",
+            )
+        if body.min_tokens > limit:
+            raise APIError(
+                400,
+                f"min_tokens: {body.min_tokens} is more than the {limit} that are written at most",
+                param="min_tokens",
             )
         return limit
 

@@ -96,7 +96,7 @@ def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger
 
     args, entrance = model.args, front.entrance
     desk = Desk(args.serve_max_requests)
-    reader = Reader(front.name, model.tokenizer, model.positions, front.chat, front.why)
+    reader = Reader(front.name, model.tokenizer, model.positions, model.ends, front.chat, front.why)
     gate = Gate(entrance.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
     service = Service(desk, gate, reader, TokenTexts(model.tokenizer), args.serve_request_timeout_s)
     leader = Leader(channel.groups.size("data"), desk.take, args.serve_shutdown_timeout_s, logger.info)
@@ -107,7 +107,7 @@ def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger
         desk.ring()
 
     try:
-        listener = Listener(entrance.socket, build_app(service), stop)
+        listener = Listener(entrance.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
         raise problem_of(args, "serve_port", f"{entrance.address}: {cause.strerror}") from cause
     leader.on_done = partial(listener.call, desk.deliver)
