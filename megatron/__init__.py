@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     __all__ = ["NeoXArgs"]
 
 # Megatron-Core, installed elsewhere, has this name too: `import megatron.core` finds it behind our own rooms.
-__path__ += [folder for folder in extend_path([], __name__) if folder not in __path__ and isdir(f"{folder}/core")]
+_elsewhere: list[str] = extend_path([], __name__)
+__path__ += [folder for folder in _elsewhere if folder not in __path__ and isdir(f"{folder}/core")]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,11 +37,11 @@ def notes(args: "NeoXArgs") -> list[str]:
         why = args.origin("disable_dropout") if asked else f"train_impl: {args.train_impl}"
         told = " and ".join(f"{name} {args.given[name]} ({args.origins[name]})" for name in given)
         lines.append(f"disable_dropout ({why}): trained without {told}")
-    engine = [name for name in ("te_mha", "te_layernorm_mlp") if getattr(args, name)]
-    if engine and args.given.get("te_backend") != args.te_backend:
-        asked = f"{' and '.join(engine)} ({args.origin(engine[0])})"
+    te_layers = [name for name in ("te_mha", "te_layernorm_mlp") if getattr(args, name)]
+    if te_layers and args.given.get("te_backend") != args.te_backend:
+        by = f"{' and '.join(te_layers)} ({args.origin(te_layers[0])})"
         lines.append(
-            f"te_backend: auto chose {args.te_backend} for {asked}: our own layers, the same maths and names on disk"
+            f"te_backend: auto chose {args.te_backend} for {by}: our own layers, the same maths and names on disk"
         )
     if args.te_layernorm_mlp:
         kind, epsilon = (

@@ -42,6 +42,7 @@ from megatron.objectives import Objective, answer_sums
 from megatron.tokenizer import Tokenizer
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
 from megatron.training.engine_state import EngineState
+from megatron.training.gate import attach_deepspeed
 from megatron.training.guards import GradientWatch, SpikeGuard
 from megatron.training.optimizers import (
     assert_same_groups,
@@ -149,20 +150,6 @@ class _TiedPipelineModule(PipelineModule):
         return [(TiedGradient(param), group) for param, group in self.tied]
 
 
-def attach_deepspeed() -> None:
-    """Put DeepSpeed on the existing process group, quietly.
-
-    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it),
-    and it refuses fp16 where the processor has no instructions for it, which torch computes nevertheless.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    accelerator = deepspeed.accelerator.get_accelerator()
-    if accelerator.device_name() == "cpu":
-        accelerator.is_fp16_supported = lambda: True
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-
-
 class Engine:
     """A model under training in any layout. Owns the DeepSpeed engine; weights go in and out by layer and name."""
 
@@ -265,11 +252,9 @@ class Engine:
         else:
             norm, skipped = self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow)
         untrained = skipped and not bool(weight.any())
-        if untrained:
-            norm = 0.0
-            if scaler is not None:
-                vars(scaler).update(scaler_before)  # it took the step for an overflow
-        return StepResult(loss, norm, skipped, spike, metrics, untrained)
+        if untrained and scaler is not None:
+            vars(scaler).update(scaler_before)  # it took the step for an overflow
+        return StepResult(loss, 0.0 if untrained else norm, skipped, spike, metrics, untrained)
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches with what the objective wants to know of them before their forward pass."""

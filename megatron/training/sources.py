@@ -150,7 +150,8 @@ def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
     tokens: of the tokenizer. Raises ConfigError for a number that leaves some of them out.
     """
     asked = args.mask_padded_vocab
-    rows = {True: tokens, False: None, "auto": real}.get(asked, asked) if isinstance(asked, bool | str) else asked
+    meant = {True: tokens, False: None, "auto": real}
+    rows = meant[asked] if isinstance(asked, bool | str) else asked
     if rows is not None and rows < tokens:
         place = args.origin("mask_padded_vocab")
         raise ConfigError([f"{place}: mask_padded_vocab: {rows}, but the tokenizer has {tokens} tokens; write true"])
