@@ -91,8 +91,11 @@ def check_same_run(
 def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[Change]:
     was = {key: _was(manifest, key) for key in now}
     changes = [Change(key, now[key], was[key]) for key in now if now[key] != was[key]]
-    units = {True: "passes over the data", False: "iterations"}
-    return [Change(c.key, units[c.here], units[c.there]) if c.key == "train_epochs" else c for c in changes]
+    if changes and changes[0].key == "train_epochs":
+        passes, steps = "passes over the data", "iterations"
+        key, here, there = ("train_epochs", passes, steps) if changes[0].here else ("train_iters", steps, passes)
+        changes[0] = Change(key, here, there)
+    return changes
 
 
 def _was(manifest: Manifest, key: str) -> Any:

@@ -139,7 +139,10 @@ def resumed_schedule(
             continue
         if there == here or (name not in ("style", "decay_style") and math.isclose(there, here, rel_tol=1e-9)):
             continue
-        changed.append(Change(responsible(keys, args, given), f"{label} {here}", str(there)))
+        key = responsible(keys, args, given)
+        if key == "train_iters" and "train_epochs" in args.origins:  # they were made from these
+            key = "train_epochs"
+        changed.append(Change(key, f"{label} {here}", str(there)))
     if changed:
         raise CheckpointError(
             f"{told(changed, args, f'the run of {where}')}; the learning-rate schedule is another: set "

@@ -157,8 +157,7 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
         # From here on a run of so many iterations: the schedule and its checks follow.
         steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, begun))
         args, place = args.replace(train_epochs=None, train_iters=steps), args.origin("train_epochs")
-        places = {"train_epochs": place, "train_iters": f"from train_epochs, {place}"}
-        args = replace(args, origins=FrozenDict({**args.origins, **places}))
+        args = replace(args, origins=FrozenDict({**args.origins, "train_epochs": place, "train_iters": place}))
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
     logger.info(arguments_dump(args))
     logger.info(describe(tokenizer, args.padded_vocab_size))

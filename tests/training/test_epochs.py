@@ -53,6 +53,8 @@ def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     iterations = max(losses(tmp_path / "a"))
     assert json.loads((tmp_path / "a" / "status.json").read_text())["train_iters"] == iterations
+    with pytest.raises(AssertionError, match=rf"train_epochs: end_iter \d+ \(program\), but .* had {iterations}; "):
+        run_ranks(run_to_end, 1, {**stopped, "train_epochs": 3})
     longer = {**stopped, "train_epochs": 3, "lr_decay_iters": iterations}
     run_ranks(run_to_end, 1, longer)
     assert max(losses(tmp_path / "b")) == run_ranks(facts, 1, longer)[0]["iterations"] > iterations

@@ -126,3 +126,6 @@ def test_passes_and_iterations_are_told_apart(tmp_path: Path) -> None:
     record = {**record, "order": order_keys(there.args, 2)}
     with pytest.raises(CheckpointError, match="^train_epochs: passes over the data .* had iterations"):
         check_same_run(there.args, PATH, manifest, True, record, there.tokenizer)
+    manifest = replace(manifest, data=record)
+    with pytest.raises(CheckpointError, match=r"^train_iters: iterations \(\S+a.yml:\d+\), but .* had passes over"):
+        check_same_run(there.args, PATH, manifest, True, there.record(), there.tokenizer)
