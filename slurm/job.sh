@@ -28,8 +28,8 @@ if [ -n "${NEOX_SITE:-}" ]; then
     # shellcheck disable=SC1090
     source "$site" || return 1
     # The log goes on in the site's folder: that of NEOX_LOG_DIR, or of the variable that the batch file names.
-    log_folder=${log_folder:-NEOX_LOG_DIR}
-    folder=${!log_folder:-}
+    site_log=${site_log:-NEOX_LOG_DIR}
+    folder=${!site_log:-}
     if [ -n "$folder" ] && [ /dev/stdout -ef "$default_log" ]; then
         log=$folder/${default_log##*/}
         if ! { mkdir -p "$folder" && touch "$log"; }; then

@@ -111,7 +111,7 @@ def start(tmp_path):
         "{n: v for n, v in os.environ.items() if n.startswith(('SLURM', 'NEOX'))}]) + '\\n')"
     )
     for name, answer in (("sbatch", "Submitted batch job 13"), ("scontrol", "")):
-        lines = [f"{sys.executable} -c {json.dumps(record)} {name} \"$@\"", f"echo {answer}"]
+        lines = [f'{sys.executable} -c {json.dumps(record)} {name} "$@"', f"echo {answer}"]
         if name == "scontrol":
             lines[1] = f'[ "$1" = update ] || cat {tmp_path}/job'
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n" + "\n".join(lines) + "\n")
