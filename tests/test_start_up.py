@@ -37,6 +37,9 @@ num_attention_heads: 2
 seq_length: 8
 max_position_embeddings: 8
 train_batch_size: 8
+train_iters: 1
+data_path: data
+tokenizer_type: CharLevelTokenizer
 """
 COMMANDS = ("train.py", "generate.py", "eval.py", "tools/serve.py")
 TOOLS = [
