@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from megatron.checkpointing.huggingface import hub_or_cache
 from megatron.generation.chat import ChatTemplate, find_template
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"
 _YAML = (".yaml", ".yml")
-_SEED = 1234  # of the choice of examples, lm-eval's own
+_LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
+SEED = 1234  # of the choice of examples, lm-eval's own
 # Kinds of exceptions of datasets and the Hub that mean: not here.
 _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
 
@@ -35,8 +38,8 @@ class Catalogue:
     system_prompt: str | None = None
 
 
-def find_tasks(args: NeoXArgs, tokenizer: Tokenizer) -> Catalogue:
-    """Load the tasks of `eval_tasks`, ready to be evaluated.
+def find_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> Catalogue:
+    """Load the tasks of `eval_tasks`, ready to be evaluated. log: told if the Hub is needed and does not answer.
 
     Raises ConfigError for names that are none, with the nearest ones, and for YAML files with mistakes.
     """
@@ -45,11 +48,12 @@ def find_tasks(args: NeoXArgs, tokenizer: Tokenizer) -> Catalogue:
     found = Catalogue(system_prompt=_system_prompt(args))
     if args.eval_apply_chat_template:
         found.template = find_template(args, tokenizer)
-    for name in names:
-        try:
-            found.tasks[name] = dict(manager.load([name]))
-        except Exception as problem:  # of lm-eval, datasets, the Hub, Jinja: a task is data that others wrote
-            found.failures[name] = _why(name, manager, problem)
+    with hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
+        for name in names:
+            try:
+                found.tasks[name] = dict(manager.load([name]))
+            except Exception as problem:  # of lm-eval, datasets, the Hub, Jinja: a task is data that others wrote
+                found.failures[name] = _why(name, manager, problem)
     for loaded in found.tasks.values():
         for task in loaded["tasks"].values():
             _settle(task, args.eval_num_fewshot)
@@ -59,7 +63,7 @@ def find_tasks(args: NeoXArgs, tokenizer: Tokenizer) -> Catalogue:
 def seed_tasks(tasks: Mapping[str, Any]) -> None:
     """Let tasks choose the same examples as the first time."""
     for task in tasks["tasks"].values():
-        task.set_fewshot_seed(seed=_SEED)
+        task.set_fewshot_seed(seed=SEED)
 
 
 def _system_prompt(args: NeoXArgs) -> str | None:
@@ -210,17 +214,41 @@ def _is_absent(problem: BaseException | None) -> bool:
     return False
 
 
-def _datasets(name: str, manager: TaskManager) -> set[str]:
-    """Datasets of a task, or of all tasks of a group or tag."""
+def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
+    """What the file of a task says, or the files of all tasks of a group or tag; a file by its name is read."""
     entry = manager.task_index.get(name)
     if entry is None:
-        return {name}
-    if entry.kind.name == "TAG":
-        return {data for member in entry.tags for data in _datasets(member, manager)}
+        yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}
+        return
     config = entry.cfg or {}
     members = config.get("task") if entry.kind.name == "GROUP" else None
-    if isinstance(members, list):
-        return {data for member in members if isinstance(member, str) for data in _datasets(member, manager)}
+    if entry.kind.name == "TAG":
+        members = sorted(entry.tags)
+    if not isinstance(members, list):
+        yield config
+        return
+    for member in members:
+        if isinstance(member, str):
+            yield from _configs(member, manager)
+        else:
+            yield member
+
+
+def _of_hub(name: str, manager: TaskManager) -> bool:
+    """Whether a task may have to be fetched: all that is not plainly of this machine."""
+    return not all(
+        config.get("custom_dataset") or path in _LOCAL or path and Path(path).exists()
+        for config in _configs(name, manager)
+        for path in [str(config.get("dataset_path") or "")]
+    )
+
+
+def _datasets(name: str, manager: TaskManager) -> set[str]:
+    """Datasets of a task, or of all tasks of a group or tag."""
+    return {data for config in _configs(name, manager) for data in _named(config)}
+
+
+def _named(config: Mapping[str, Any]) -> set[str]:
     path, part = config.get("dataset_path"), config.get("dataset_name")
     if path == "json":
         files = (config.get("dataset_kwargs") or {}).get("data_files")

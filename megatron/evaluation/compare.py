@@ -14,6 +14,7 @@ from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import export_hf, find_hf, is_hf
 from megatron.evaluation.catalogue import Catalogue
 from megatron.evaluation.harness import Evaluation, run_task
+from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import DTYPES
 from megatron.neox_arguments import NeoXArgs
@@ -28,7 +29,8 @@ def compare(model: Model, catalogue: Catalogue, ours: Evaluation, logger: loggin
     """
     theirs = Evaluation()
     begun = time.perf_counter()
-    with _folder(model.args) as folder:
+    logger.info("the same tasks through lm-eval's hf backend")
+    with _folder(model.args) as folder, quiet():
         reference = _reference(folder, model)
         for tasks in (tasks for name, tasks in catalogue.tasks.items() if name not in ours.failures):
             theirs.add(run_task(reference, tasks, catalogue, model.args, 0))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from megatron.evaluation.operations import GivenUp, Operations
 from megatron.evaluation.progress import WHAT, Progress
+from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.mpu.leading import Call, lead
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from megatron.evaluation.catalogue import Catalogue
     from megatron.evaluation.language_model import NeoXLM
 
+RANDOM_SEED, NUMPY_SEED = 0, 1234  # lm-eval's
 # What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
 _PARTS = (
     "results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples",
+    "task_hashes",
 )  # fmt: skip
 
 
@@ -73,8 +75,8 @@ def load_catalogue(
         from megatron.evaluation.catalogue import find_tasks, warn_of_broken
 
         warn_of_broken(args, logger)
-        with _quiet():
-            return find_tasks(args, tokenizer)
+        with quiet(bars=sys.stderr.isatty()):
+            return find_tasks(args, tokenizer, logger.warning)
 
     return lead(groups, work, {}, on_beat=on_beat)
 
@@ -99,8 +101,9 @@ def evaluate(
     def work(call: Call) -> Evaluation:
         assert catalogue is not None
         _seed()
-        with _quiet():
-            return _run(model, catalogue, call, logger, identity, bootstrap, give_up)
+        logger.info(f"{WHAT} on {len(catalogue.tasks)} tasks: {', '.join(catalogue.tasks)}")
+        with Progress(logger) as progress, quiet():
+            return _run(model, catalogue, call, logger, progress, identity, bootstrap, give_up)
 
     try:
         return lead(model.groups, work, Operations(model).names(), on_beat=on_beat)
@@ -113,6 +116,7 @@ def _run(
     catalogue: Catalogue,
     call: Call,
     logger: logging.Logger,
+    progress: Progress,
     identity: str | None,
     bootstrap: int,
     give_up: Callable[[], bool],
@@ -120,21 +124,19 @@ def _run(
     from megatron.evaluation.language_model import NeoXLM
 
     args = model.args
-    logger.info(f"{WHAT} on {len(catalogue.tasks)} tasks: {', '.join(catalogue.tasks)}")
     found = Evaluation(failures=dict(catalogue.failures))
     for name, why in found.failures.items():
         _report(args, logger, name, why)
-    with Progress(logger) as progress:
-        language_model = NeoXLM(model, call, progress, catalogue.template, give_up)
-        with _cached(language_model, args, identity) as answering:
-            for name, tasks in catalogue.tasks.items():
-                try:
-                    found.add(run_task(answering, tasks, catalogue, args, bootstrap))
-                except GivenUp:
-                    raise
-                except Exception as problem:  # of a task, which others wrote, or of the model on its requests
-                    found.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
-                    _report(args, logger, name, found.failures[name])
+    language_model = NeoXLM(model, call, progress, catalogue.template, give_up)
+    with _cached(language_model, args, identity) as answering:
+        for name, tasks in catalogue.tasks.items():
+            try:
+                found.add(run_task(answering, tasks, catalogue, args, bootstrap))
+            except GivenUp:
+                raise
+            except Exception as problem:  # of a task, which others wrote, or of the model on its requests
+                found.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+                _report(args, logger, name, found.failures[name])
     counts = language_model.counts
     if counts.too_long:
         done = f"{counts.skipped} of them were skipped" if counts.skipped else "their beginnings were left out"
@@ -158,7 +160,7 @@ def run_task(
             tasks,
             limit=args.eval_limit,
             bootstrap_iters=bootstrap,
-            log_samples=args.eval_log_samples,
+            log_samples=True,
             system_instruction=catalogue.system_prompt,
             apply_chat_template=args.eval_apply_chat_template,
             fewshot_as_multiturn=args.eval_apply_chat_template,
@@ -168,7 +170,13 @@ def run_task(
         for task in tasks["tasks"].values():
             task._instances = None  # requests and answers, which would stay until the next evaluation
     assert results is not None
-    return dict(results)
+    found: dict[str, Any] = {**results, "task_hashes": {}}
+    for task, rows in results["samples"].items():  # as lm-eval's EvaluationTracker has them
+        joined = "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
+        found["task_hashes"][task] = hashlib.sha256(joined.encode()).hexdigest()
+    if not args.eval_log_samples:
+        del found["samples"]
+    return found
 
 
 def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None:
@@ -198,24 +206,5 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
 
 def _seed() -> None:
     """lm-eval's seeds for what tasks draw; in training, `inference` gives generators back as they were."""
-    random.seed(0)
-    np.random.seed(1234)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """lm-eval's own lines and bars are for its own command; its processes would be forks of one that holds a GPU."""
-    from lm_eval.api import task
-
-    log, bars = logging.getLogger("lm_eval"), task.tqdm
-    level, alone = log.level, os.environ.get("DISABLE_MULTIPROC")
-    log.setLevel(logging.ERROR)
-    task.tqdm = partial(bars, disable=True)
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        task.tqdm = bars
-        if alone is None:
-            del os.environ["DISABLE_MULTIPROC"]
+    random.seed(RANDOM_SEED)
+    np.random.seed(NUMPY_SEED)

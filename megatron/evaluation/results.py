@@ -1,11 +1,9 @@
-"""Results as lm-eval writes them, as a table, and as metrics of trackers."""
+"""Results in files and as a table."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +37,6 @@ def table(evaluation: Evaluation) -> list[str]:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]] if rows[1:] else []
-
-
-def describe(args: NeoXArgs, evaluation: Evaluation, model: str, seconds: float) -> None:
-    """Add what lm-eval says of a run: the model, the settings, the versions."""
-    evaluation.results.update(
-        config={
-            "model": "neox",
-            "model_args": {"load": model, "iteration": args.iteration, "precision": args.params_dtype},
-            "batch_size": args.eval_batch_size,
-            "limit": args.eval_limit,
-            "num_fewshot": args.eval_num_fewshot,
-            "apply_chat_template": args.eval_apply_chat_template,
-            "eval_overlong": args.eval_overlong,
-        },
-        date=time.time(),
-        lm_eval_version=version("lm_eval"),
-        total_evaluation_time_seconds=str(seconds),
-        failures=evaluation.failures,
-    )
 
 
 def output_folder(args: NeoXArgs) -> Path:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -15,7 +15,7 @@ from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.checkpointing.staging import with_local_model
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
-from megatron.evaluation.results import TIME, describe, output_folder, table, write
+from megatron.evaluation.results import TIME, output_folder, table, write
 from megatron.generation import load_model
 from megatron.mpu import Process, Watchdog, configure_logging, join, meet, on_rank_zero
 from megatron.mpu.leading import Call, lead
@@ -48,7 +48,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
         logger.info(note)
     tokenizer = build_tokenizer(args)
     watchdog.now("loading the tasks")
-    begun = time.perf_counter()
+    begun, date = time.perf_counter(), time.time()
     beat = partial(watchdog.now, "evaluating")
     on_rank_zero(groups, lambda: output_folder(args))
     catalogue = load_catalogue(args, groups, tokenizer, logger, partial(watchdog.now, "loading the tasks"))
@@ -62,7 +62,16 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     watchdog.now("evaluating")
     found = evaluate(model, catalogue, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
     seconds = time.perf_counter() - begun
-    lead(groups, lambda call: _finish(args, found, source, seconds, logger, track), {}, on_beat=beat)
+
+    def finish(call: Call) -> None:
+        assert catalogue is not None and found is not None
+        from megatron.evaluation.describing import describe, environment
+
+        about: Any = {"source": source, "begun": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
+        describe(model, catalogue, found, environment(), **about)
+        _finish(args, found, seconds, logger, track)
+
+    lead(groups, finish, {}, on_beat=beat)
     complete = on_rank_zero(groups, lambda: found is not None and not found.failures)
     if args.eval_compare_hf:
         from megatron.evaluation.compare import compare
@@ -87,11 +96,7 @@ def _need_any(args: NeoXArgs, catalogue: Catalogue | None) -> None:
         raise ConfigError([f"{place}: {name}: {why}" for name, why in catalogue.failures.items()])
 
 
-def _finish(
-    args: NeoXArgs, found: Evaluation | None, source: str, seconds: float, logger: logging.Logger, track: Track
-) -> None:
-    assert found is not None
-    describe(args, found, source, seconds)
+def _finish(args: NeoXArgs, found: Evaluation, seconds: float, logger: logging.Logger, track: Track) -> None:
     path = write(args, found, time.strftime(TIME))
     for line in table(found):
         logger.info(line)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
 from megatron.model import Model
@@ -47,6 +48,7 @@ class InTraining:
 
     def __init__(self, run: _Run) -> None:
         self.run = run
+        self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):
             self._catalogue = load_catalogue(run.args, run.groups, run.tokenizer, run.logger, self._beat)
 
@@ -58,15 +60,15 @@ class InTraining:
     def on_step_end(self, step: _Step) -> None:
         """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when a signal
         ends the run is given up, so that the checkpoint is not late."""
-        run = self.run
+        run, begun = self.run, time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
             found = evaluate(model, self._catalogue, run.logger, give_up=step.stopping, on_beat=self._beat)
-            lead(run.groups, lambda call: self._tell(step, found), {}, on_beat=self._beat)
+            lead(run.groups, lambda call: self._tell(step, model, found, begun), {}, on_beat=self._beat)
 
     def _beat(self) -> None:
         self.run.watchdog.now("evaluating")
 
-    def _tell(self, step: _Step, found: Evaluation | None) -> None:
+    def _tell(self, step: _Step, model: Model, found: Evaluation | None, begun: float) -> None:
         """On rank 0: metrics, a line, and the files if they are asked for."""
         args, logger = self.run.args, self.run.logger
         if found is None:
@@ -77,8 +79,12 @@ class InTraining:
         shown = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
         logger.info(f" evaluation results at iteration {step.iteration} | {shown or 'no task could be run'}")
         if args.eval_output_dir is not None or args.eval_log_samples:
-            from megatron.evaluation.results import describe, write
+            from megatron.evaluation.describing import describe, environment
+            from megatron.evaluation.results import write
 
-            describe(args, found, str(args.save or ""), 0.0)
+            assert self._catalogue is not None
+            self._machine = self._machine or environment()
+            about: Any = {"source": str(args.save or ""), "begun": begun, "seconds": time.time() - begun}
+            describe(model, self._catalogue, found, self._machine, **about, bootstrap=0)
             path: Path = write(args, found, f"step{step.iteration}")
             logger.info(f"evaluation results are in {path}")

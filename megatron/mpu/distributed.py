@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.handshake import meet
@@ -20,10 +22,19 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 T = TypeVar("T")
 
 
+class _AroundBars(logging.StreamHandler):
+    """Lines on a terminal that has progress bars: these are taken away for the line, and drawn again below it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        drawn = bool(getattr(tqdm, "_instances", ()))  # else without tqdm's lock, which a fork may have left taken
+        with tqdm.external_write_mode(file=self.stream) if drawn else nullcontext():
+            super().emit(record)
+
+
 def configure_logging(rank: int) -> logging.Logger:
     """The run's logger: plain lines on stdout from rank 0, warnings of the other ranks on theirs."""
     logger = logging.getLogger("megatron")
-    logger.handlers = [logging.StreamHandler(sys.stdout)]
+    logger.handlers = [_AroundBars(sys.stdout)]
     logger.handlers[0].setFormatter(logging.Formatter("%(message)s"))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
+import pty
 import sys
+import termios
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -138,6 +143,44 @@ def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, 
         code = script.main(argv)
     sys.stdout.flush()
     return code, out.getvalue(), err.getvalue()
+
+
+def on_terminal(rank: int, world_size: int, argv: Sequence[str]) -> list[str]:
+    """For the pool: eval.py as typed at a terminal; the lines that are left standing there."""
+    import eval as script
+
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 120))
+    parts: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 4096):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(theirs, "w", buffering=1) as terminal, redirect_stdout(terminal), redirect_stderr(terminal):
+        assert script.main(argv) == 0
+    reader.join(timeout=10)
+    os.close(ours)
+    return [_standing(line) for line in b"".join(parts).decode(errors="replace").replace("\r\n", "\n").split("\n")]
+
+
+def _standing(line: str) -> str:
+    """What is seen of a line that was written over after each carriage return."""
+    shown: list[str] = []
+    for part in line.split("\r"):
+        shown[: len(part)] = part
+    return "".join(shown).rstrip()
+
+
+def lm_eval_command(rank: int, world_size: int, argv: Sequence[str]) -> None:
+    """For the pool: `lm_eval` as typed."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["lm_eval", *argv]
+    cli_evaluate()
 
 
 def answers(evaluation: Evaluation) -> dict[tuple[str, int], list[Any]]:

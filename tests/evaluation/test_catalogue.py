@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
 import sys
+import threading
+import time
+from typing import ClassVar
 
 import pytest
+from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
+from megatron.checkpointing.huggingface import hub_or_cache
 from megatron.evaluation import catalogue, need_harness
 from megatron.evaluation.catalogue import Catalogue, find_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -81,6 +87,53 @@ def test_names_of_lm_eval_tags_and_what_is_missing_offline(own, tmp_path, monkey
     assert "its data (EleutherAI/lambada_openai default) cannot be had" in found.failures["lambada_openai"]
     assert "its data (cimec/lambada) cannot be had" in found.failures["lambada_standard"], "each of a tag by itself"
     assert "Rowan/hellaswag" in found.failures["hellaswag"] and "HF_HOME" in found.failures["hellaswag"]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Hangs up on the first request, and answers the others that there is no such thing."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        Hub.asked.append(self.path)
+        if len(Hub.asked) == 1:
+            self.close_connection = True
+        else:
+            self.send_error(404)
+
+    def log_message(self, *given: object) -> None:
+        pass
+
+
+def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, own):
+    """And with one, even where it stumbles, nothing is kept from asking it."""
+    (tmp_path / "far.yaml").write_text(
+        "task: far\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: a\ndoc_to_choice: [a, b]\ndoc_to_target: 0\nmetadata: {version: 1}\n"
+    )
+    said: list[str] = []
+
+    def look(*tasks: str) -> Catalogue:
+        folders = [str(tmp_path), own]
+        args = NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), "eval_include_path": folders})
+        return find_tasks(args, CharLevelTokenizer(), said.append)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with hub_or_cache(said.append):
+            assert len(Hub.asked) == 2 and not constants.HF_HUB_OFFLINE and said == []
+        server.shutdown()
+    begun = time.monotonic()
+    found = look("far", "own_text")
+    assert time.monotonic() - begun < 5, "retries take 23 s"
+    assert list(found.tasks) == ["own_text"] and "its data (nobody/nothing) cannot be had" in found.failures["far"]
+    assert len(said) == 1 and said[0].startswith(f"{endpoint} does not answer (")
+    assert not constants.HF_HUB_OFFLINE, "only while tasks are loaded"
+    look("own_text", "shipped_choice")
+    assert len(said) == 1, "these need no Hub"
 
 
 def test_folders_and_prompts_that_are_not_there_are_refused(tmp_path):

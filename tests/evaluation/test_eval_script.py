@@ -13,8 +13,9 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.evaluation.catalogue import SHIPPED
 from megatron.training import train
-from tests.evaluation.runs import command, make_model, make_tasks
+from tests.evaluation.runs import command, lm_eval_command, make_model, make_tasks, on_terminal
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, begin, config
 
@@ -56,6 +57,48 @@ def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     (event,) = board.Scalars("eval/shipped_choice_acc")
     assert event.value == pytest.approx(results["results"]["shipped_choice"]["acc,none"])
+
+
+def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
+    """The same keys, and the same values where both mean the same."""
+    code, _, problems = run(
+        "--hf-model", model, "--eval_tasks", "shipped_choice", "--eval_output_dir", tmp_path / "ours",
+        "--eval_limit", 3, "--set", "eval_apply_chat_template=true", "eval_system_prompt=Be brief.", "precision=fp32",
+    )  # fmt: skip
+    assert code == 0, problems
+    typed = ["run", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--limit",
+             "3", "--tasks", "shipped_choice", "--include_path", str(SHIPPED), "--output_path",
+             str(tmp_path / "theirs"), "--apply_chat_template", "--fewshot_as_multiturn", "true",
+             "--system_instruction", "Be brief.", "--log_samples"]  # fmt: skip
+    run_ranks(lm_eval_command, 1, typed, init=False, timeout=120)
+    ours, theirs = (
+        json.loads(next((tmp_path / whose).rglob("*results_*.json")).read_text()) for whose in ("ours", "theirs")
+    )
+    assert ours.keys() - theirs.keys() == {"failures", "too_long"} and theirs.keys() <= ours.keys()
+    assert theirs["config"].keys() <= ours["config"].keys()
+    assert list(theirs["task_hashes"]) == ["shipped_choice"] and theirs["chat_template_sha"]
+    for key in (
+        "task_hashes", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "git_hash",
+        "upper_git_hash", "transformers_version", "lm_eval_version", "eot_token_id", "max_length",
+        "tokenizer_eos_token", "tokenizer_bos_token", "system_instruction", "system_instruction_sha", "chat_template",
+        "chat_template_sha", "fewshot_as_multiturn", "model_name", "model_name_sanitized",
+    ):  # fmt: skip
+        assert ours[key] == theirs[key], key
+    for key in ("model_num_parameters", "model_dtype", "device", "limit", "random_seed", "numpy_seed", "fewshot_seed"):
+        assert ours["config"][key] == theirs["config"][key], key
+    assert ours["model_source"] == "neox" and ours["pretty_env_info"].startswith("PyTorch version")
+    assert abs(ours["date"] - theirs["date"]) < 300, "when it began"
+
+
+def test_bars_and_lines_do_not_glue_together(model, tmp_path):
+    """Standard errors that are bootstrapped, and the hf backend, have bars of their own."""
+    typed = ["--hf-model", model, "--eval_tasks", "shipped_cloze", "shipped_choice", "--eval_limit", "2",
+             "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
+    lines = run_ranks(on_terminal, 1, typed, init=False, timeout=120)[0]
+    bars = [line for line in lines if "%|" in line]
+    assert len(bars) == 1 and re.fullmatch(r"Running evaluation harness: 100%\|█+\| 10/10 \[[^]]*\]", bars[0]), lines
+    assert not [line for line in lines if "bootstrapping" in line]
+    assert any(line.startswith("eval_batch_size: auto runs up to") for line in lines), "said while the bar stands"
 
 
 def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tuple[int, int]]:

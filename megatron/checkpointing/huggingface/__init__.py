@@ -7,6 +7,7 @@ from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.huggingface.exporting import export_hf, recover
 from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, declared_ends, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
+from megatron.checkpointing.huggingface.hub import hub_or_cache
 from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
 from megatron.checkpointing.huggingface.parity import Parity
 
@@ -21,6 +22,7 @@ __all__ = [
     "export_hf",
     "exported_rows",
     "find_hf",
+    "hub_or_cache",
     "import_hf",
     "is_hf",
     "load_hf_weights",
