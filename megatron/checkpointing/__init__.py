@@ -26,8 +26,8 @@ from megatron.checkpointing.manifest import (
     saved_model,
     verify,
 )
+from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
-from megatron.checkpointing.optimizer_state import sum_bias_masters, torch_adam_state, zero_adam_state
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.resharding import reshard
 from megatron.checkpointing.retention import EPHEMERAL, Retention
@@ -42,6 +42,7 @@ __all__ = [
     "Layout",
     "MASTER",
     "Manifest",
+    "NeoXOptimizer",
     "OptimizerFiles",
     "Retention",
     "SourceFacts",
@@ -70,10 +71,7 @@ __all__ = [
     "saved_model",
     "step_of",
     "step_tag",
-    "sum_bias_masters",
-    "torch_adam_state",
     "verify",
     "write_bytes",
-    "zero_adam_state",
     "zero_file",
 ]
