@@ -14,20 +14,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-
 from megatron.checkpointing import CheckpointError, describe_files  # noqa: E402
 from megatron.checkpointing.huggingface import export_hf  # noqa: E402
 from megatron.neox_arguments import ConfigError  # noqa: E402
-from tools.ckpts.flags import add_source_flags, local, progress, source_of  # noqa: E402
-
-DTYPES = {"auto": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+from tools.ckpts.flags import PRECISIONS, add_source_flags, local, progress, source_of  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_source_flags(parser, "the folder to write")
-    parser.add_argument("--precision", choices=DTYPES, default="auto", help="of the result; auto: the checkpoint's")
+    parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the checkpoint's")
     parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
     parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="vocab_file is a folder or a Hub name")
     parser.add_argument("--pad-token-id", type=int, default=-1, help="of the tokenizer; -1: as it says")
@@ -45,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             source, args, _ = source_of(options)
             print(f"{source}: {describe_files(source, args)}", flush=True)
             found = export_hf(
-                source, args, options.output_dir, family=family, dtype=DTYPES[options.precision],
+                source, args, options.output_dir, family=family, dtype=PRECISIONS[options.precision],
                 tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,
                 pad_token_id=options.pad_token_id if options.pad_token_id >= 0 else None,
                 each=progress,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from megatron.checkpointing import CheckpointError, SourceFacts, export_args, find_checkpoint, read_manifest
@@ -13,6 +14,8 @@ from megatron.checkpointing.names import GENERATIONS
 from megatron.checkpointing.staging import fetched, sent
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
+
+PRECISIONS = {"auto": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}  # of --precision
 
 
 def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
