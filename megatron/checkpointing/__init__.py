@@ -37,8 +37,8 @@ from megatron.checkpointing.manifest import (
     saved_model,
     verify,
 )
+from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
-from megatron.checkpointing.optimizer_state import sum_bias_masters, torch_adam_state, zero_adam_state
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.resharding import reshard
 from megatron.checkpointing.retention import EPHEMERAL, Retention
@@ -54,6 +54,7 @@ __all__ = [
     "Layout",
     "MASTER",
     "Manifest",
+    "NeoXOptimizer",
     "OptimizerFiles",
     "Retention",
     "SourceFacts",
@@ -86,11 +87,8 @@ __all__ = [
     "saved_model",
     "step_of",
     "step_tag",
-    "sum_bias_masters",
     "told",
-    "torch_adam_state",
     "verify",
     "write_bytes",
-    "zero_adam_state",
     "zero_file",
 ]

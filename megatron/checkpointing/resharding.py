@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import FileRecord, load_tensors, readable_size, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, verify
 from megatron.checkpointing.names import to_file_names
+from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, local_layer_state
@@ -55,15 +57,12 @@ def reshard(
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
     final = save / names.step_tag(names.step_of(source))
     manifest = verify(source)
-    if manifest is None and optimizer:
-        raise CheckpointError(
-            f"{source}: has no manifest.json, as GPT-NeoX's, whose optimizer state only its own layout reads; leave "
-            "the state out with --no-optimizer"
-        )
-    ours = manifest or _first_manifest(source, args)
+    ours = manifest or _first_manifest(source, args, optimizer)
     to = replace(to, precision=ours.layout.precision)
-    state = OptimizerFiles(source)
-    if optimizer and not state and ours.optimizer:
+    state: OptimizerFiles | NeoXOptimizer = OptimizerFiles(source)
+    if manifest is None and optimizer:
+        state = NeoXOptimizer(source, args)
+    elif optimizer and not state and ours.optimizer:
         raise CheckpointError(
             f"{source}: its optimizer state can only be read by the layout that wrote it; go on with that once and "
             "save again, or leave the state out"
@@ -91,7 +90,9 @@ def reshard(
         del weights
         if with_state:
             records += _reshard_state(state, temporary, layer, specs[layer], to.tensor)
-    if manifest is None:
+    if isinstance(state, NeoXOptimizer):
+        states = _model_states(source, to, ours, {"loss_scaler": state.loss_scaler()})
+    elif manifest is None:
         states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
     else:
         states = _model_states(source, to, manifest)
@@ -108,19 +109,28 @@ def reshard(
     return publish(temporary, save, made.iteration, made, configs)
 
 
-def _first_manifest(source: Path, args: NeoXArgs) -> Manifest:
-    """For weights of GPT-NeoX: as those of an import, from which a run starts at its iteration 0."""
-    dtypes = describe_source(source).dtypes
+def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
+    """For a checkpoint of GPT-NeoX: with the optimizer's state a run goes on from it; weights alone are as those of an
+    import, from which a run starts at its iteration 0."""
+    facts = describe_source(source)
+    dtypes = facts.dtypes
     if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({told})")
     given = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
     return Manifest(
-        run_id=f"GPT-NeoX {source.resolve()}", iteration=names.step_of(source), consumed_samples=0, seed=0,
-        layout=Layout(1, 1, 1, 0, PRECISIONS[min(dtypes, key=str)], 1), model={}, tokenizer=None, data={},
-        versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=given, optimizer=False,
+        run_id=f"GPT-NeoX {source.resolve()}", iteration=names.step_of(source),
+        consumed_samples=_samples(source, args) if optimizer else 0, seed=args.seed if optimizer else 0,
+        layout=Layout(1, 1, facts.tensor_size, 0, PRECISIONS[min(dtypes, key=str)], 1), model={}, tokenizer=None,
+        data={}, versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
+        config=given, optimizer=optimizer,
     )  # fmt: skip
+
+
+def _samples(source: Path, args: NeoXArgs) -> int:
+    """That GPT-NeoX had trained on."""
+    state = load_tensors(names.model_files(source)[0])
+    return int(state.get("global_samples") or names.step_of(source) * (args.train_batch_size or 0))
 
 
 def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
@@ -151,7 +161,7 @@ def _check_space(source: Path, save: Path, copies: int) -> None:
 
 
 def _reshard_state(
-    state: OptimizerFiles, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
+    state: OptimizerFiles | NeoXOptimizer, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
 ) -> list[FileRecord]:
     trained = {name for _, name in state.names([layer])}
     own = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]
@@ -173,10 +183,12 @@ def _reshard_state(
     return records
 
 
-def _model_states(source: Path, to: Layout, manifest: Manifest) -> list[dict[str, Any]]:
+def _model_states(
+    source: Path, to: Layout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """Counters, schedule and random states of the first rank for every rank; logits of the last stage cut anew."""
     states = [load_tensors(file) for _, file in sorted(names.model_files(source).items())]
-    first: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor}
+    first: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **more}
     if isinstance(first.get("args"), dict):
         first["args"] = {**first["args"], "model_parallel_size": to.tensor}
     parts = [found[_LOGITS] for found in states if found.get(_LOGITS) is not None]

@@ -15,6 +15,7 @@ from megatron.checkpointing import (
     CheckpointError,
     DamagedError,
     Manifest,
+    NeoXOptimizer,
     OptimizerFiles,
     check_model,
     describe_files,
@@ -23,14 +24,13 @@ from megatron.checkpointing import (
     read_manifest,
     responsible,
     restore_rng,
-    sum_bias_masters,
     told,
-    torch_adam_state,
     verify,
-    zero_adam_state,
     zero_file,
 )
 from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
+from megatron.checkpointing.resharding import PRECISIONS
+from megatron.checkpointing.weights import describe_source
 from megatron.model import layer_params, trained_parameters
 from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
@@ -60,7 +60,8 @@ class Checkpointer(Saver):
             self.logger.info(adopted_rows(source, args, self.tokenizer.vocab_size)[1])
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
             return Progress()
-        imported = (found := read_manifest(source)) is not None and not found.data  # no run: it has seen no data
+        found = read_manifest(source)
+        imported = found is not None and not found.data and not found.optimizer  # of no run
         if imported or (args.finetune and not goes_on):
             manifest = self._verified(source)
             self._load_weights(source, manifest)
@@ -136,13 +137,15 @@ class Checkpointer(Saver):
         if takes_optimizer:
             given = manifest.config if manifest is not None else {}
             self._resume_schedule(state.get("lr_scheduler"), str(path), given)
-            files = OptimizerFiles(path)
-            if files:
-                on_rank_zero(self.groups, lambda: self._check_trained(files))
+            if manifest is None:
+                theirs = together_local(self.groups, lambda: NeoXOptimizer(path, args))
+                self._load_by_parameter(theirs)
+                self.engine.state.set_loss_scaler(theirs.loss_scaler())
+            elif files := OptimizerFiles(path):
                 self._load_by_parameter(files)
                 self.engine.state.set_loss_scaler(state.get("loss_scaler", {}))
             else:
-                together_local(self.groups, lambda: self._load_optimizer(path, state, manifest))
+                together_local(self.groups, lambda: self._load_optimizer(path, state))
         self._check_forward(path, manifest)
         if not args.no_load_rng:
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
@@ -198,7 +201,8 @@ class Checkpointer(Saver):
     def _check_layout(self, path: Path, manifest: Manifest | None) -> None:
         """State that is not kept by parameter is read where the layout is the one it was written in."""
         if manifest is None:
-            return  # GPT-NeoX: the files themselves say, see _load_optimizer
+            _check_precision(path, self.layout.precision)
+            return
         saved, now = manifest.layout, self.layout
         keys = {"precision": responsible(("fp16", "bf16", "precision"), self.args, manifest.config)}
         if not OptimizerFiles(path):
@@ -220,7 +224,7 @@ class Checkpointer(Saver):
                 "use it, or set no_load_optim: true to go on with the weights alone"
             )
 
-    def _check_trained(self, files: OptimizerFiles) -> None:
+    def _check_trained(self, files: OptimizerFiles | NeoXOptimizer) -> None:
         """The optimizer's state is that of the parameters trained here, no more and no fewer."""
         specs = layer_params(self.args)
         shared = {spec.name for spec in specs[2] if spec.shared}
@@ -236,8 +240,9 @@ class Checkpointer(Saver):
                     "its weights with a fresh optimizer"
                 )
 
-    def _load_by_parameter(self, files: OptimizerFiles) -> None:
+    def _load_by_parameter(self, files: OptimizerFiles | NeoXOptimizer) -> None:
         """Moments, step counts and fp32 master weights, cut for this rank."""
+        on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
         specs = {(layer, spec.name): spec for layer, found in layer_params(self.args).items() for spec in found}
 
@@ -252,40 +257,24 @@ class Checkpointer(Saver):
             masters = self.engine.read_each(lambda layer, name: read(layer, name)[MASTER])
             self.engine.set_weights(masters)
 
-    def _load_optimizer(self, path: Path, state: dict[str, Any], manifest: Manifest | None) -> None:
-        """This rank's optimizer state: ours as earlier versions wrote it and for 8-bit Adam, or GPT-NeoX's."""
-        engine, where = self.engine, str(path)
+    def _load_optimizer(self, path: Path, state: dict[str, Any]) -> None:
+        """This rank's optimizer state as earlier versions wrote it, and for 8-bit Adam."""
+        engine = self.engine
+        if engine.zero_stage == 0:
+            engine.state.load_optimizer_state(state["optimizer"])
+            return
         name = zero_file(self.groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
-        if manifest is not None:
-            if engine.zero_stage == 0:
-                engine.state.load_optimizer_state(state["optimizer"])
-            else:
-                engine.state.load_optimizer_state(engine.files.load(str(path / name))["optimizer_state_dict"])
-            return
-        if (path / name).exists() and engine.zero_stage in (1, 2):
-            saved = engine.files.load(str(path / name))["optimizer_state_dict"]
-            if self.args.gpt_j_residual and self.groups.size("tensor") > 1:
-                first = self.groups.rank("pipe") * self.groups.size("tensor")
-                ranks = [
-                    engine.files.load(
-                        str(path / zero_file(self.groups.rank("data"), first + i, self.args.params_dtype == "bf16"))
-                    )["optimizer_state_dict"]
-                    for i in range(self.groups.size("tensor"))
-                ]
-                saved = sum_bias_masters(ranks, self.groups.rank("tensor"), where)
-            base_groups, sizes = engine.state.zero_partitions()
-            engine.state.load_optimizer_state(zero_adam_state(saved, base_groups, sizes, where))
-            return
-        if any(path.glob("*zero_pp_rank_*")):
-            raise CheckpointError(
-                f"{where}: optimizer state of GPT-NeoX under ZeRO is read in the same layout by ZeRO 1 or 2; "
-                "use that, or set no_load_optim: true"
-            )
-        # Without ZeRO, and so by parameter.
-        parts = engine.state.parts
-        saved = torch_adam_state(state.get("optimizer"), engine.state.parameter_shapes(), where)
-        numbers = {(layer, name): i for i, (layer, name, _) in enumerate(parts.params)}
-        parts.restore(lambda layer, name: saved.get(numbers[layer, name], {}))
+        engine.state.load_optimizer_state(engine.files.load(str(path / name))["optimizer_state_dict"])
+
+
+def _check_precision(path: Path, now: str) -> None:
+    """State of GPT-NeoX belongs to weights of one precision."""
+    saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_source(path).dtypes}
+    if saved != {now}:
+        raise CheckpointError(
+            f"{path}: optimizer state of another layout (precision {', '.join(sorted(saved))} there, {now} here); "
+            "use that precision, or set no_load_optim: true to go on with the weights alone"
+        )
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

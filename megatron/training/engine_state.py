@@ -90,12 +90,3 @@ class EngineState:
             load_serial=None,
             param_shapes=self._ds._get_zero_param_shapes(),
         )
-
-    def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """Local shapes in the order of the optimizer's state: weight decay group first."""
-        return [tuple(getattr(param, "ds_shape", param.shape)) for param in self._ordered]
-
-    def zero_partitions(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Parameter groups of the base optimizer's state_dict, and elements of this rank's partition of each."""
-        base = self._ds.optimizer.optimizer
-        return base.state_dict()["param_groups"], [group["params"][0].numel() for group in base.param_groups]

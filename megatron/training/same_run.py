@@ -66,7 +66,7 @@ def check_same_run(
     if manifest.seed != args.seed:
         text = told([Change("seed", args.seed, manifest.seed)], args, whose)
         raise CheckpointError(f"{text}; set it back, or {'another save, or ' if goes_on else ''}{anew}")
-    if not args.allow_changed_data:
+    if manifest.data and not args.allow_changed_data:  # a resharded checkpoint of GPT-NeoX has nothing to say of it
         changes = _changed_order(manifest, record["order"]) + _changed_files(manifest, record["files"], args)
         if changes:
             raise CheckpointError(

@@ -230,7 +230,10 @@ def test_what_cannot_be_read_is_refused() -> None:
             from_hf({**config_of(case).to_dict(), **changes}, nothing)
 
     assert family_of({"model_type": "olmo3"}) == "olmo3" and set(FAMILIES) > {"llama", "gemma3_text"}
-    refused("model_type: opt is not supported; one of gpt_neox, llama", "llama 2", model_type="opt")
+    refused("model_type: phi3 is not supported; one of gpt_neox, llama", "llama 2", model_type="phi3")
+    refused(
+        "gpt2 is not supported; its positions are learned, and rotate in all that are", "llama 2", model_type="gpt2"
+    )
     refused("(gemma3_text)", "gemma 3", model_type="gemma3")
     refused("final_logit_softcapping: 30.0 is not supported", "gemma 3", final_logit_softcapping=30.0)
     refused("hidden_act: xielu is not supported", "llama 2", hidden_act="xielu")
@@ -243,9 +246,19 @@ def test_what_cannot_be_read_is_refused() -> None:
 
 
 def test_what_no_family_computes_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="HuggingFace has no such model:\n  gpt_neox: pos_emb rotary, not alibi"):
+    with pytest.raises(CheckpointError, match=r"positions are alibi here \(pos_emb\); they rotate in all families"):
         hf_config(small(pos_emb="alibi"))
-    with pytest.raises(CheckpointError, match="num_kv_heads 4, not 2"):
+    with pytest.raises(CheckpointError) as learned:
+        hf_config(small(pos_emb="learned"))
+    assert str(learned.value) == (
+        "HuggingFace has no such model:\n"
+        "  positions are learned here as in GPT-2, which is not written (pos_emb); they rotate in all families "
+        "that are\n"
+        "  gpt_neox: positions (pos_emb): rotary there, learned here\n"
+        "  llama: norms (norm): rmsnorm there, layernorm here; activation: swiglu there, gelu here; positions "
+        "(pos_emb): rotary there, learned here"
+    )
+    with pytest.raises(CheckpointError, match=r"heads of keys \(num_kv_heads\): 4 there, 2 here"):
         hf_config(small(num_kv_heads=2), family="gpt_neox")
     with pytest.raises(CheckpointError, match="no family gpt2; one of gpt_neox, llama"):
         hf_config(small(), family="gpt2")

@@ -206,7 +206,6 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-NeoX's pipe 2 x tensor 2 into one rank's files, and into one file as its own without a pipeline."""
     run, args = "neox_pp2_mp2", golden_args("neox_pp2_mp2")
     words = ["--input_dir", checkpoint(run), "--config_file", YML[run], "--output_dir"]
-    assert "leave the state out with --no-optimizer" in refused(merge, *words, tmp_path / "no")
     assert "names of gated MLPs" in refused(merge, *words, tmp_path / "no", "--no-optimizer", "--names", "llama")
     assert "nothing: cannot be written" in refused(merge, *words, "/proc/nothing", "--no-optimizer")
     assert not (tmp_path / "no").exists()

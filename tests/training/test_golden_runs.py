@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.checkpointing import Layout, reshard
+from tests.checkpointing.golden import golden_args
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, begin
 
@@ -74,10 +76,31 @@ def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int,
     assert abs(afresh[1][0] - through[4][0]) > 1e-4, "without the moments the second loss must differ"
 
 
-def test_optimizer_state_of_a_pipeline_is_taken_up(tmp_path: Path) -> None:
-    load = str(GOLDEN / "ckpt_neox" / "neox_pp2_mp2" / "ckpt")
-    values = golden_config("ckpt_neox", "neox_pp2_mp2", cache=str(tmp_path), load=load, train_iters=5)
-    gone_on = run_ranks(three_steps, 4, values)[0]
+LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
+    ("as it was", {}, 4),
+    ("one process", {"model_parallel_size": 1, "pipe_parallel_size": 0}, 1),
+    ("tp2, ZeRO 1", {"pipe_parallel_size": 1, "zero_optimization": {"stage": 1}}, 4),
+    ("pp2, ZeRO 1", {"model_parallel_size": 1, "zero_optimization": {"stage": 1}}, 4),
+    ("ZeRO 3", {"model_parallel_size": 1, "pipe_parallel_size": 1, "zero_optimization": {"stage": 3}}, 2),
+]
+
+
+def test_optimizer_state_of_a_pipeline_is_taken_up_in_every_layout_and_when_merged(tmp_path: Path) -> None:
+    run = "neox_pp2_mp2"
+    load = GOLDEN / "ckpt_neox" / run / "ckpt"
+    args = golden_args(run)
+    merged = reshard(load / "global_step3", tmp_path / "merged", args, Layout(1, 1, 1, 0, "fp32", 1)).parent
+    values = golden_config("ckpt_neox", run, cache=str(tmp_path), load=str(load), train_iters=5)
     afresh = run_ranks(three_steps, 4, {**values, "no_load_optim": True})[0]
-    assert len(gone_on) == 2 and gone_on[0] == afresh[0], "the first loss hangs on the weights alone"
-    assert abs(gone_on[1][0] - afresh[1][0]) > 1e-4
+    curves = {}
+    for name, layout, ranks in LAYOUTS:
+        data = ranks // (layout.get("model_parallel_size", 2) * max(layout.get("pipe_parallel_size", 2), 1))
+        batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 // data}
+        curves[name] = run_ranks(three_steps, ranks, {**values, **layout, **batch})[0]
+    one = {**LAYOUTS[1][1], "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "load": str(merged)}
+    curves["merged"] = run_ranks(three_steps, 1, {**values, **one})[0]
+    first = curves["as it was"]
+    assert first[0] == afresh[0], "the first loss hangs on the weights alone"
+    for name, curve in curves.items():
+        assert [step[0] for step in curve] == pytest.approx([step[0] for step in first], rel=1e-5), name
+        assert len(curve) == 2 and abs(curve[1][0] - afresh[1][0]) > 1e-4, name

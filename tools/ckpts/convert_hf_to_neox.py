@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.neox_arguments.weight_names import GENERATIONS  # noqa: E402
-from tools.ckpts.flags import add_names_flag, local, place, progress  # noqa: E402
+from tools.ckpts.flags import PRECISIONS, add_names_flag, local, place, progress  # noqa: E402
 from tools.site import site_defaults  # noqa: E402
 
 NAME = "convert_hf_to_neox.py"
@@ -35,6 +35,7 @@ def parser(names: str) -> argparse.ArgumentParser:
     made.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files; any run can read them")
     made.add_argument("--pp", type=int, default=1, help="pipeline stages; 0: GPT-NeoX's files without a pipeline")
     made.add_argument("--iteration", type=int, default=0, help="N of global_stepN")
+    made.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the model's")
     add_names_flag(made, names, names)
     te, neox = ("--transformer-engine", "--no-transformer-engine")
     made.add_argument(te, action="store_const", const="te", dest="names", help="--names te")
@@ -46,6 +47,8 @@ def parser(names: str) -> argparse.ArgumentParser:
 
 def convert(options: argparse.Namespace) -> None:
     """The function under every command of this name. Raises CheckpointError, ConfigError."""
+    import torch
+
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf
 
@@ -55,7 +58,8 @@ def convert(options: argparse.Namespace) -> None:
     path = find_hf(model, options.revision)
     name, _, revision = model.partition("@")
     at_hub = f"{name}@{options.revision or revision or path.name}"  # a snapshot is called as its commit
-    folder = HFFolder(path, None if Path(model).is_dir() else at_hub)
+    dtype = PRECISIONS[options.precision]
+    folder = HFFolder(path, None if Path(model).is_dir() else at_hub, getattr(torch, dtype) if dtype else None)
     output = options.output_dir or Path(options.checkpoints) / Path(name).name
     print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors", flush=True)
     path, parity = import_hf(

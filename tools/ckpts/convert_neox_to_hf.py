@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
-from tools.ckpts.flags import add_source_flags, local, progress, source_of  # noqa: E402
+from tools.ckpts.flags import PRECISIONS, add_source_flags, local, progress, source_of  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.checkpointing.huggingface import Parity
-
-DTYPES = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # names in torch
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_source_flags(parser, "the folder to write")
-    parser.add_argument("--precision", choices=DTYPES, default="auto", help="of the result; auto: the checkpoint's")
+    parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the checkpoint's")
     parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
     parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="vocab_file is a folder or a Hub name")
     parser.add_argument("--pad-token-id", type=int, default=-1, help="of the tokenizer; -1: as it says")
@@ -45,7 +43,7 @@ def convert(options: argparse.Namespace) -> "Parity | None":
     from megatron.checkpointing.huggingface import export_hf
 
     family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
-    dtype = DTYPES[options.precision]
+    dtype = PRECISIONS[options.precision]
     source, args, _ = source_of(options)
     print(f"{source}: {describe_files(source, args)}", flush=True)
     return export_hf(

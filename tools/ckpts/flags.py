@@ -16,6 +16,8 @@ from megatron.neox_arguments.weight_names import GENERATIONS
 if TYPE_CHECKING:
     from megatron.checkpointing import SourceFacts
 
+PRECISIONS = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # of --precision: torch's names
+
 
 def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
     """--input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: what that is, for the help."""

@@ -52,7 +52,7 @@ def convert(options: argparse.Namespace) -> None:
         optimizer=not options.no_optimizer, sequential=sequential, naming=options.names, each=progress,
     )  # fmt: skip
     print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}; {describe_files(path, args)}")
-    if manifest is None:
+    if manifest is None and options.no_optimizer:
         print(f"{path}: weights alone, from which a run starts at iteration 0")
 
 

@@ -11,6 +11,7 @@ from megatron.checkpointing.families.convert import (
     hf_config,
     hf_shapes,
     to_hf,
+    with_fields,
 )
 from megatron.checkpointing.families.meaning import meaning
 
@@ -23,4 +24,5 @@ __all__ = [
     "hf_shapes",
     "meaning",
     "to_hf",
+    "with_fields",
 ]

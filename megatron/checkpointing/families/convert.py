@@ -17,7 +17,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.gemma import GEMMA3
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
-from megatron.checkpointing.families.meaning import meaning
+from megatron.checkpointing.families.meaning import differences, meaning
 from megatron.checkpointing.families.olmo import OLMO2, OLMO3
 from megatron.checkpointing.families.table import Config, Family, Row
 from megatron.model.weight_map import ParamSpec, layer_params
@@ -28,7 +28,14 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (GPT_NEOX, LLAMA, MISTRAL, QWEN3, SMOLLM3, OLMO2, OLMO3, GEMMA3)
 }
 _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # rows are tokens
+# Models that people ask for, and what their positions are.
+_POSITIONS = {
+    "gpt2": "learned", "gpt_neo": "learned", "gpt_bigcode": "learned", "opt": "learned", "bloom": "ALiBi",
+    "mpt": "ALiBi",
+}  # fmt: skip
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Of a config.json: code that does not come along, the type of the weights, where it once was.
+_NOT_KEPT = {"auto_map", "dtype", "_name_or_path"}
 _SHOWN = 8
 
 Layer = tuple[int, Mapping[str, Tensor]]
@@ -39,6 +46,7 @@ def family_of(config: Config) -> str:
     found = str(config.get("model_type"))
     if found not in FAMILIES:
         hint = "; its text models alone are (gemma3_text)" if found == "gemma3" else ""
+        hint = f"; its positions are {_POSITIONS[found]}, and rotate in all that are" if found in _POSITIONS else hint
         raise CheckpointError(f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}")
     return found
 
@@ -106,6 +114,20 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
         "eos_token_id": None,
         "pad_token_id": None,
     }
+
+
+def with_fields(config: Config, before: Config, args: NeoXArgs) -> dict[str, Any]:
+    """`config`, of `hf_config`, with what the config.json of the model that was imported says besides: all that leaves
+    it the model of `args`. Fields come in the order of `before`."""
+    if before.get("model_type") != config["model_type"]:
+        return dict(config)
+    family, made = FAMILIES[config["model_type"]], dict(config)
+    for name, value in before.items():
+        if name not in made and name not in _NOT_KEPT and not _differences(args, family, {**made, name: value}):
+            made[name] = value
+    if "dtype" in before:  # transformers 5's name
+        made["dtype"] = made["torch_dtype"]
+    return {name: made[name] for name in dict.fromkeys((*before, *made)) if name in made}
 
 
 def to_hf(
@@ -179,8 +201,8 @@ def _grouped(names: Iterable[str]) -> list[str]:
     return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in told.items())
 
 
-def _some(told: list[str]) -> str:
-    return ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
+def _some(told: list[str], between: str = ", ") -> str:
+    return between.join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
 
 
 def _family_for(args: NeoXArgs, family: str | None) -> Family:
@@ -191,30 +213,26 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         differences = _differences(args, found)
         if not differences:
             return found
-        told.append((len(differences), f"{found.model_type}: {_some(differences)}"))
+        told.append((len(differences), f"{found.model_type}: {_some(differences, '; ')}"))
     closest = [line for _, line in sorted(told, key=lambda pair: pair[0])[:2]]
+    if args.pos_emb != "rotary":
+        like = " as in GPT-2, which is not written" if args.pos_emb == "learned" else ""
+        closest.insert(0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are")
     raise CheckpointError("HuggingFace has no such model:\n  " + "\n  ".join(closest))
 
 
-def _differences(args: NeoXArgs, family: Family) -> list[str]:
-    """What the family computes otherwise than `args`, with the keys."""
+def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -> list[str]:
+    """What a config.json (None: what the family makes of `args`) computes otherwise than `args`, in words."""
     try:
-        keys = family.to_keys(family.to_config(args))
+        keys = family.to_keys(family.to_config(args) if config is None else config)
         again = NeoXArgs.from_dict({**keys, "padded_vocab_size": args.padded_vocab_size}, family.model_type)
-    except ConfigError as problem:
+    except (CheckpointError, ConfigError) as problem:
         return str(problem).splitlines()
     ours, theirs = meaning(args), meaning(again)
     scaled = args.rope_scaling is not None and args.rope_scaling["rope_type"] == "dynamic"
     if scaled:  # HuggingFace's max_position_embeddings is the length before
         theirs["max_position_embeddings"] = ours["max_position_embeddings"]
-    names = {**ours, **theirs}
-    wrong = [name for name in names if ours.get(name) != theirs.get(name)]
-    return [f"{name} {_short(theirs.get(name))}, not {_short(ours.get(name))}" for name in wrong]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) < 80 else text[:77] + "..."
+    return differences(ours, theirs)
 
 
 def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:

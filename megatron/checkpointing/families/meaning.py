@@ -71,3 +71,42 @@ def _rotary(args: NeoXArgs) -> dict[str, Any]:
         "no_rope_layers": [int(kind.rotary) for kind in kinds],
         "rotary_emb_base, rope_scaling, rope_local_base_freq": [local if kind.local else full for kind in kinds],
     }
+
+
+# What the keys are called where somebody wonders why two models differ; those that are not here speak for themselves.
+_WORDS = {
+    "num_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads", "num_kv_heads": "heads of keys",
+    "intermediate_size": "width of the MLP", "norm": "norms", "use_bias_in_norms": "biases in norms",
+    "zero_centered_gamma": "norms around zero", "norm_placement": "place of norms", "pos_emb": "positions",
+    "gpt_j_residual": "attention beside the MLP", "gpt_j_tied": "one norm for attention and MLP",
+    "no_weight_tying": "an output layer of its own", "use_qk_layernorm": "norms of queries and keys",
+    "use_bias_in_attn_linear": "biases in attention", "use_bias_in_mlp": "biases in the MLP",
+    "layer_types": "layers with a window", "sliding_window_width": "window",
+    "max_position_embeddings": "longest text", "rotary_pct": "rotated numbers of a head",
+    "no_rope_layers": "layers that rotate",
+}  # fmt: skip
+_OF_NORMS = {
+    "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "epsilon of the MLP's norm", "use_bias_in_norms",
+}  # fmt: skip
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """How two meanings differ, in words and with the key; what follows from another difference is left out."""
+    wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if "pos_emb" in wrong:
+        wrong = [name for name in wrong if name in ours and name in theirs or name == "pos_emb"]
+    if "norm" in wrong:
+        wrong = [name for name in wrong if name not in _OF_NORMS]
+    return [f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here" for name in wrong]
+
+
+def _called(name: str) -> str:
+    return f"{_WORDS[name]} ({name})" if name in _WORDS else name
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    alike = isinstance(value, (list, tuple)) and len(value) > 1 and all(item == value[0] for item in value)
+    text = f"{value[0]} (all layers)" if alike else str(value)
+    return text if len(text) < 80 else text[:77] + "..."

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.families import hf_config, hf_shapes, to_hf
+from megatron.checkpointing.families import hf_config, hf_shapes, to_hf, with_fields
 from megatron.checkpointing.files import readable_size, sync_dir, write_bytes
-from megatron.checkpointing.huggingface.extras import extras_of, model_card
+from megatron.checkpointing.huggingface.card import model_card
+from megatron.checkpointing.huggingface.extras import CARD, extras_of
 from megatron.checkpointing.huggingface.folder import (
     CONFIG,
     SHARD_BYTES,
@@ -34,7 +35,9 @@ from megatron.neox_arguments import NeoXArgs
 Each = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
 # What an earlier conversion may have left, which a new one replaces.
-_OWN = re.compile(r".*\.safetensors|.*\.json|.*\.jinja|.*\.txt|tokenizer\.model|README\.md|pytorch_model.*\.bin")
+_OWN = re.compile(
+    r".*\.(safetensors|json|jinja|txt|md)|tokenizer\.model|pytorch_model.*\.bin|(LICEN[CS]E|COPYING|NOTICE|.*USE_POLICY).*"
+)
 
 
 def plain_each(layers: Iterable[int], count: int) -> Iterable[int]:
@@ -81,12 +84,14 @@ def export_hf(
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     config = {**hf_config(args, family=family, vocab_size=vocab), **extras.ids}
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    config = with_fields(config, extras.config, args)
     temporary = _begin(output, weight_bytes(shapes, dtype))
     try:
         layers = _read(source, args, dtype, each)
         write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
         parameters = sum(math.prod(shape) for shape in shapes.values())
-        files = {**extras.files, "README.md": model_card(source, given, config, parameters, dtype), **(notes or {})}
+        card = model_card(source, given, config, parameters, dtype, extras.card)
+        files = {**extras.files, CARD: card, **(notes or {})}
         for name, content in {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}.items():
             write_bytes(content, temporary / name)
 

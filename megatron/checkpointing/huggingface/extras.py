@@ -1,4 +1,4 @@
-"""What a HuggingFace folder holds beside weights and config.json: tokenizer, chat template, generation defaults, card.
+"""What a HuggingFace folder holds beside weights: tokenizer, chat template, generation defaults, terms of use.
 
 An imported model keeps these files in `huggingface/` of its checkpoints, and training carries them on, so that they
 come out as they went in.
@@ -10,21 +10,18 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.huggingface.folder import CONFIG
-from megatron.checkpointing.manifest import read_manifest
+from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_tokenizer
 
 CARRIED = "huggingface"
-GENERATION = "generation_config.json"
+GENERATION, CARD = "generation_config.json", "README.md"
 CHAT_TEMPLATE = "chat_template.jinja"
-_TOKENIZER = (
+TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json",
 )  # fmt: skip
@@ -34,21 +31,26 @@ _ROLES = ("bos", "eos", "pad")
 @dataclass(frozen=True)
 class Extras:
     """files: name -> content, all to be written; ids: bos_token_id and so on for config.json; vocab_size: rows that
-    the model had before it was padded, where that is known; tokens: of the tokenizer."""
+    the model had before it was padded, where that is known; tokens: of the tokenizer. config, card: of the model that
+    was imported, if any."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
     tokens: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    card: str = ""
 
 
 def carried_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
     """Of a HuggingFace folder: what a checkpoint keeps of it. tokenizer: files of the one that a run uses; where it is
     another than the folder's, that one's files are left out."""
     path = Path(folder)
-    found = {name: (path / name).read_bytes() for name in (CONFIG, GENERATION, *_TOKENIZER) if (path / name).is_file()}
+    legal = sorted(file.name for pattern in LEGAL for file in path.glob(pattern))
+    names = dict.fromkeys((CONFIG, GENERATION, CARD, *TOKENIZER, *legal))
+    found = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
     if tokenizer is not None and tokenizer.get("tokenizer.json") != found.get("tokenizer.json"):
-        return {name: content for name, content in found.items() if name not in _TOKENIZER}
+        return {name: content for name, content in found.items() if name not in TOKENIZER}
     return found
 
 
@@ -76,9 +78,9 @@ def extras_of(
     Raises CheckpointError for a tokenizer that cannot be had.
     """
     kept = carried_files(source / CARRIED)
-    config = json.loads(kept.pop(CONFIG, b"{}"))
+    config, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
     files, ids, tokens = dict(kept), {}, None
-    carried = any(name in files for name in _TOKENIZER)
+    carried = any(name in files for name in TOKENIZER)
     if not carried and tokenizer:
         files |= _own_tokenizer(source, args, vocab_is_hf)
     if "tokenizer.json" in files and tokenizer:
@@ -88,7 +90,7 @@ def extras_of(
         if "tokenizer_config.json" not in files:
             files["tokenizer_config.json"] = _tokenizer_config(found)
     if not tokenizer:
-        files = {name: content for name, content in files.items() if name not in _TOKENIZER}
+        files = {name: content for name, content in files.items() if name not in TOKENIZER}
     if carried or not ids:  # config.json may name several ends
         ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
     if pad_token_id is not None:
@@ -96,7 +98,7 @@ def extras_of(
         files = _with_pad(files, pad_token_id)
     if GENERATION not in files:
         files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
-    return Extras(files, ids, config.get("vocab_size"), tokens)
+    return Extras(files, ids, config.get("vocab_size"), tokens, config, card)
 
 
 def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:
@@ -105,7 +107,7 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
     beside = {}
     if place is not None:
         beside = carried_files(place if place.is_dir() else place.parent)
-        beside = {name: content for name, content in beside.items() if name in (*_TOKENIZER, GENERATION)}
+        beside = {name: content for name, content in beside.items() if name in (*TOKENIZER, GENERATION)}
     kept = carried_files(source / "tokenizer")
     if kept:
         same = beside.get("tokenizer.json") == kept.get("tokenizer.json")
@@ -121,7 +123,7 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
     except TokenizerError as problem:
         text = f"the tokenizer cannot be had: {problem}; or leave it out with --no_save_tokenizer"
         raise CheckpointError(text) from problem
-    known = {name: content for name, content in made.items() if name in _TOKENIZER}
+    known = {name: content for name, content in made.items() if name in TOKENIZER}
     if "tokenizer.json" in known and place.name == "tokenizer.json":
         known = {**known, **beside}
     if "vocab.json" in known:
@@ -172,33 +174,6 @@ def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
         raise CheckpointError(f"--pad-token-id: {pad}: the tokenizer has no such token")
     config = {**json.loads(files["tokenizer_config.json"]), "pad_token": names[pad]}
     return {**files, "tokenizer_config.json": _json(config)}
-
-
-def model_card(source: Path, args: NeoXArgs, config: Mapping[str, Any], parameters: int, dtype: torch.dtype) -> bytes:
-    """README.md: what the model is and how it was trained."""
-    manifest = read_manifest(source)
-    facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
-    facts["Precision"] = str(dtype).removeprefix("torch.")
-    facts["Checkpoint"] = source.name
-    if manifest is not None:
-        facts |= {"Iteration": f"{manifest.iteration:,}", "Samples seen": f"{manifest.consumed_samples:,}"}
-        if manifest.consumed_samples and args.seq_length:
-            facts["Tokens seen"] = f"about {manifest.consumed_samples * args.seq_length:,}"
-        facts |= {f"{name} version": value for name, value in manifest.versions.items()}
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    texts = {PurePath(name).name: text for name, text in args.config_files.items()}
-    texts = texts or {"configuration.json": json.dumps(json.loads(args.to_json())["given"], indent=1)}
-    kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
-    parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- gpt-neox\n---\n\n"
-        f"# {config['architectures'][0]}, {parameters / 1e6:,.0f}M parameters\n\n"
-        "Trained with a GPT-NeoX configuration and converted to HuggingFace's format.\n\n"
-        f"| | |\n|---|---|\n{rows}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
-        "## Training configuration\n\n" + "\n\n".join(parts) + "\n"
-    ).encode()
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -30,6 +30,7 @@ _PREFIX = "hf://"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LARGEST_HEADER = 100 << 20  # as the safetensors library
+LEGAL = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "*USE_POLICY*")  # terms that go where the weights go
 SHARD_BYTES = 5 * 10**9
 
 
@@ -54,7 +55,7 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
         raise CheckpointError(f"{text}: needs the huggingface_hub package (pip install huggingface_hub)") from None
-    small = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
+    small = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", *LEGAL]
     try:
         found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(found.glob("*.safetensors")):
@@ -81,13 +82,14 @@ class _Entry:
 
 
 class HFFolder:
-    """config: of config.json; shapes: of all tensors; origin: what its user calls it, where that is not the path.
+    """config: of config.json; shapes: of all tensors; origin: what its user calls it, where that is not the path;
+    dtype: that its weights are read in, None: each in its own.
 
     Raises CheckpointError for what is missing or damaged.
     """
 
-    def __init__(self, path: str | Path, origin: str | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None) -> None:
+        self.path, self.dtype = Path(path), dtype
         self.origin = origin or str(path)
         self.config = read_json(self.path / CONFIG)
         if self.config.get("quantization_config"):
@@ -122,8 +124,8 @@ class HFFolder:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
-        """None: a dtype that no weight has."""
-        return {name: entry.dtype for name, entry in self._entries.items()}
+        """As they are read; None: a dtype that no weight has."""
+        return {name: entry.dtype and (self.dtype or entry.dtype) for name, entry in self._entries.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +135,12 @@ class HFFolder:
         return found
 
     def get(self, name: str) -> Tensor:
-        """One tensor, in the file until it is used (memory map of its own)."""
+        """One tensor, in the file until it is used (memory map of its own) or cast. Raises CheckpointError where fp16
+        cannot hold it."""
+        tensor = self._stored(name)
+        return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
+
+    def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]
         if entry.dtype not in _NAMES:
             raise CheckpointError(f"{entry.file}: {name} is no floating-point tensor; quantised models are not read")

@@ -20,7 +20,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import check_hf_tensors, from_hf, meaning
 from megatron.checkpointing.files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.huggingface.exporting import Each, check_space, plain_each
-from megatron.checkpointing.huggingface.extras import CARRIED, CHAT_TEMPLATE, carried_files
+from megatron.checkpointing.huggingface.extras import CARRIED, CHAT_TEMPLATE, GENERATION, TOKENIZER, carried_files
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
@@ -128,7 +128,7 @@ def _check_target(final: Path) -> None:
     """A checkpoint of a run is never replaced by an import; an import is."""
     if final.exists():
         there = read_manifest(final)
-        if there is None or there.data:
+        if there is None or there.data or there.optimizer:
             raise CheckpointError(f"{final}: is there already, and no import; give another folder or --iteration")
 
 
@@ -136,7 +136,9 @@ def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
     found = {folder.dtypes[name] for name in folder.shapes if name in _asked(folder, keys)}
     if len(found) != 1 or not found <= PRECISIONS.keys():
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-        raise CheckpointError(f"{folder.origin}: its weights are of several or unknown kinds ({told}); save it in one")
+        raise CheckpointError(
+            f"{folder.origin}: its weights are of several or unknown kinds ({told}); choose one with --precision"
+        )
     return next(dtype for dtype in found if dtype is not None)
 
 
@@ -159,7 +161,7 @@ def _save_tokenizer(save: Path, carried: Mapping[str, bytes], folder: HFFolder) 
     target = save / "tokenizer"
     target.mkdir(parents=True, exist_ok=True)
     for name, content in carried.items():
-        if name != "config.json":
+        if name in TOKENIZER or name == GENERATION:
             write_bytes(content, target / name)
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str((target / "tokenizer.json").resolve())}
 

@@ -1,0 +1,63 @@
+"""README.md of an export: the model card of the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import yaml
+
+from megatron.checkpointing.manifest import read_manifest
+from megatron.neox_arguments import NeoXArgs
+
+_OURS: Mapping[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-neox"]}
+
+
+def model_card(
+    source: Path, args: NeoXArgs, config: Mapping[str, Any], parameters: int, dtype: torch.dtype, before: str = ""
+) -> bytes:
+    """README.md: what the model is and how it was trained. before: the card of the model that was imported, whose front
+    matter (license, languages, terms) stays; scores of it (`model-index`) do not, once it is trained on."""
+    manifest = read_manifest(source)
+    facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
+    facts["Precision"] = str(dtype).removeprefix("torch.")
+    facts["Checkpoint"] = source.name
+    if manifest is not None:
+        facts |= {"Iteration": f"{manifest.iteration:,}", "Samples seen": f"{manifest.consumed_samples:,}"}
+        if manifest.consumed_samples and args.seq_length:
+            facts["Tokens seen"] = f"about {manifest.consumed_samples * args.seq_length:,}"
+        facts |= {f"{name} version": value for name, value in manifest.versions.items()}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    texts = {PurePath(name).name: text for name, text in args.config_files.items()}
+    texts = texts or {"configuration.json": json.dumps(json.loads(args.to_json())["given"], indent=1)}
+    kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
+    parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
+    front = _front_matter(before, trained=manifest is not None and manifest.consumed_samples > 0)
+    return (
+        f"---\n{front}---\n\n"
+        f"# {config['architectures'][0]}, {parameters / 1e6:,.0f}M parameters\n\n"
+        "Trained with a GPT-NeoX configuration and converted to HuggingFace's format.\n\n"
+        f"| | |\n|---|---|\n{rows}\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
+        "## Training configuration\n\n" + "\n\n".join(parts) + "\n"
+    ).encode()
+
+
+def _front_matter(before: str, trained: bool) -> str:
+    """YAML between the marks: what stood there, and ours where nothing did."""
+    parts = before.lstrip("\ufeff").split("---\n", 2)
+    try:
+        theirs = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
+    except yaml.YAMLError:
+        theirs = {}
+    theirs = theirs if isinstance(theirs, dict) else {}
+    tags = theirs.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else list(tags)
+    found = {**_OURS, **theirs, "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)]}
+    if trained:
+        found.pop("model-index", None)
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=2**20)

@@ -1,0 +1,241 @@
+"""Adam's state as GPT-NeoX wrote it, by parameter, as `OptimizerFiles` has ours: any layout goes on with it.
+
+GPT-NeoX keeps it by rank of one layout, without names: in the mp_rank file tensors in the order of the optimizer's
+groups (weights that decay, then norms and biases); under ZeRO 1 and 2 and in bf16 each group as one flat vector, cut
+over data ranks. Which layers a pipeline stage had follows from how much its groups hold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import layout
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.files import load_tensors
+from megatron.checkpointing.names import GENERATIONS, has_old_rows, to_our_names
+from megatron.checkpointing.optimizer_files import MASTER, State
+from megatron.checkpointing.weights import describe_source
+from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
+from megatron.neox_arguments import NeoXArgs
+
+_FIX = "set no_load_optim: true (--no-optimizer of tools/ckpts) to go on with the weights alone"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_ZERO = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+class _Groups(Protocol):
+    """The optimizer's groups of one model-parallel rank. sizes: of each, in what `size` counts."""
+
+    sizes: list[int]
+    step: float
+
+    def size(self, shape: Sequence[int]) -> int: ...
+    def read(self, group: int, start: int, shape: Sequence[int]) -> State: ...
+
+
+class NeoXOptimizer:
+    """The state of one checkpoint of GPT-NeoX, with the methods of `OptimizerFiles`. Tensors stay in their files until
+    they are used. Raises CheckpointError for state of another optimizer than Adam, of ZeRO 3, or of another model."""
+
+    def __init__(self, path: str | Path, args: NeoXArgs) -> None:
+        self.path, self.args = Path(path), args
+        self._specs, self._facts = layer_params(args), describe_source(self.path)
+        self._check_kind()
+        self.tensor_size = self._facts.tensor_size
+        self._ranks = _groups_of(self.path)
+        if len(self._ranks) % self.tensor_size:
+            raise CheckpointError(f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks")
+        self._places = self._walk()
+
+    def _check_kind(self) -> None:
+        kinds = {
+            GENERATIONS["te"]: self._facts.names == GENERATIONS["te"],
+            "blocks that share a table (pos_emb: rpe)": any(spec.shared for spec in self._specs[2]),
+        }
+        for unknown in (words for words, found in kinds.items() if found):
+            raise CheckpointError(f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}")
+
+    def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
+        """(stage, group, start) of every parameter: stages take layers in order until their groups are full."""
+        places: dict[tuple[int, str], tuple[int, int, int]] = {}
+        layers = sorted(layer for layer, specs in self._specs.items() if specs)
+        stages = len(self._ranks) // self.tensor_size
+        for stage in range(stages):
+            groups = self._ranks[stage * self.tensor_size]
+            filled = [0] * len(groups.sizes)
+            again = stage == stages - 1 > 0 and not self.args.no_weight_tying  # its copy of the embedding stands first
+            if again:
+                self._taken(0, groups, filled)
+            while layers and filled != groups.sizes:
+                for name, place in self._taken(layers.pop(0), groups, filled):
+                    places[name] = (stage, *place)
+            if filled != groups.sizes:
+                raise self._of_another_model()
+        if layers:
+            raise self._of_another_model()
+        return places
+
+    def _taken(self, layer: int, groups: _Groups, filled: list[int]) -> list[tuple[tuple[int, str], tuple[int, int]]]:
+        found = []
+        for spec in self._specs[layer]:
+            group = 0 if spec.weight_decay or len(filled) == 1 else 1
+            found.append(((layer, spec.name), (group, filled[group])))
+            filled[group] += groups.size(spec.local_shape(self.tensor_size))
+            if filled[group] > groups.sizes[group]:
+                raise self._of_another_model()
+        return found
+
+    def _of_another_model(self) -> CheckpointError:
+        return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
+
+    def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
+        """Parameters of `layers` that have state here, by layer and name."""
+        wanted = set(layers)
+        return {(layer, name) for layer, name in self._places if layer in wanted}
+
+    def loss_scaler(self) -> dict[str, float]:
+        """fp16's loss scale and where it stands between two changes; {} in other precisions."""
+        scaler = getattr(self._ranks[0], "scaler", None)
+        return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
+
+    def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
+        """State of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the first update."""
+        stage, group, start = self._places[layer, spec.name]
+        shape, where = spec.local_shape(self.tensor_size), f"{self.path}, optimizer state of layer {layer}"
+        first = stage * self.tensor_size
+        parts = [rank.read(group, start, shape) for rank in self._ranks[first : first + self.tensor_size]]
+        if not parts[0]:
+            return {}
+        found: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
+        rows = "pre1315" if has_old_rows(self._facts.block, self.args, self.args.compat_gqa_rows) else "post1315"
+        for key in parts[0]:
+            if key == MASTER and self._facts.dtypes == {torch.float32}:
+                continue
+            pieces = [to_our_names({spec.name: part[key]}, {spec.name}, self.args, where, rows) for part in parts]
+            found[key] = self._cut(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
+        return found
+
+    def _cut(self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
+        if spec.sum_over_tensor and key == MASTER:  # of which each rank has a part; their gradients are alike
+            return torch.stack(pieces).sum(0)
+        if tensor_size == self.tensor_size:
+            return pieces[tensor_rank]
+        return shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
+
+
+def _groups_of(path: Path) -> list[_Groups]:
+    """Of all model-parallel ranks in order."""
+    zero: dict[int, dict[int, Path]] = {}
+    for file in path.iterdir():
+        if match := _ZERO.fullmatch(file.name):
+            zero.setdefault(int(match[3]), {})[int(match[2])] = file
+    models = layout.model_files(path)
+    if not zero:
+        return [_Tensors(load_tensors(models[rank]).get("optimizer"), str(models[rank])) for rank in sorted(models)]
+    for rank in sorted(models):
+        ranks = zero.get(rank, {})
+        if sorted(ranks) != list(range(len(ranks))) or len(ranks) != len(zero[min(zero)]):
+            raise CheckpointError(f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}")
+    return [_Flat([zero[rank][data] for data in sorted(zero[rank])]) for rank in sorted(models)]
+
+
+def _steps(states: Iterable[Mapping[str, Any]]) -> float:
+    """Updates done: the largest count, since DeepSpeed's FusedAdam counts in the last parameter of a group alone."""
+    return max((float(state["step"]) for state in states if state.get("step") is not None), default=0.0)
+
+
+def _moments(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    missing = [key for key in _MOMENTS if not isinstance(state.get(key), Tensor)]
+    if missing:
+        raise CheckpointError(f"{where}: no {missing[0]}; not the state of Adam: {_FIX}")
+    return {key: state[key] for key in _MOMENTS}
+
+
+class _Tensors:
+    """Without ZeRO: parameters are numbered through all groups."""
+
+    def __init__(self, saved: Any, where: str) -> None:
+        if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+            raise CheckpointError(f"{where}: no optimizer state in plain torch form; {_FIX}")
+        self.where, self._state = where, saved["state"]
+        self.sizes = [len(group["params"]) for group in saved["param_groups"]]
+        if self._state and sorted(self._state) != list(range(sum(self.sizes))):
+            raise CheckpointError(f"{where}: parameters without optimizer state; {_FIX}")
+        self.step = _steps([*self._state.values(), *saved["param_groups"]])
+
+    def size(self, shape: Sequence[int]) -> int:
+        return 1
+
+    def read(self, group: int, start: int, shape: Sequence[int]) -> State:
+        if not self._state:
+            return {}
+        number = sum(self.sizes[:group]) + start
+        found = _moments(self._state[number], f"{self.where}: optimizer state {number}")
+        for key, value in found.items():
+            if tuple(value.shape) != tuple(shape):
+                raise CheckpointError(
+                    f"{self.where}: optimizer state {number}: {key} has shape {tuple(value.shape)}, the model needs "
+                    f"{tuple(shape)}; {_FIX}"
+                )
+        return found
+
+
+class _Flat:
+    """ZeRO 1 and 2, and bf16: vectors of each group, cut over data ranks, the last with padding at its end."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        contents = [load_tensors(file) for file in files]
+        saved = [content.get("optimizer_state_dict", {}) for content in contents]
+        where = str(files[0])
+        masters = [one.get("single_partition_of_fp32_groups") for one in saved]
+        paddings = [one.get("group_paddings") for one in saved]
+        if None in masters or None in paddings or any(one.get("zero_stage", 1) == 3 for one in saved):
+            raise CheckpointError(f"{where}: not optimizer state of ZeRO 1 or 2; {_FIX}")
+        config = contents[0].get("ds_config") or {}
+        if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
+            raise CheckpointError(f"{where}: round_robin_gradients mixes the order of its parameters; {_FIX}")
+        base = [one.get("base_optimizer_state") for one in saved]
+        lean = isinstance(base[0], Sequence)  # elastic_checkpoint: without padding
+        states = [one if lean else [one["state"][i] for i in sorted(one["state"])] for one in base]
+        groups = [] if lean else [group for one in base for group in one["param_groups"]]
+        told = [{"step": one.get("base_optimizer_state_step")} for one in saved]
+        self.step = _steps([*groups, *told, *(state for one in states for state in one)])
+        self.scaler = saved[0].get("loss_scaler")
+        self._vectors: list[dict[str, list[Tensor]]] = []  # of each group, by key: the data ranks' parts
+        self.sizes = []
+        for group in range(len(masters[0])):
+            parts = {MASTER: [one[group] for one in masters]}
+            if states[0]:
+                moments = [_moments(one[group], where) for one in states]
+                parts |= {key: [one[key] for one in moments] for key in _MOMENTS}
+            cut = 0 if lean else sum(int(padding[group]) for padding in paddings)
+            self.sizes.append(sum(part.numel() for part in parts[MASTER]) - cut)
+            self._vectors.append(parts)
+
+    def size(self, shape: Sequence[int]) -> int:
+        return math.prod(shape)
+
+    def read(self, group: int, start: int, shape: Sequence[int]) -> State:
+        parts = self._vectors[group]
+        if len(parts) == 1:
+            return {}
+        return {key: _between(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()}
+
+
+def _between(vectors: Sequence[Tensor], start: int, count: int) -> Tensor:
+    """A range of what the vectors are, one after another."""
+    found, begin = [], 0
+    for vector in vectors:
+        first, last = max(start - begin, 0), min(start + count - begin, vector.numel())
+        if first < last:
+            found.append(vector[first:last])
+        begin += vector.numel()
+    return torch.cat(found)

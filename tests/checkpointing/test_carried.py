@@ -1,0 +1,123 @@
+"""What stands beside the weights of a HuggingFace model, and their precision, into a checkpoint and out again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.checkpointing import read_manifest
+from megatron.checkpointing.huggingface import HFFolder, export_args, export_hf, import_hf
+from megatron.checkpointing.weights import describe_source
+from tests.checkpointing.family_models import random_model
+from tools.ckpts import convert_hf_to_neox
+
+TERMS = {"LICENSE": "as it is", "LICENSE.txt": "too", "USE_POLICY.md": "# Do no harm", "NOTICE": "Built with it"}
+CARD = """---
+license: llama3.2
+language: [en, de]
+tags:
+- facebook
+extra_gated_prompt: >-
+  Read the terms: all of them.
+model-index:
+- name: great
+---
+# A model
+"""
+FIELDS: dict[str, Any] = {
+    "attention_dropout": 0.25, "initializer_range": 0.3, "pretraining_tp": 1, "use_cache": False,
+    "own": {"a": [1, None]}, "transformers_version": "4.40.1", "auto_map": {"AutoModel": "code.Model"},
+}  # fmt: skip
+
+
+def model_folder(path: Path, family: str = "llama 3", dtype: torch.dtype = torch.float32) -> Path:
+    random_model(family, dtype).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama 3", "olmo 3", "gemma 3"])
+def test_terms_card_and_every_field_come_out_as_they_went_in(family: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "hf", family)
+    for name, text in (TERMS | {"README.md": CARD}).items():
+        (folder / name).write_text(text)
+    before = json.loads((folder / "config.json").read_text()) | FIELDS
+    (folder / "config.json").write_text(json.dumps(before))
+    path, _ = import_hf(HFFolder(folder), tmp_path / "neox")
+    args, _ = export_args(path)
+    for trained in (False, True):
+        if trained:
+            manifest = read_manifest(path)
+            assert manifest is not None
+            (path / "manifest.json").write_text(replace(manifest, consumed_samples=8).to_json())
+        export_hf(path, args, tmp_path / "back")  # as plain transformers reads it
+        for name, text in TERMS.items():
+            assert (tmp_path / "back" / name).read_text() == text
+        told = yaml.safe_load((tmp_path / "back" / "README.md").read_text().split("---\n")[1])
+        expected = yaml.safe_load(CARD.split("---\n")[1]) | {"tags": ["facebook", "gpt-neox"]}
+        if trained:
+            del expected["model-index"]  # scores of other weights
+        assert expected.items() <= told.items() and told["library_name"] == "transformers"
+        after = json.loads((tmp_path / "back" / "config.json").read_text())
+        assert "auto_map" not in after, "code that does not come along"
+        same = {name: value for name, value in before.items() if name != "auto_map"}
+        assert {name: after.get(name) for name in same} == same
+        assert list(after)[: len(same)] == list(same), "in their order"
+
+
+def test_a_field_that_would_change_the_model_does_not_come_back(tmp_path: Path) -> None:
+    """A run that reads longer texts than the imported model."""
+    folder = model_folder(tmp_path / "hf", "llama 2")
+    path, _ = import_hf(HFFolder(folder), tmp_path / "neox")
+    args, _ = export_args(path)
+    longer = args.replace(max_position_embeddings=4 * args.max_position_embeddings, rotary_emb_base=77777)
+    export_hf(path, longer, tmp_path / "back")
+    after = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert after["max_position_embeddings"] == longer.max_position_embeddings and after["rope_theta"] == 77777
+    assert "rope_parameters" not in after, "whose base is another"
+
+
+def mixed(path: Path) -> dict[str, Tensor]:
+    """bf16, with norms in fp32."""
+    folder = model_folder(path, dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value.float() * 1.001 if "norm" in name else value for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def test_weights_of_several_kinds_take_a_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = mixed(tmp_path / "hf")
+    typed = ["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox")]
+    with pytest.raises(SystemExit, match=r"several or unknown kinds \(bfloat16, float32\); .* --precision"):
+        convert_hf_to_neox.main(typed)
+    convert_hf_to_neox.main([*typed, "--precision", "bf16"])
+    path = tmp_path / "neox" / "global_step0"
+    assert "largest logit difference to transformers" in capsys.readouterr().out
+    args, facts = export_args(path)
+    assert facts.dtypes == {torch.bfloat16} == describe_source(path).dtypes and args.params_dtype == "bf16"
+    export_hf(path, args, tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], value.bfloat16()) for name, value in tensors.items())
+    convert_hf_to_neox.main([*typed, "--precision", "fp32", "--iteration", "1"])
+    args, _ = export_args(tmp_path / "neox" / "global_step1")
+    export_hf(tmp_path / "neox" / "global_step1", args, tmp_path / "wide")
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert all(torch.equal(wide[name], value.float()) for name, value in tensors.items())
+
+
+def test_a_number_that_fp16_cannot_hold_is_named(tmp_path: Path) -> None:
+    tensors = mixed(tmp_path / "hf")
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    typed = ["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox"), "--precision", "fp16"]
+    with pytest.raises(SystemExit, match=r"model.norm.weight: holds 1e\+06, which fp16 cannot"):
+        convert_hf_to_neox.main(typed)
+    assert not list((tmp_path / "neox").iterdir())

@@ -1,0 +1,140 @@
+"""GPT-NeoX's optimizer state by parameter: golden files without ZeRO, and what DeepSpeed makes of them under ZeRO."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import CheckpointError, NeoXOptimizer, load_tensors, read_manifest, save_tensors, zero_file
+from megatron.model.weight_map import layer_params, unshard
+from tests.checkpointing.golden import checkpoint, golden_args
+from tests.pool import run_ranks
+from tests.training.runs import begin
+from tests.training.test_golden_runs import golden_config
+from tools.ckpts import merge
+
+# The layers of each pipeline stage, as GPT-NeoX cut them.
+STAGES = {
+    "neox_pp1_mp1": [range(9)],
+    "neox_pp0_mp1": [range(9)],
+    "llama_pp1_mp1": [range(9)],
+    "neox_pp2_mp2": [range(4), range(4, 9)],
+}
+MODEL_FILE = "mp_rank_{:02d}_model_states.pt"
+
+
+def entry(run: str, rank: int, step: int = 3) -> Any:
+    return load_tensors(checkpoint(run, step) / MODEL_FILE.format(rank))["optimizer"]
+
+
+@pytest.mark.parametrize("run", STAGES)
+def test_golden_state_is_found_by_parameter(run: str) -> None:
+    args = golden_args(run)
+    found, specs = NeoXOptimizer(checkpoint(run), args), layer_params(args)
+    assert found.names(specs) == {(layer, spec.name) for layer, own in specs.items() for spec in own}
+    size = found.tensor_size
+    for stage, layers in enumerate(STAGES[run]):
+        saved = [entry(run, stage * size + rank)["state"] for rank in range(size)]
+        own = [(layer, spec) for layer in layers for spec in specs.get(layer, ())]
+        ordered = [one for decay in (True, False) for one in own if one[1].weight_decay is decay]
+        assert len(ordered) == len(saved[0])
+        for number, (layer, spec) in enumerate(ordered):
+            state = found.read(layer, spec, 0, 1)
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} and float(state["step"]) == 3
+            for key in ("exp_avg", "exp_avg_sq"):
+                pieces = [saved[rank][number][key] for rank in range(size)]
+                assert torch.equal(state[key], unshard(pieces, spec))
+                assert torch.equal(found.read(layer, spec, size - 1, size)[key], pieces[-1])
+    assert found.loss_scaler() == {}
+
+
+def test_state_of_step_0_is_empty() -> None:
+    args = golden_args("neox_pp1_mp1")
+    found = NeoXOptimizer(checkpoint("neox_pp1_mp1", 0), args)
+    assert all(found.read(2, spec, 0, 1) == {} for spec in layer_params(args)[2])
+
+
+def zero_states(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
+    """For the pool: what DeepSpeed saves of its ZeRO optimizer after a run has taken a checkpoint up."""
+    training = begin(values)
+    return training.engine.state.zero_state()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_files_of_deepspeed_hold_the_same(stage: int, tmp_path: Path) -> None:
+    """Parameters stand across the cuts between data ranks, and padding at the end."""
+    run, ranks = "neox_pp1_mp1", 3
+    values = golden_config(
+        "ckpt_neox", run, cache=str(tmp_path), load=str(checkpoint(run).parent), iteration=3, train_iters=5,
+        train_batch_size=None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1,
+        zero_optimization={"stage": stage},
+    )  # fmt: skip
+    args = golden_args(run)
+    path = copied(run, tmp_path, lambda rank, state: state.update(optimizer=None))
+    for rank, saved in enumerate(run_ranks(zero_states, ranks, values)):
+        save_tensors(saved, path / zero_file(rank, 0, False))
+    zero, plain = NeoXOptimizer(path, args), NeoXOptimizer(checkpoint(run), args)
+    for layer, specs in layer_params(args).items():
+        for spec in specs:
+            ours, theirs = zero.read(layer, spec, 0, 1), plain.read(layer, spec, 0, 1)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (layer, spec.name)
+    (path / zero_file(1, 0, False)).unlink()
+    with pytest.raises(CheckpointError, match=r"incomplete, without optim_states files of mp_rank_00"):
+        NeoXOptimizer(path, args)
+
+
+def copied(run: str, to: Path, change: Callable[[int, dict[str, Any]], None]) -> Path:
+    """A golden checkpoint with other mp_rank files."""
+    path = to / "global_step3"
+    shutil.copytree(checkpoint(run), path)
+    for rank, file in enumerate(sorted(path.glob("mp_rank_*"))):
+        state = {**load_tensors(file)}
+        change(rank, state)
+        file.unlink()
+        save_tensors(state, file)
+    return path
+
+
+def without_moment(rank: int, state: dict[str, Any]) -> None:
+    state["optimizer"] = {**state["optimizer"], "state": {**state["optimizer"]["state"]}}
+    state["optimizer"]["state"][0] = {"exp_avg": torch.zeros(1)}
+
+
+BROKEN: dict[str, tuple[Callable[[int, dict[str, Any]], None], dict[str, Any], str]] = {
+    "none": (lambda rank, state: state.update(optimizer=None), {}, "no optimizer state in plain torch form"),
+    "fp16 without ZeRO": (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "plain torch form"),
+    "no Adam": (without_moment, {}, "no exp_avg_sq; not the state of Adam"),
+    "another model": (lambda rank, state: None, {"norm": "rmsnorm"}, "of other parameters than this model's"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_no_state_of_this_model_is_refused_with_the_way_out(kind: str, tmp_path: Path) -> None:
+    change, keys, message = BROKEN[kind]
+    path, args = copied("neox_pp1_mp1", tmp_path, change), golden_args("neox_pp1_mp1", **keys)
+    with pytest.raises(CheckpointError, match=f"{message}.*no_load_optim: true"):
+        NeoXOptimizer(path, args).read(0, layer_params(args)[0][0], 0, 1)
+
+
+def test_merged_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = "neox_pp2_mp2"
+    merge.main(["--input_dir", str(checkpoint(run)), "--output_dir", str(tmp_path)])
+    path = tmp_path / "global_step3"
+    manifest = read_manifest(path)
+    assert manifest is not None and manifest.optimizer
+    assert (manifest.iteration, manifest.consumed_samples) == (3, 12)
+    assert "from which a run starts at iteration 0" not in capsys.readouterr().out
+    args = golden_args(run)
+    theirs = NeoXOptimizer(checkpoint(run), args)
+    for layer, specs in layer_params(args).items():
+        if specs:
+            file = load_tensors(path / f"optim_layer_{layer:02d}-model_00.pt")
+            for spec in specs:
+                expected = theirs.read(layer, spec, 0, 1)
+                assert all(torch.equal(file[spec.name][key], value) for key, value in expected.items())
