@@ -68,9 +68,8 @@ def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileR
 
 def describe_tensors(state: Any) -> dict[str, str]:
     """Dtype and shape of every tensor in nested dicts, by keys: {"norm.weight/exp_avg": "float32 [64]"}."""
-    return {
-        path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for path, tensor in named_tensors(state)
-    }
+    found = named_tensors(state)
+    return {path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for path, tensor in found}
 
 
 def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
