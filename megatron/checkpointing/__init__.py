@@ -5,7 +5,7 @@ Nothing here talks to other ranks or to DeepSpeed: the engine calls these functi
 
 from megatron.checkpointing.changes import Change, responsible, told
 from megatron.checkpointing.configuration import export_args
-from megatron.checkpointing.errors import CheckpointError, DamagedError
+from megatron.checkpointing.errors import CheckpointError, DamagedError, NonFiniteStateError
 from megatron.checkpointing.files import (
     FileRecord,
     file_sha256,
@@ -16,6 +16,7 @@ from megatron.checkpointing.files import (
     save_tensors,
     write_bytes,
 )
+from megatron.checkpointing.finite import check_finite, verify_finite
 from megatron.checkpointing.layout import (
     find_checkpoint,
     layer_file,
@@ -42,7 +43,7 @@ from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.resharding import reshard
 from megatron.checkpointing.retention import EPHEMERAL, Retention
-from megatron.checkpointing.rng import restore_rng, rng_state
+from megatron.checkpointing.rng import restore_rng, rng_state, seed_generators
 from megatron.checkpointing.weights import SourceFacts, describe_files, load_weights, local_layer_state
 
 __all__ = [
@@ -55,10 +56,12 @@ __all__ = [
     "MASTER",
     "Manifest",
     "NeoXOptimizer",
+    "NonFiniteStateError",
     "OptimizerFiles",
     "Retention",
     "SourceFacts",
     "begin",
+    "check_finite",
     "check_model",
     "config_key",
     "describe_files",
@@ -85,10 +88,12 @@ __all__ = [
     "rng_state",
     "save_tensors",
     "saved_model",
+    "seed_generators",
     "step_of",
     "step_tag",
     "told",
     "verify",
+    "verify_finite",
     "write_bytes",
     "zero_file",
 ]

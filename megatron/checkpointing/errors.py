@@ -1,4 +1,4 @@
-"""The one exception of this room."""
+"""The exceptions of this room."""
 
 from megatron.neox_arguments.errors import UserError
 
@@ -9,3 +9,7 @@ class CheckpointError(UserError, ValueError):
 
 class DamagedError(CheckpointError):
     """A checkpoint is not what its manifest says; another one may be whole."""
+
+
+class NonFiniteStateError(DamagedError):
+    """Weights or optimizer state hold NaN or Inf; another checkpoint may not."""

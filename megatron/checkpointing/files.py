@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -68,17 +68,17 @@ def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileR
 
 def describe_tensors(state: Any) -> dict[str, str]:
     """Dtype and shape of every tensor in nested dicts, by keys: {"norm.weight/exp_avg": "float32 [64]"}."""
-    found: dict[str, str] = {}
+    found = named_tensors(state)
+    return {path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for path, tensor in found}
 
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[path] = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                walk(item, f"{path}/{key}" if path else str(key))
 
-    walk(state, "")
-    return found
+def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested dicts, with its keys: "norm.weight/exp_avg"."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, item in state.items():
+            yield from named_tensors(item, f"{path}/{key}" if path else str(key))
 
 
 def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileRecord:

@@ -14,6 +14,17 @@ from megatron.checkpointing.errors import CheckpointError
 KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Begin all generators with `seed`, on every rank alike, as GPT-NeoX does. What draws from them (the callbacks of a
+    program, not training itself) gives the same in every run, and so do checkpoints, which hold their states."""
+    seed %= 1 << 32  # all that numpy takes
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Python's, numpy's, torch's and the device's generators. On CPU the device's is torch's."""
     on_gpu = device.type == "cuda"

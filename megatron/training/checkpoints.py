@@ -26,6 +26,7 @@ from megatron.checkpointing import (
     restore_rng,
     told,
     verify,
+    verify_finite,
     zero_file,
 )
 from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
@@ -88,12 +89,19 @@ class Checkpointer(Saver):
         elif source.path is not None:
             self._load_weights(source.path, self._verified(source.path))
 
-    def _verified(self, path: Path) -> Manifest | None:
-        """The manifest after checking every file against it, the work shared out over ranks."""
+    def _verified(self, path: Path, optimizer: bool = False) -> Manifest | None:
+        """The manifest after checking every file against it, and that weights, and with `optimizer` its state, are
+        finite; the work shared out over ranks."""
         manifest = read_manifest(path)
         names = sorted(manifest.files) if manifest is not None else []
         own = names[self.groups.world_rank :: self.groups.world_size]
-        together(self.groups, lambda: verify(path, own) if own else None)
+
+        def check() -> None:
+            if own:
+                verify(path, own)
+            verify_finite(path, own if manifest is not None else None, optimizer)
+
+        together(self.groups, check)
         return manifest
 
     def _load_weights(
@@ -120,7 +128,7 @@ class Checkpointer(Saver):
 
     def _restore(self, path: Path, goes_on: bool) -> Progress:
         args = self.args
-        manifest = self._verified(path)
+        manifest = self._verified(path, optimizer=not args.no_load_optim)
         self._check_run(path, manifest, goes_on)
         self._load_weights(path, manifest)
         takes_optimizer = self._takes_optimizer(path, manifest, goes_on)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.checkpointing import CheckpointError, replace_file
+from megatron.checkpointing import CheckpointError, NonFiniteStateError, replace_file
 from megatron.data import (
     Batch,
     DataError,
@@ -67,7 +67,8 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     """Train to `train_iters`, or until told to stop: log, validate and save on the way, validate, test and save at
     the end. callbacks: asked after validation and before saving, at step 0 and at the end of every step.
 
-    Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf.
+    Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError in place
+    of storing weights or optimizer state that are not finite.
     """
     args, progress, logger = training.args, training.progress, training.logger
     if progress.iteration >= args.train_iters:
@@ -235,12 +236,16 @@ def _check_skip(training: Training, in_a_row: int) -> None:
             most = args.nonfinite_limit
             training.logger.info(f"{text}; left out (on_nonfinite: skip, {in_a_row} of at most {most} in a row)")
             return
+    outcome = f"weights are those of step {training.progress.iteration}"
     if args.save is not None:
-        with training.watchdog.phase("saving"):
-            training.checkpointer.save(training.progress)
-            training.checkpointer.wait()
+        try:
+            with training.watchdog.phase("saving"):
+                training.checkpointer.save(training.progress)
+                training.checkpointer.wait()
+        except NonFiniteStateError as problem:  # an earlier step's update, of finite gradients
+            outcome = str(problem)
     limit = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
-    text = f"{text}; weights are those of step {training.progress.iteration} (on_nonfinite: {args.on_nonfinite}{limit})"
+    text = f"{text}; {outcome} (on_nonfinite: {args.on_nonfinite}{limit})"
     on_rank_zero(training.groups, lambda: _note_failure(training, text))
     raise NonFiniteError(text)
 

@@ -29,8 +29,10 @@ from megatron.checkpointing import (
     FileRecord,
     Layout,
     Manifest,
+    NonFiniteStateError,
     Retention,
     begin,
+    check_finite,
     layer_file,
     local_layer_state,
     model_file,
@@ -38,6 +40,7 @@ from megatron.checkpointing import (
     open_own,
     optimizer_file,
     publish,
+    read_latest,
     readable_size,
     replace_file,
     rng_state,
@@ -267,9 +270,15 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
             reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
             where = temporary.parent if self._store is None else self._store.url
+            if isinstance(problem, NonFiniteStateError):
+                raise NonFiniteStateError(f"{where}: nothing is saved: {problem}; {self._last_saved()}") from problem
             raise CheckpointError(
                 f"{where}: the checkpoint could not be written ({reason}); earlier ones are untouched"
             ) from problem
+
+    def _last_saved(self) -> str:
+        tag = read_latest(self.args.save_dir) if self.args.save_dir is not None else None
+        return f"the last checkpoint is {tag}, start again from there" if tag else "there is no earlier checkpoint"
 
     def _check_space(self, save: Path) -> bool:
         """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is written beside
@@ -372,6 +381,7 @@ class Saver:
             if problem is not None:
                 continue
             try:
+                check_finite(name, state)
                 (path / name).parent.mkdir(exist_ok=True)
                 if isinstance(state, bytes):
                     files.records.append(write_bytes(state, path / name, name))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpointing import seed_generators
 from megatron.checkpointing.huggingface import declared_ends, exported_rows
 from megatron.data import (
     DataError,
@@ -182,6 +183,7 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))
     order = order_keys(args, epochs)
     checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, datasets, order, source, logger)
+    seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
     datasets, progress = resume_with_reference(args, groups, datasets, engine, checkpointer, logger, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler

@@ -341,17 +341,33 @@ def test_log_scale(factor: float) -> None:
     assert [i for i in range(1, 300) if save.is_due(i)] == [i for i in range(1, 300) if i in powers]
 
 
-def test_rng_of_the_process_is_restored(trained: Path, tmp_path: Path) -> None:
-    drawn = run_ranks(draw_after_resume, 1, values(tmp_path))[0]
-    assert drawn == run_ranks(draw_after_resume, 1, values(tmp_path))[0]
-    assert drawn != run_ranks(draw_after_resume, 1, values(tmp_path, no_load_rng=True))[0]
+def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
+    """What a program's callback draws goes on as if the run had not been interrupted."""
+    through = run_ranks(draws_of, 1, values(tmp_path))[0]
+    later = {"load": str(tmp_path / "run"), "iteration": 2}
+    assert run_ranks(draws_of, 1, values(tmp_path / "b", **later))[0] == through[-2:]
+    fresh = run_ranks(draws_of, 1, values(tmp_path / "c", **later, no_load_rng=True))[0]
+    assert fresh == through[:2], "begun with seed"
+    assert len(set(through)) == len(through) == 5
 
 
-def draw_after_resume(rank: int, world_size: int, given: dict[str, Any]) -> tuple[float, float]:
-    """For the pool: what the generators give after a resume, whatever they were before."""
+def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """For the pool: what the generators give a callback after each step, whatever they were before."""
+    from megatron.training import Callback, Step, train
     from tests.training.runs import begin
 
-    torch.seed()
-    np.random.seed()
-    begin(given)
-    return float(torch.rand(())), float(np.random.rand())
+    drawn: list[tuple[float, float, float]] = []
+
+    class Draws(Callback):
+        def is_due(self, step: Step) -> bool:
+            return True
+
+        def on_step_end(self, step: Step) -> None:
+            drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+
+    for seed in (random.seed, np.random.seed, torch.seed):
+        seed()
+    training = begin(given)
+    train(training, [Draws()])
+    training.engine.close()
+    return drawn

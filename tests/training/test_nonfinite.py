@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.checkpointing import CheckpointError
 from megatron.training.guards import NonFiniteError, SpikeGuard
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
@@ -177,3 +179,54 @@ def test_spike_is_left_out(name: str) -> None:
     for skips, unchanged in found:
         assert skips[38] and sum(skips) <= 2 and unchanged
         assert skips == found[0][0], "all ranks leave out the same steps"
+
+
+def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int) -> str | None:
+    """For the pool: a moment of Adam turns NaN on the last rank before `step`, whose gradients are finite."""
+    from megatron.training import train
+
+    training = begin(values)
+    take_step = training.engine.train_step
+
+    def poisoned_step(batches: Any, lr: float) -> Any:
+        if training.progress.iteration + 1 == step and rank == world_size - 1:
+            states = training.engine._ds.basic_optimizer.state.values()
+            next(state["exp_avg"] for state in states if "exp_avg" in state).view(-1)[5] = math.nan
+        return take_step(batches, lr)
+
+    training.engine.train_step = poisoned_step  # type: ignore[method-assign]
+    try:
+        train(training)
+    except (NonFiniteError, CheckpointError) as problem:
+        return str(problem)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "more"),
+    [
+        ("plain", 3, {}),  # seen by step 4, whose stop would save step 3
+        ("plain", 4, {}),  # the save of step 4 itself comes before any loss tells of it
+        ("plain", 4, {"async_save": True}),
+        ("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9}),
+        ("tp2", 3, {}),
+        ("pp2", 4, {}),
+        ("zero1", 3, {"precision": "bfloat16"}),
+        ("zero3", 4, {}),
+    ],
+)
+def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    values = _values(tmp_path, layout, checkpoint_factor=2, **more)
+    found = run_ranks(poison_moment, ranks, values, step, timeout=30)
+    said = r"nothing is saved: (optim_)?layer_0\d-model_0\d\S*\.pt \(\S+ is not finite\); the last checkpoint is "
+    for message in found:
+        assert message is not None and re.search(said + "global_step2, start again from there", message), message
+    save = tmp_path / "run"
+    assert (save / "latest").read_text() == "global_step2"
+    assert sorted(p.name for p in save.glob("*global_step*")) == ["global_step2"]
+    assert json.loads((save / "status.json").read_text())["status"] == "failed"
+    again = run_ranks(run_to_end, ranks, values, timeout=30)
+    through = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False}, timeout=30)
+    for (_, weights), (_, expected) in zip(again, through, strict=True):
+        assert bit_equal(weights, expected), "a restart loses nothing"
