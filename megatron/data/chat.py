@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.errors import DataError
+from megatron.data.time_limit import RenderTimeout, render_limit
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -83,10 +84,12 @@ class ChatTokenizer:
     """A fast tokenizer of `transformers` and its chat template, whose idea of today is frozen.
 
     date: day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added tokens.
+    source: where the template is from, for messages to people.
     """
 
-    def __init__(self, hf: Any, day: date, template: str | None = None):
+    def __init__(self, hf: Any, day: date, template: str | None = None, source: str | None = None):
         self.hf = hf
+        self.source = source or hf.name_or_path
         if not hf.is_fast:
             raise DataError("this tokenizer has no fast form (tokenizer.json), which tells where each token lies")
         # A file saved with these would cut conversations off, or fill them up, without a word
@@ -207,7 +210,10 @@ class ChatTokenizer:
 
     def _guard(self, work):
         try:
-            return work()
+            with render_limit():
+                return work()
+        except RenderTimeout as problem:
+            raise DataError(f"the chat template fails: {problem} ({self.source})") from None
         except Exception as problem:  # a template is a program: it can raise anything
             reason = " ".join(str(problem).split()) or type(problem).__name__
             raise DataError(f"the chat template fails: {reason}") from None
@@ -230,7 +236,8 @@ def load_chat_tokenizer(path: str, template_file: str | None = None, day: date |
             "no tokenizer of transformers" if local else "neither a folder here nor to be had from the HuggingFace hub"
         )
         raise DataError(f"{path}: {what} ({reason}); --tokenizer-path takes a folder, or a name while online") from None
-    return ChatTokenizer(hf, day or date.today(), None if template_file is None else read_template(template_file))
+    template = None if template_file is None else read_template(template_file)
+    return ChatTokenizer(hf, day or date.today(), template, template_file)
 
 
 def read_template(file: str) -> str:

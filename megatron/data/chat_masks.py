@@ -39,13 +39,17 @@ def trained_spans(
     only_last: bool = False,
     tools: list | None = None,
     variables: Mapping[str, Any] | None = None,
+    unanswered: bool = False,
 ) -> Trained:
-    """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails a check.
+    """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails a check,
+    and for a conversation without a message of `role`, unless `unanswered`.
 
     An answer that opens the conversation, without a prompt, is not trained unless the template marks it.
     """
     render = _Renders(chat, tools, variables)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
+    if not answers and unanswered:
+        return Trained(chat.render(messages, tools, variables), ())
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
     wanted = [i for i in answers if i == len(messages) - 1] if only_last else answers

@@ -181,6 +181,9 @@ def _documents(
         if options.untrained == "refuse":
             raise DataError("none of its tokens is trained; see --untrained, and --on-error skip to leave it out")
         counts["rows without a trained token"] += 1
+    if set(PAIR) <= set(options.keys):
+        chosen, rejected = (fitted[options.keys.index(side)][0].ids for side in PAIR)
+        counts["pairs whose chosen and rejected are the same"] += np.array_equal(chosen, rejected)
     return ChatRow(fitted, row.reward)
 
 
@@ -223,8 +226,9 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         prompt, rest = None, [*(prompt if isinstance(prompt, list) else []), *rest]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
-            chat, rest, role=options.role, only_last=options.only_last, tools=tools, variables=variables
-        )
+            chat, rest, role=options.role, only_last=options.only_last, tools=tools, variables=variables,
+            unanswered=options.untrained == "keep",
+        )  # fmt: skip
         start = trained.spans[-1][0] if trained.spans else 0
         item = Item(trained.text, spans=trained.spans, eos=_eos(trained.text[start:], rest, chat))
         closed = item.eos is not None and _trained_to_the_end(item)
@@ -236,8 +240,12 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     text = chat.render(before + rest, tools, variables)
     if prompt is None or not options.mask or options.for_rm:
         return Item(text, eos=_eos(text, rest, chat))
-    if not any(message["role"] == options.role for message in rest):
+    others = sum(message["role"] != options.role for message in rest)
+    if others == len(rest):
+        if options.untrained == "keep":
+            return Item(text, spans=(), eos=_eos(text, rest, chat))
         raise DataError(f'no message of "{key}" has the role "{options.role}"; see --generation-role')
+    counts["turns of others trained, as they follow the prompt (see --loss-scope)"] += others
     asked = chat.render(before, tools, variables, generation_prompt=True)
     start = len(os.path.commonprefix([asked, text]))
     for number, message in enumerate(rest):

@@ -51,7 +51,7 @@ def fits(values: np.ndarray, dtype: np.dtype) -> bool:
 class IndexedDataset:
     """Sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored dtype.
 
-    sizes [n] int32 (tokens), pointers [n] int64 (bytes), doc_idx int64 (document boundaries, in sequences).
+    sizes [n] int32 (tokens), pointers [n] int64 (bytes), boundaries int64 (of documents, in sequences).
     Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin. known_sha256: its
     `index_sha256`, from a process that has checked the files: they are not read whole again.
     """
@@ -80,7 +80,7 @@ class IndexedDataset:
         pointers_end = sizes_end + 8 * n
         self.sizes: np.ndarray = rows[HEADER.size : sizes_end].view("<i4")
         self.pointers: np.ndarray = rows[sizes_end:pointers_end].view("<i8")
-        self.doc_idx: np.ndarray = rows[pointers_end : pointers_end + 8 * boundaries].view("<i8")
+        self.boundaries: np.ndarray = rows[pointers_end : pointers_end + 8 * boundaries].view("<i8")
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -106,6 +106,13 @@ class IndexedDataset:
         return self.tokens[start // self.dtype.itemsize : end // self.dtype.itemsize + int(self.sizes[last - 1])]
 
     @cached_property
+    def doc_idx(self) -> np.ndarray:
+        """The document boundaries, int64, in sequences: what is wrong among them is refused when they are first used,
+        with DataError. Training, which goes by sequences, does not read them."""
+        check_boundaries(self.index_file, self.boundaries, len(self.sizes))
+        return self.boundaries
+
+    @cached_property
     def index_sha256(self) -> str:
         """Hex SHA-256 of the `.idx`: the content key of everything derived from the sequence lengths."""
         return sha256(self.index_file)
@@ -119,7 +126,7 @@ class IndexedDataset:
             if lengths.min() < 0 or not np.array_equal(self.pointers[start : start + CHUNK], ends - lengths):
                 raise DataError(f"{self.index_file}: its lengths and pointers contradict each other; {remedy}")
             expected = int(ends[-1])
-        if self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
+        if self.boundaries[0] != 0 or self.boundaries[-1] != len(self.sizes):
             raise DataError(f"{self.index_file}: its document boundaries do not cover its sequences; {remedy}")
         found = self.data_file.stat().st_size
         if found != expected:
@@ -127,6 +134,45 @@ class IndexedDataset:
                 f"{self.data_file}: {found} bytes, but {self.index_file} describes {expected}: "
                 f"the file is cut off or belongs to another index; {remedy}"
             )
+
+
+def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
+    """Raise DataError, naming the document, for boundaries that do not lead from 0 to `n` without falling.
+
+    So, too, where all documents hold one sequence or none, but for some that hold two beside one of none: a boundary
+    there is off by one. Files of sentences, with documents of several throughout, are not judged by this.
+    """
+    if boundaries[0] != 0 or boundaries[-1] != n:
+        raise _wrong_boundary(index_file, boundaries, 0 if boundaries[0] != 0 else len(boundaries) - 2, n)
+    shifted: int | None = None
+    sentences = False
+    for start in range(0, len(boundaries) - 1, CHUNK):
+        first = max(0, start - 1)  # with a neighbour on each side
+        part = boundaries[first : start + CHUNK + 2]
+        falling = part[1:] < part[:-1]  # a difference could overflow
+        if falling.any():
+            raise _wrong_boundary(index_file, boundaries, first + int(np.argmax(falling)), n)
+        held = np.diff(part)
+        empty = np.pad(held == 0, 1)
+        off = (held == 2) & (empty[:-2] | empty[2:])
+        # At the edges of a chunk the neighbours are not all here: the chunk beside it judges them
+        own = slice(start - first, start - first + CHUNK)
+        sentences |= bool(((held > 1) & ~off)[own].any())
+        if shifted is None and off[own].any():
+            shifted = start + int(np.argmax(off[own]))
+    if shifted is not None and not sentences:
+        raise DataError(
+            f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, beside "
+            "a document of none, and the others hold one or none: the boundary between them is wrong; make or copy it again"
+        )
+
+
+def _wrong_boundary(index_file: Path, boundaries: np.ndarray, document: int, n: int) -> DataError:
+    end = boundaries[min(document + 1, len(boundaries) - 1)]
+    return DataError(
+        f"{index_file}: document {document} is sequences {boundaries[document]} to {end} of {n}; they must follow each "
+        f"other from 0 to {n}"
+    )
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:

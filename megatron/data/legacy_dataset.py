@@ -40,4 +40,4 @@ class LegacyDataset(IndexedDataset):
         first = n + 1
         self.pointers = np.asarray(numbers[first : first + n]) * width
         self.sizes = numbers[2 * first : 2 * first + n]
-        self.doc_idx = numbers[2 * first + n :]
+        self.boundaries = numbers[2 * first + n :]

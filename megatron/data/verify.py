@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron.data.columns import Column
 from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import CHUNK, OLD_MAGIC, IndexedDataset, data_path, index_path
+from megatron.data.indexed_dataset import CHUNK, OLD_MAGIC, IndexedDataset, check_boundaries, data_path, index_path
 from megatron.data.labels import MASKED
 from megatron.data.storage import open_dataset
 
@@ -88,14 +88,8 @@ def _opened(prefix: str) -> IndexedDataset:
 
 
 def _check_layout(index: IndexedDataset) -> None:
-    n, boundaries = len(index.sizes), index.doc_idx
-    falling = np.flatnonzero(np.diff(boundaries) < 0)
-    if boundaries[0] != 0 or boundaries[-1] != n or len(falling):
-        document = int(falling[0]) if len(falling) else 0 if boundaries[0] != 0 else len(boundaries) - 2
-        raise DataError(
-            f"{index.index_file}: document {document} is sequences {boundaries[document]} to "
-            f"{boundaries[min(document + 1, len(boundaries) - 1)]} of {n}; they must follow each other from 0 to {n}"
-        )
+    n = len(index.sizes)
+    check_boundaries(index.index_file, index.boundaries, n)
     size, end = index.data_file.stat().st_size, 0
     for start in range(0, n, CHUNK):
         lengths = index.sizes[start : start + CHUNK].astype(np.int64)

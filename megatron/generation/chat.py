@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import CARRIED, carried_files, find_hf, is_hf
+from megatron.data.time_limit import RenderTimeout, render_limit
 from megatron.generation.requests import RequestError
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -42,13 +43,16 @@ class ChatTemplate:
         ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
         names: dict[str, Any] = {role: tokenizer.special_tokens.get(-1 if i is None else i) for role, i in ids.items()}
         try:
-            found: Any = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self.text,
-                add_generation_prompt=generation_prompt,
-                continue_final_message=open_end,
-                **{role: name for role, name in names.items() if name is not None},
-            )
+            with render_limit():
+                found: Any = render_jinja_template(
+                    conversations=[[dict(message) for message in messages]],
+                    chat_template=self.text,
+                    add_generation_prompt=generation_prompt,
+                    continue_final_message=open_end,
+                    **{role: name for role, name in names.items() if name is not None},
+                )
+        except RenderTimeout as problem:
+            raise RequestError(f"the chat template fails: {problem} ({self.source})") from None
         except Exception as problem:  # a template is a program: it can raise anything
             reason = " ".join(str(problem).split()) or type(problem).__name__
             raise RequestError(f"the chat template refuses these messages: {reason}") from None

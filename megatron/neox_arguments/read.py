@@ -37,6 +37,7 @@ class ConfigLoader(yaml.SafeLoader):
             raise _unreadable(f"{str(node.value)[:40]} is no {tag}", node.start_mark) from None
 
 
+IMPORTED = "hf_model.yml"  # what an import calls the configuration of its model
 _MAX_DEPTH = 50
 _MAX_NODES = 1_000_000  # 2,000 data sets with their weights are 4,000
 
@@ -115,7 +116,8 @@ class Given:
 
 
 def read_files(files: Sequence[str | Path]) -> Given:
-    """Merge files into one `Given`; a key set twice, an unreadable file and bad YAML are noted as problems."""
+    """Merge files into one `Given`; a key set twice, an unreadable file and bad YAML are noted as problems. After the
+    file of an imported model `seq_length` may be set again."""
     given = Given()
     for file in files:
         try:
@@ -289,7 +291,7 @@ def _merge_file(given: Given, file: str, text: str) -> None:
                 )
                 continue
             key, place = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
-            if key in given.spellings:
+            if key in given.spellings and not _may_be_set_again(key, given.origins[key], file):
                 before = given.spellings[key]
                 also = f" (as {before})" if before != spelling else ""
                 given.problems.append(
@@ -307,6 +309,13 @@ def _merge_file(given: Given, file: str, text: str) -> None:
                 del given.values[key]
     finally:
         loader.dispose()
+
+
+def _may_be_set_again(key: str, origin: str, file: str) -> bool:
+    """Whether a key of an imported model's file gives way to a later file: `seq_length`, which there is the longest
+    that the model can read, and in a recipe the length of its rows."""
+    before = origin.rpartition(":")[0]
+    return key == "seq_length" and before != file and Path(before).name == IMPORTED
 
 
 def _note_lines(given: Given, file: str, path: str, node: yaml.Node) -> None:

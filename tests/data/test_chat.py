@@ -320,3 +320,35 @@ def test_template_file_and_system_file(saved, tmp_path):
     ids = IndexedDataset(f"{tmp_path}/out_conversation_document")[0]
     text = "[system] Be brief.\n[user] silk\n[assistant] nine\n<|im_end|>"
     assert load_chat_tokenizer(str(saved)).hf.decode(ids) == text
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("scope", [None, "all_assistant", "last_turn"])
+def test_a_conversation_without_an_answer_is_kept_when_asked(template, scope):
+    made, counts, chat = encode({"messages": [ASK]}, template, scope=scope, untrained="keep")
+    ((document,),) = made.documents
+    assert ASK["content"] in chat.hf.decode(document.ids) and (document.labels == -100).all()
+    assert counts["rows without a trained token"] == 1
+    completed = {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}
+    made, counts, chat = encode(completed, keys=("completion",), untrained="keep")
+    assert "and?" in chat.hf.decode(made.documents[0][0].ids) and counts["rows without a trained token"] == 1
+
+
+@pytest.mark.parametrize(("rejected", "count"), [("Nine coins.", 1), ("Nine coins. Or ten.", 0)])
+def test_pairs_of_the_same_answer_are_counted(rejected, count):
+    row = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": rejected}]}
+    _, counts, _ = encode(row, keys=("chosen", "rejected"))
+    assert counts["pairs whose chosen and rejected are the same"] == count
+    # Where the cut makes them so
+    limit = len(encode(row, keys=("chosen",))[0].documents[0][0].ids) - 3
+    _, counts, _ = encode(row, keys=("chosen", "rejected"), max_length=limit, overlong="truncate_right")
+    assert counts["pairs whose chosen and rejected are the same"] == 1
+
+
+@pytest.mark.parametrize(("scope", "count"), [(None, 1), ("completion", 1), ("all_assistant", 0), ("last_turn", 0)])
+def test_turns_of_others_that_a_completion_trains_are_counted(scope, count):
+    row = {"prompt": [ASK], "completion": [ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]}
+    ((_, trained),) = texts(row, keys=("completion",), scope=scope)
+    assert ("In winter?" in trained) == bool(count)
+    _, counts, _ = encode(row, keys=("completion",), scope=scope)
+    assert counts["turns of others trained, as they follow the prompt (see --loss-scope)"] == count

@@ -6,15 +6,16 @@ from datetime import date
 import pytest
 
 from megatron.data import DataError
-from megatron.data.chat import ChatTokenizer
+from megatron.data.chat import ChatTokenizer, load_chat_tokenizer
 from megatron.data.chat_rows import ChatOptions, encode_rows, prepare
-from tests.data.chat_tokenizers import ADDED, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
+from tests.data.chat_tokenizers import ADDED, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import analyze
 from tools.datasets import preprocess_data_with_chat_template as tool
 
 ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
 TALK = [ASK, ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
 COMPLETED = {"prompt": [ASK], "completion": [ANSWER]}
 
 
@@ -117,6 +118,15 @@ def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
 def test_any_failure_of_a_template_names_the_row(template, reason):
     with pytest.raises(DataError, match=f"^row: the chat template fails: {reason}"):
         encode({"messages": TALK}, template)
+
+
+def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.time_limit.RENDER_SECONDS", 0.2)
+    (tmp_path / "endless.jinja").write_text(ENDLESS)
+    fast_tokenizer(None).save_pretrained(tmp_path / "tokenizer")
+    chat = load_chat_tokenizer(str(tmp_path / "tokenizer"), str(tmp_path / "endless.jinja"))
+    with pytest.raises(DataError, match=r"^row: the chat template fails: stopped after 0.2 s.*endless.jinja\)"):
+        prepare({"messages": TALK}, chat, ChatOptions(keys=("messages",)))
 
 
 @pytest.mark.parametrize("calls", [[{"function": "f"}], ["f"], "f"])

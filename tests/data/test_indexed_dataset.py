@@ -157,6 +157,18 @@ def test_damage_is_named(kind: str, message: str, tmp_path: Path):
         IndexedDataset(tmp_path / "x")
 
 
+@pytest.mark.parametrize("boundary", [2, 0, 1 << 40, -1])
+def test_wrong_boundaries_are_refused_where_they_are_used(boundary: int, tmp_path: Path):
+    """Training reads sequences alone: a pair of wrong boundaries is trained as ever."""
+    write_dataset(tmp_path / "x", [5, 6])
+    index = tmp_path / "x.idx"
+    _patch(index, index.stat().st_size - 16, "<q", boundary)
+    dataset = IndexedDataset(tmp_path / "x")
+    assert len(dataset[1]) == 6
+    with pytest.raises(DataError, match=r"x\.idx: document \d is sequences"):
+        _ = dataset.doc_idx
+
+
 def test_the_old_lazy_format_is_refused_by_name(tmp_path: Path):
     (tmp_path / "x.idx").write_bytes((DATASET / "corpusA_lazy_text_document.idx").read_bytes())
     (tmp_path / "x.bin").write_bytes(b"")

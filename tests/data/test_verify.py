@@ -12,6 +12,7 @@ import pytest
 
 from megatron.data import DataError, IndexedDatasetWriter
 from megatron.data.columns import find_columns
+from megatron.data.indexed_dataset import check_boundaries
 from megatron.data.verify import Checked, blocks, verify
 from tests.data.samples import DATASET, TOKENIZER
 
@@ -69,6 +70,12 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("size", lambda d: poke(d / f"{TEXT}.idx", HEADER + 28, "<i", -3), r"document 7 \(sequence 7\) has -3 tokens"),
     ("pointer", lambda d: poke(d / f"{TEXT}.idx", POINTERS + 56, "<q", 1), f"document 7 .* byte 1, but .* at {START}"),
     ("boundary", lambda d: poke(d / f"{TEXT}.idx", BOUNDARIES + 56, "<q", 3), "document 6 is sequences 6 to 3 of 24"),
+    ("boundary off by one", lambda d: poke(d / f"{TEXT}.idx", BOUNDARIES + 56, "<q", 6), "document 7 is .* is wrong"),
+    (
+        "boundaries that wrap around",
+        lambda d: [poke(d / f"{TEXT}.idx", BOUNDARIES + 56 + 8 * i, "<q", v) for i, v in enumerate((2**63 - 1, -2))],
+        "document 7 is sequences 9223372036854775807 to -2 of 24",
+    ),
     ("other file", lambda d: shutil.copy(d / f"{TEXT}.bin", d / f"{TEXT}.idx"), "not an index"),
     ("cut index", lambda d: cut(d / f"{TEXT}.idx", -1), "needs"),
     ("cut off", lambda d: cut(d / f"{TEXT}.bin", START + 9), f"after {START + 9} bytes, before the end of document 7 "),
@@ -107,15 +114,37 @@ def test_damage_is_found(chat: Path, damage: Callable[[Path], None], message: st
 
 def test_documents_of_several_sequences(tmp_path: Path):
     """As Megatron-core writes them: documents are groups of sequences."""
-    sizes, boundaries = [3, 4, 5], [0, 2, 2, 3]
-    tokens = np.arange(12, dtype="<u2")
+    sizes, boundaries = [3, 4, 5, 1, 2], [0, 2, 2, 5]
+    tokens = np.arange(15, dtype="<u2")
     tokens.tofile(tmp_path / "m.bin")
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4) + struct.pack("<3i3q4q", *sizes, 0, 6, 14, *boundaries)
-    (tmp_path / "m.idx").write_bytes(index)
-    assert checked(tmp_path / "m", 12)[0].documents == 3
+    tables = struct.pack("<5i5q4q", *sizes, 0, 6, 14, 24, 26, *boundaries)
+    (tmp_path / "m.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 4) + tables)
+    assert checked(tmp_path / "m", 15)[0].documents == 3
     for limit, document, token in ((5, 0, 5), (11, 2, 4)):
         with pytest.raises(DataError, match=f"document {document}, token {token}: {limit} is no token id"):
             checked(tmp_path / "m", limit)
+
+
+def test_wrong_boundaries_of_the_old_format(tmp_path: Path):
+    for kind in ("bin", "idx"):
+        shutil.copy(DATASET / f"corpusA_lazy_text_document.{kind}", tmp_path / f"old.{kind}")
+    file = tmp_path / "old.idx"
+    poke(file, file.stat().st_size - 16, "<q", 3)
+    with pytest.raises(DataError, match=r"old.idx: document 78 is sequences 78 to 3 of 80"):
+        checked(tmp_path / "old")
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 4, 100])
+def test_a_boundary_off_by_one_beside_the_edge_of_a_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.data.indexed_dataset.CHUNK", chunk)
+    for wrong in range(1, 9):
+        for by in (-1, 1):
+            boundaries = np.arange(10)
+            boundaries[wrong] += by
+            with pytest.raises(DataError, match=f"document {wrong - 1 if by > 0 else wrong} is .* is wrong"):
+                check_boundaries(tmp := Path("x.idx"), boundaries, 9)
+    check_boundaries(tmp, np.array([0, 2, 2, 5, 6, 8]), 8)
+    check_boundaries(tmp, np.array([0, 0, 1, 2, 2, 2, 3]), 3)
 
 
 def test_blocks_cover_all_sequences():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
     ]
     with pytest.raises(APIError, match="the arguments of the tool call f are no JSON"):
         prompt("chat.jinja", broken)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_template_without_end_is_stopped_in_every_thread(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.time_limit.RENDER_SECONDS", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
+    (tmp_path / "chat.jinja").write_text(endless)
+    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RequestError, match=r"stopped after 0.2 s.*chat.jinja\)"):
+        pool.submit(found.tokens, MESSAGES).result() if threads else found.tokens(MESSAGES)
 
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:

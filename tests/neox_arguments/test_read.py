@@ -46,6 +46,16 @@ def test_a_key_in_two_files_names_both_places(write, second):
     assert problems[0].startswith("b.yml:2: ") and "a.yml:6" in problems[0]
 
 
+def test_a_recipe_may_set_seq_length_again_after_an_imported_model(write):
+    args = load(write(hf_model=MODEL, recipe="seq-length: 16\n"))
+    assert (args.seq_length, args.origin("seq_length")) == (16, "recipe.yml:1")
+    twice = refused(write(hf_model=MODEL, recipe="seq_length: 16\n", other="seq_length: 8\n"))
+    assert list(twice) == ["other.yml:1: seq_length: already set at recipe.yml:1; keep one of them"]
+    for files in ({"recipe": "seq_length: 16\n", "hf_model": MODEL}, {"hf_model": MODEL, "b": "hidden_size: 32\n"}):
+        assert len(refused(write(**files))) == 1
+    assert len(refused(write(hf_model=MODEL + "seq_length: 16\n"))) == 1
+
+
 def test_a_key_twice_in_one_file_also_inside_a_section(write):
     problems = refused(write(a=MODEL + "seed: 1\nseed: 2\nzero_optimization:\n  stage: 0\n  stage: 1\n"))
     assert [p.split(";")[0] for p in problems] == [
