@@ -163,7 +163,8 @@ def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
     if shifted is not None and not sentences:
         raise DataError(
             f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, beside "
-            "a document of none, and the others hold one or none: the boundary between them is wrong; make or copy it again"
+            "a document of none, and the others hold one or none: the boundary between them is wrong; make or copy it "
+            "again"
         )
 
 

@@ -33,15 +33,6 @@ class _AroundBars(logging.StreamHandler):
             super().emit(record)
 
 
-class _AroundBars(logging.StreamHandler):
-    """Lines on a terminal that has progress bars: these are taken away for the line, and drawn again below it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        drawn = bool(getattr(tqdm, "_instances", ()))  # else without tqdm's lock, which a fork may have left taken
-        with tqdm.external_write_mode(file=self.stream) if drawn else nullcontext():
-            super().emit(record)
-
-
 def configure_logging(rank: int) -> logging.Logger:
     """The run's logger: plain lines on stdout from rank 0, warnings of the other ranks on theirs."""
     logger = logging.getLogger("megatron")
