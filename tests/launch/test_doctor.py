@@ -102,7 +102,7 @@ def test_the_site_says_where_checkpoints_go(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PROJECTDIR", str(tmp_path))
     monkeypatch.setenv("NEOX_SITE", "isambard")
     assert main(["--port", str(free_port())], lambda args: None) == 0
-    assert f"{tmp_path}/public/checkpoints: " in capsys.readouterr().out
+    assert f"{tmp_path}/public/checkpoints/sf_model_organisms: " in capsys.readouterr().out
     monkeypatch.setenv("NEOX_SITE", "mars")
     assert main(["--port", str(free_port())], lambda args: None) == 1
     assert re.search(r"^site +failed +NEOX_SITE=mars: there is no ", capsys.readouterr().out, re.MULTILINE)
