@@ -163,7 +163,9 @@ class CheckpointKeys:
     restart: bool = key(
         False, "Start from `load`, or afresh, although `save` holds a checkpoint of this run", source="new"
     )
-    load_fallback: bool = key(False, "If the newest checkpoint is damaged or holds NaN or Inf, load the one before", source="new")
+    load_fallback: bool = key(
+        False, "If the newest checkpoint is damaged or holds NaN or Inf, load the one before", source="new"
+    )
     allow_changed_data: bool = key(
         False, "Resume although the data is not what the checkpoint was trained on", source="new"
     )
