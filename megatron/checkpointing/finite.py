@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpointing.errors import NonFiniteStateError
 from megatron.checkpointing.files import load_tensors, named_tensors
-from megatron.checkpointing.layout import is_state, layer_files
+from megatron.checkpointing.layout import is_state
 
 
 def check_finite(name: str, state: Any) -> None:
@@ -24,10 +24,10 @@ def check_finite(name: str, state: Any) -> None:
             raise NonFiniteStateError(f"{name} ({path} is not finite)")
 
 
-def verify_finite(path: Path, names: Iterable[str] | None, optimizer: bool) -> None:
-    """`check_finite` of these files of a checkpoint (None: its weights), of the optimizer's state only if that is
-    wanted. Raises NonFiniteStateError that says what to do."""
-    for name in sorted(file.name for file in layer_files(path).values()) if names is None else names:
+def verify_finite(path: Path, names: Iterable[str], optimizer: bool) -> None:
+    """`check_finite` of these files of a checkpoint, of the optimizer's state only if that is wanted. Raises
+    NonFiniteStateError that says what to do."""
+    for name in names:
         if name.startswith("layer_") or (optimizer and name.startswith("optim_")):
             try:
                 check_finite(name, load_tensors(path / name))

@@ -93,13 +93,13 @@ class Checkpointer(Saver):
         """The manifest after checking every file against it, and that weights, and with `optimizer` its state, are
         finite; the work shared out over ranks."""
         manifest = read_manifest(path)
-        names = sorted(manifest.files) if manifest is not None else []
+        names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
         own = names[self.groups.world_rank :: self.groups.world_size]
 
         def check() -> None:
-            if own:
+            if own and manifest is not None:
                 verify(path, own)
-            verify_finite(path, own if manifest is not None else None, optimizer)
+            verify_finite(path, own, optimizer)
 
         together(self.groups, check)
         return manifest

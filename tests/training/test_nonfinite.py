@@ -207,10 +207,9 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
     [
         ("plain", 3, {}),  # seen by step 4, whose stop would save step 3
         ("plain", 4, {}),  # the save of step 4 itself comes before any loss tells of it
-        ("plain", 4, {"async_save": True}),
         ("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9}),
         ("tp2", 3, {}),
-        ("pp2", 4, {}),
+        ("pp2", 4, {"async_save": True}),
         ("zero1", 3, {"precision": "bfloat16"}),
         ("zero3", 4, {}),
     ],
