@@ -43,6 +43,15 @@ class BlendKey(CacheKey):
     blend_version: int = 1
 
 
+@dataclass(frozen=True)
+class OnceKey(CacheKey):
+    """All that decides the maps of a blend of each sample once."""
+
+    weights: tuple[float, ...]
+    samples: tuple[int, ...]
+    once_version: int = 1
+
+
 Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one after another
 
 
@@ -83,6 +92,16 @@ def build_phases(phases: Phases) -> BlendMaps:
         number.append(blend.dataset_sample_index + drawn[which[-1]])
         drawn[present] += blend.drawn
     return BlendMaps(np.concatenate(which), np.concatenate(number), drawn)
+
+
+def build_once(weights: Sequence[float], samples: Sequence[int]) -> BlendMaps:
+    """Each sample of sets of so many samples once, in the proportion of the weights while all sets last; a set that has
+    given its samples is left out of what follows."""
+    counts = np.asarray(samples, dtype=np.int64)
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    order = np.argsort((numbers + 0.5) / np.repeat(normalized(weights), counts), kind="stable")
+    sets = np.repeat(np.arange(len(counts), dtype=np.min_scalar_type(len(counts) - 1)), counts)
+    return BlendMaps(sets[order], numbers[order], counts)
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float, compat: bool = False) -> tuple[float, ...]:

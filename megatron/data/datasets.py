@@ -16,9 +16,11 @@ from megatron.data.blending import (
     BlendedDataset,
     BlendKey,
     BlendMaps,
+    OnceKey,
     Phases,
     PhasesKey,
     build_blend,
+    build_once,
     build_phases,
     wanted_samples,
     weight_phases,
@@ -87,7 +89,8 @@ class _Part:
 @dataclass(frozen=True)
 class _Plan:
     """One set: its parts, blended by weight when there are several, and how many samples are wanted in all; with
-    epochs, all samples of the parts, this many times; with phases, weights that change on the way."""
+    epochs, all samples of the parts, this many times; with once, each of them once, by weight; with phases, weights
+    that change on the way."""
 
     name: str
     parts: tuple[_Part, ...]
@@ -95,22 +98,31 @@ class _Plan:
     num_samples: int
     epochs: int | None = None
     phases: Phases = ()
+    once: bool = False
 
     @property
     def key(self) -> CacheKey:
         """Of the maps that blend the parts."""
         if self.phases:
             return PhasesKey(self.phases)
+        if self.once:
+            return OnceKey(self.weights, self._samples)
         if self.epochs is None:
             return BlendKey(self.weights, self.num_samples)
-        return EpochKey(tuple(part.num_samples for part in self.parts))
+        return EpochKey(self._samples)
 
     def blend(self) -> BlendMaps:
         if self.phases:
             return build_phases(self.phases)
+        if self.once:
+            return build_once(self.weights, self._samples)
         if self.epochs is None:
             return build_blend(self.weights, self.num_samples)
-        return build_epoch([part.num_samples for part in self.parts])
+        return build_epoch(self._samples)
+
+    @property
+    def _samples(self) -> tuple[int, ...]:
+        return tuple(part.num_samples for part in self.parts)
 
 
 def holds_answers(args: NeoXArgs) -> bool:
@@ -346,7 +358,7 @@ def _plans(args: NeoXArgs, wanted: tuple[int, int, int], begun: Begun, epochs: i
 def _laid_out(plan: _Plan, args: NeoXArgs, begun: Begun) -> _Plan:
     """The plan in the stretches that its run was begun with, and one more where they are not enough."""
     packing = packing_of(args)
-    if not packing.joint:
+    if not packing.joint or plan.once:
         return plan
 
     def extended(part: _Part, before: tuple[int, ...]) -> _Part:
@@ -361,12 +373,15 @@ def _laid_out(plan: _Plan, args: NeoXArgs, begun: Begun) -> _Plan:
 
 
 def _one_pass(plan: _Plan, args: NeoXArgs) -> _Plan:
-    """Of a set to validate with, one pass where rows are whole: those of a small set count once. Windows of joined
-    documents are GPT-NeoX's."""
+    """Of a set to validate with, one pass where rows are whole: no sample counts twice, in a blend neither. Windows of
+    joined documents are GPT-NeoX's."""
     packing = packing_of(args)
-    if plan.name == "train" or len(plan.parts) > 1 or not plan.num_samples or packing.windows or packing.compat:
+    if plan.name == "train" or not plan.num_samples or packing.windows or packing.compat:
         return plan
-    return replace(plan, parts=(replace(plan.parts[0], num_samples=1),), num_samples=1)
+    if len(plan.parts) == 1:
+        return replace(plan, parts=(replace(plan.parts[0], num_samples=1),), num_samples=1)
+    parts = tuple(replace(part, num_samples=_rows(part, args)) for part in plan.parts)
+    return replace(plan, parts=parts, num_samples=sum(part.num_samples for part in parts), once=True)
 
 
 def _limited(args: NeoXArgs, first: int, last: int) -> int:

@@ -12,7 +12,15 @@ import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.begun import Begun
-from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps, build_blend, wanted_samples
+from megatron.data.blending import (
+    BlendedDataset,
+    BlendKey,
+    BlendMaps,
+    OnceKey,
+    build_blend,
+    build_once,
+    wanted_samples,
+)
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
@@ -112,9 +120,10 @@ def build_answer_sets(
             members = _members(args, name) if wanted > 0 else []
             if not members:
                 continue
-            if name != "train" and len(members) == 1 and not packing_of(args).compat:
-                wanted = 1  # one pass: those of a small set count once
-            plan = _written(args, name, members, wanted, epochs if name == "train" else None, begun)
+            passes = epochs if name == "train" else None
+            if name != "train" and not packing_of(args).compat:
+                wanted, passes = 1, (1 if len(members) > 1 else None)  # one pass: no sample counts twice
+            plan = _written(args, name, members, wanted, passes, begun)
             plans.append(plan)
             batch, entry = train_batch_size if name == "train" else None, plan.entry(args)
             for member, key in zip(plan.members, plan.keys, strict=True):
@@ -213,16 +222,18 @@ def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epo
     if epochs is None:
         shares = [wanted] if len(members) == 1 else wanted_samples(weights, wanted)
         key: CacheKey = BlendKey(weights, wanted)
+        maker: Callable[[], BlendMaps] = partial(build_blend, weights, wanted)
     else:
         shares = [epochs * samples for samples in _samples(args, members)]
-        key = EpochKey(tuple(shares))
-    joint = packing_of(args).joint
+        # To train by size; to validate by weight, each sample once
+        key = EpochKey(tuple(shares)) if name == "train" else OnceKey(weights, tuple(shares))
+        maker = partial(build_epoch, shares) if name == "train" else partial(build_once, weights, shares)
+    joint = packing_of(args).joint and (epochs is None or name == "train")
     ends = [stretches(begun.stretches(name, i), n, int) if joint else (n,) for i, n in enumerate(shares)]
     keys = tuple(_key(args, member, *each) for member, each in zip(members, ends, strict=True))
     makers: Makers = _makers(members, keys)
     if len(members) > 1:
-        blend = partial(build_blend, weights, wanted) if epochs is None else partial(build_epoch, shares)
-        makers = {**makers, key: blend}
+        makers = {**makers, key: maker}
     cached(_cache(args, members[0]), makers)
     return _Plan(name, tuple(members), keys, key if len(members) > 1 else None)
 

@@ -266,6 +266,8 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
     if found.character_perplexity is not None:
         row[f"{name}/lm_loss_char_lvl_ppl"] = found.character_perplexity
         line += f"lm_loss_char_lvl_ppl value: {found.character_perplexity:.6E} | "
+    row.update({f"{name}/{metric}": value for metric, value in found.metrics.items()})
+    line += "".join(f"{metric} value: {value:.6E} | " for metric, value in found.metrics.items())
     _say_framed(training, bar, line, f" unigram entropy of these {name} tokens: {found.unigram_entropy:.4f} nats")
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch, SampleSet, collation, eval_batches, holds_answers
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ParallelGroups, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine
@@ -20,11 +20,13 @@ from megatron.training.engine import Engine
 @dataclass(frozen=True)
 class Evaluation:
     """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that knows only
-    token frequencies reaches. tokens_per_character: of their text, None when not asked for."""
+    token frequencies reaches. tokens_per_character: of their text, None when not asked for. metrics: those of the
+    objective, means over the same tokens; with labels entropy and mean_token_accuracy, as in training."""
 
     lm_loss: float
     unigram_entropy: float
     tokens_per_character: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -49,7 +51,8 @@ def evaluate(
 ) -> Evaluation:
     """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their characters are
     counted too."""
-    totals = torch.zeros(3, dtype=torch.float64)  # loss, tokens, characters
+    names = engine.objective.metrics
+    totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
     counts = torch.zeros(args.padded_vocab_size, dtype=torch.int64)
     batches = eval_batches(
         dataset,
@@ -60,9 +63,11 @@ def evaluate(
         collation(args, eod),
     )
     for chunk in _chunks(batches, args.gradient_accumulation_steps or 1):
-        for batch, logprobs in zip(chunk, engine.token_logprobs(chunk), strict=True):
+        for batch, (logprobs, *metrics) in zip(chunk, _values(engine, chunk, args, groups), strict=True):
             weights = batch.loss_weights.double()
             totals[:2] += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
+            for place, values in enumerate(metrics, start=3):
+                totals[place] += (values.double().cpu() * weights).sum()
             if detokenize is not None:
                 rows = zip(batch.labels, batch.loss_weights, strict=True)
                 totals[2] += sum(len(detokenize(labels[weighted > 0].tolist())) for labels, weighted in rows)
@@ -73,9 +78,26 @@ def evaluate(
         dist.all_reduce(counts, group=groups.group("data"))
     seen = counts[counts > 0].double()
     shares = seen / seen.sum()
-    loss, tokens, characters = totals.tolist()
+    loss, tokens, characters, *sums = totals.tolist()
     per_character = tokens / max(1.0, characters) if detokenize is not None else None
-    return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character)
+    means = {name: value / max(1.0, tokens) for name, value in zip(names, sums, strict=True)}
+    return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
+
+
+def _values(engine: Engine, batches: list[Batch], args: NeoXArgs, groups: ParallelGroups) -> list[Tensor]:
+    """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's metrics
+    are the means of."""
+    if not engine.objective.metrics:
+        return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
+
+    def read(logits: Tensor, batch: Batch) -> Tensor:
+        logprobs, found = token_logprobs_and_statistics(
+            logits, batch.labels.t(), groups.group("tensor"), args.softmax_rows
+        )
+        values = {"entropy": found.entropy, "mean_token_accuracy": found.is_top}
+        return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
+
+    return engine.forward_only(batches, read, lambda batch: (1 + len(engine.objective.metrics), *batch.tokens.shape))
 
 
 def evaluate_objective(
@@ -115,9 +137,9 @@ def evaluate_objective(
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
-    own = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    names = (*objective.metrics, *objective.differences) if holds_answers(args) else own
-    return [f"validation/{name}" for name in ("lm_loss", *names)]
+    own: tuple[str, ...] = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
+    own = () if holds_answers(args) else own
+    return [f"validation/{name}" for name in ("lm_loss", *own, *objective.metrics, *objective.differences)]
 
 
 def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data import BlendedDataset, BlendMaps, DataError, build_blend, wanted_samples, weights_by_documents
 from megatron.data import blending as room
-from megatron.data.blending import normalized
+from megatron.data.blending import build_once, normalized
 from tests.data.samples import INDEXMAPS, golden_json
 
 BLENDS = sorted(path.stem for path in (INDEXMAPS / "blending").glob("*.npz"))
@@ -186,3 +186,12 @@ def test_a_member_that_would_run_out_is_refused():
     maps = build_blend([7, 3], 1000)
     with pytest.raises(DataError, match=r"set1\.bin: 299 samples, but 300 are drawn of it"):
         BlendedDataset("train", [_Numbers(0, 700), _Numbers(1, 299)], maps)  # type: ignore[list-item]
+
+
+def test_each_sample_once_by_weight():
+    maps = build_once((1, 2, 1), (10, 6, 1))
+    assert maps.drawn.tolist() == [10, 6, 1]
+    for which, count in enumerate((10, 6, 1)):
+        assert maps.dataset_sample_index[maps.dataset_index == which].tolist() == list(range(count))
+    # While all last, as the weights say; then the first alone
+    assert np.bincount(maps.dataset_index[:4]).tolist() == [1, 2, 1] and not maps.dataset_index[-6:].any()

@@ -223,6 +223,18 @@ def test_validation_and_test_are_blended_too(tmp_path: Path):
     assert [member.indexed.prefix for member in sets.valid.members] == [B, A]
 
 
+@pytest.mark.parametrize("pack_impl", ["unpacked", "best_fit", "pack_until_overflow"])
+def test_a_blend_to_validate_with_repeats_no_sample(pack_impl: str, tmp_path: Path):
+    keys = {"valid_data_paths": (B, A), "valid_data_weights": (1.0, 3.0), "eval_iters": 100, "eval_interval": 100}
+    args = make_blend(tmp_path, train_data_paths=(A,), train_data_weights=None, pack_impl=pack_impl, **keys)
+    for begun in (None, Begun(iteration=1, consumed_samples=8, laid_out={"valid": ((500,), (500,))})):
+        valid = build(args, begun=begun).valid
+        seen = [piece for i in range(len(valid)) for piece in valid.pieces(i)]
+        assert len(set(seen)) == len(seen)
+        documents = {(member, document) for member, document, *_ in seen}
+        assert documents == {(m, d) for m, count in enumerate((30, 80)) for d in range(count)}
+
+
 @pytest.mark.parametrize(
     ("changes", "drawn"),
     [

@@ -292,6 +292,19 @@ def test_a_small_set_is_validated_with_once(pack_impl: str, tmp_path: Path):
     assert sum(int((batch.signs != 0).sum()) for batch in found) == 2 * 7
 
 
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+def test_a_blend_is_validated_with_once_each_pair_by_weight(pack_impl: str, tmp_path: Path):
+    train = write_pairs(tmp_path, random_pairs(1))
+    parts = [write_pairs(tmp_path, random_pairs(seed, count), f"v{seed}") for seed, count in ((2, 7), (3, 30))]
+    valid = {key.replace("train", "valid"): parts[0][key] + parts[1][key] for key in train}
+    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, valid_data_weights=(3, 1),
+                         **train, **valid)  # fmt: skip
+    dataset = build(args).valid
+    found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
+    assert sum(int((batch.signs != 0).sum()) for batch in found) == 2 * (7 + 30)
+    assert dataset.maps.dataset_index[:4].sum() == 1, "three of the first set for one of the second"
+
+
 def test_several_sets_and_limits(tmp_path: Path):
     first = random_pairs(1, 20)
     second = [tuple([300 + 3 * n + part] * 3 for part in range(3)) for n in range(40)]

@@ -101,3 +101,8 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     assert row["train/trained_share"] == pytest.approx(trained / places.sum())
     assert 0 <= row["train/mean_token_accuracy"] < 0.1 and 5.0 < row["train/entropy"] < 6.0
     assert row["validation/lm_loss_ppl"] > 1
+    # Before the first step validation sees what that step sees
+    (before,) = [row for row in rows if row["iteration"] == 0]
+    for metric in ("lm_loss", "entropy", "mean_token_accuracy"):
+        assert before[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
+    assert " mean_token_accuracy value: " in said and "validation/mean_token_accuracy" in row
