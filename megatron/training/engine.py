@@ -15,7 +15,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -41,8 +40,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums
 from megatron.tokenizer import Tokenizer
 from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
-from megatron.training.engine_state import EngineState
-from megatron.training.gate import attach_deepspeed
+from megatron.training.engine_state import EngineState, StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard
 from megatron.training.optimizers import (
     assert_same_groups,
@@ -53,20 +51,6 @@ from megatron.training.optimizers import (
 )
 from megatron.training.owned import OwnedParts
 from megatron.training.pipeline import TiedGradient, cut_backward
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens or pairs (not yet read
-    from the device); grad_norm: before clipping; skipped: weights are unchanged, because gradients were not finite or
-    because none of the step's tokens is trained (untrained)."""
-
-    loss: Tensor
-    grad_norm: Tensor | float | None
-    skipped: bool
-    spike: bool = False  # left out by skip_step_above_sigma
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # the objective's means; NaN where nothing counted
-    untrained: bool = False
 
 
 class CheckpointEngine(TorchCheckpointEngine):
@@ -148,6 +132,20 @@ class _TiedPipelineModule(PipelineModule):
 
     def get_tied_weights_and_groups(self) -> list[tuple[TiedGradient, Any]]:
         return [(TiedGradient(param), group) for param, group in self.tied]
+
+
+def attach_deepspeed() -> None:
+    """Put DeepSpeed on the existing process group, quietly.
+
+    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it),
+    and it refuses fp16 where the processor has no instructions for it, which torch computes nevertheless.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 class Engine:

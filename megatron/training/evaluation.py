@@ -137,7 +137,8 @@ def evaluate_objective(
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
-    own: tuple[str, ...] = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
+    by_letter = ("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()
+    own: tuple[str, ...] = ("lm_loss_ppl", "unigram_entropy", *by_letter)
     own = () if holds_answers(args) else own
     return [f"validation/{name}" for name in ("lm_loss", *own, *objective.metrics, *objective.differences)]
 

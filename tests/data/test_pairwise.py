@@ -8,6 +8,7 @@ import pytest
 from trl.data_utils import extract_prompt
 
 from megatron.data import BlendedDataset, DataError, IndexedDataset, IndexedDatasetWriter
+from megatron.data.begun import Begun
 from megatron.data.preferences import build_answer_sets
 from tests.data.samples import DATASET, INDEXMAPS, golden_maps
 
@@ -45,11 +46,12 @@ CACHE: dict[str, str] = {}
 
 def build(samples: int = 40, **changes):
     args = make_args(**CACHE, **changes)
-    return build_answer_sets(args, train_batch_size=samples, once=lambda work: work()).train
+    return build_answer_sets(args, train_batch_size=samples, once=lambda work: work(), epochs=None, begun=Begun()).train
 
 
 def notes(**changes):
-    return build_answer_sets(make_args(**CACHE, **changes), train_batch_size=4, once=lambda work: work()).notes
+    args = make_args(**CACHE, **changes)
+    return build_answer_sets(args, train_batch_size=4, once=lambda work: work(), epochs=None, begun=Begun()).notes
 
 
 def test_order_and_samples_equal_neox_with_its_error():

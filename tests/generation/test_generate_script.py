@@ -125,7 +125,7 @@ def test_batch_sizes_of_training_do_not_matter(words: list[str], tmp_path: Path)
         ("vocab_file={folder}/nothing", "generate.py: error: {folder}/nothing: no such file (vocab_file"),
         ("maximum_tokens=64", "error: --set: maximum_tokens: 64 leaves no place for a context in max_position"),
         ("prompt_end=''", "generate.py: error: --set: prompt_end: is empty"),
-        ("hidden_size=64", "hidden_size is 32 in the checkpoint, 64 here"),
+        ("hidden_size=64", "hidden_size: 64 (--set), but the model of "),
         ("model_parallel_size=2", "generate.py: error: --set: model_parallel_size: 1 ranks cannot be divided"),
         ("sample_output_file={folder}", "error: --set: sample_output_file: {folder}: is a folder; name a file"),
         ("sample_output_file={folder}/no/x", "there is no folder {folder}/no; make it first"),

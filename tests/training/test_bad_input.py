@@ -111,7 +111,7 @@ CASES: list[tuple[str, Callable[[Path], list[str]] | list[str], str]] = [
     (
         "other tokenizer",
         _checkpoint(lambda p: None, "tokenizer_type=CharLevelTokenizer"),
-        r"was trained with another tokenizer.*set vocab_file",
+        r"vocab_file: .* has 512 tokens, but .* was trained with another tokenizer, of at most 384",
     ),
     (
         "missing byte",
@@ -131,7 +131,7 @@ CASES: list[tuple[str, Callable[[Path], list[str]] | list[str], str]] = [
     (
         "other hidden size",
         _checkpoint(lambda p: None, "hidden_size=64"),
-        r"hidden_size is 32 in the checkpoint, 64 here",
+        r"hidden_size: 64 \(--set\), but the model of .* had 32",
     ),
     ("a pickle", _checkpoint(_trap), r"mp_rank_00_model_states\.pt"),
     ("port in use", ["master_port=PORT", "num_gpus=2"], r"master_port.*PORT|PORT.*in use|PORT.*taken"),

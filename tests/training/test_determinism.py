@@ -70,6 +70,6 @@ def test_data_seed_moves_the_data_and_nothing_else(tmp_path: Path) -> None:
     assert same.losses == together.losses
     run_ranks(run_to_end, 1, base)
     elsewhere = base | {"save": str(tmp_path / "b"), "load": str(tmp_path), "train_iters": 5}
-    with pytest.raises(AssertionError, match=r"data or its order is not .*data_seed was None, is 7"):
+    with pytest.raises(AssertionError, match=r"data_seed: 7 \(program\), but the run of .* had 1234; set it back"):
         run_ranks(run_to_end, 1, elsewhere | {"data_seed": 7})
     run_ranks(run_to_end, 1, elsewhere | {"data_seed": 1234})
