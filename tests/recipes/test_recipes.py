@@ -33,8 +33,8 @@ MODELS = {
 }  # fmt: skip
 DATA = {
     "allenai/Dolci-Think-DPO-7B": "pairs_of_chats.jsonl",
-    "HuggingFaceH4/ultrafeedback_binarized": "pairs_of_chats.jsonl",
-    "HuggingFaceH4/ultrachat_200k": "chats.jsonl", "allenai/Dolci-Instruct-SFT": "chats.jsonl",
+    "HuggingFaceH4/ultrafeedback_binarized": "ultrafeedback", "HuggingFaceH4/ultrachat_200k": "ultrachat",  # clones
+    "allenai/Dolci-Instruct-SFT": "chats.jsonl",
     "allenai/Dolci-Instruct-DPO": "pairs_of_chats.jsonl",
 }  # fmt: skip
 WORDS = "the quiet harbour trades copper for silk and salt in winter nine coins or ten in a storm".split()
@@ -67,6 +67,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in {"pairs": rows, "judged": rows, "train": rows, "chats": chats, "mcqa": chats,
                           "pairs_of_chats": pairs}.items():  # fmt: skip
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    for clone, split, content in (("ultrachat", "train_sft", chats), ("ultrafeedback", "train_prefs", pairs)):
+        for name, some in ((split, content), (split.replace("train", "test"), content[:2])):
+            shard = folder / clone / "data" / f"{name}-00000-of-00001.jsonl"
+            shard.parent.mkdir(parents=True, exist_ok=True)
+            shard.write_text("".join(json.dumps(row) + "\n" for row in some))
     (folder / "valid.csv").write_text("id,text\n" + "".join(f'{i},"{row["text"]}"\n' for i, row in enumerate(rows)))
     (folder / "book.txt").write_text("\n".join(row["text"] for row in rows))
     (folder / "system.txt").write_text("Answer in few words.")
