@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lm_eval.api.task import Task
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import hub_or_cache
 from megatron.generation.chat import ChatTemplate, find_template
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.best_metric import best_metric
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"
 _YAML = (".yaml", ".yml")
 _LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
+_ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
 SEED = 1234  # of the choice of examples, lm-eval's own
 # Kinds of exceptions of datasets and the Hub that mean: not here.
 _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
@@ -58,6 +60,39 @@ def find_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
         for task in loaded["tasks"].values():
             _settle(task, args.eval_num_fewshot)
     return found
+
+
+def check_best_metric(args: NeoXArgs, catalogue: Catalogue) -> None:
+    """Raise ConfigError for a `save_best` that none of the tasks has. Tasks that score with code of their own, groups
+    and tasks that could not be loaded may have any metric that begins with their name."""
+    metric = best_metric(args.save_best)[0] if args.save_best is not None else ""
+    if not metric.startswith(_ROW):
+        return
+    known: list[str] = []
+    free = [*catalogue.failures]
+    for loaded in catalogue.tasks.values():
+        free += loaded.get("groups", ())
+        for name, task in loaded["tasks"].items():
+            metrics = _metrics(task)
+            known += [f"{name}_{each}" for each in metrics or ()]
+            free += [name] if metrics is None else []
+    asked = metric.removeprefix(_ROW)
+    if asked in known or any(asked.startswith(f"{name}_") for name in free):
+        return
+    there = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
+    raise ConfigError(
+        [f"{args.origin('save_best')}: save_best: {metric}: this run has no such metric; its tasks have {there}"]
+    )
+
+
+def _metrics(task: Task) -> list[str] | None:
+    """Names of a task's results, as `Evaluation.metrics` has them; None where its own code decides on them."""
+    listed = task.config.metric_list or []
+    own = type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
+    if own or not all(isinstance(each["metric"], str) and not each.get("hf_evaluate") for each in listed):
+        return None
+    kinds = ["" if each.name == "none" else f"_{each.name}" for each in task._filters]
+    return [f"{metric}{kind}" for metric in task.aggregation() for kind in kinds]
 
 
 def seed_tasks(tasks: Mapping[str, Any]) -> None:

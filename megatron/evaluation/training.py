@@ -43,14 +43,21 @@ class _Step(Protocol):
 
 
 class InTraining:
-    """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no task is
-    refused before the first step (ConfigError)."""
+    """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no task, and a
+    `save_best` that no task has, is refused before the first step (ConfigError)."""
 
     def __init__(self, run: _Run) -> None:
         self.run = run
         self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):
             self._catalogue = load_catalogue(run.args, run.groups, run.tokenizer, run.logger, self._beat)
+            lead(run.groups, lambda call: self._check_best(), {}, on_beat=self._beat)
+
+    def _check_best(self) -> None:
+        from megatron.evaluation.catalogue import check_best_metric
+
+        assert self._catalogue is not None
+        check_best_metric(self.run.args, self._catalogue)
 
     def is_due(self, step: _Step) -> bool:
         """Whether this step is followed by an evaluation."""

@@ -137,10 +137,9 @@ def evaluate_objective(
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
-    by_letter = ("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()
-    own: tuple[str, ...] = ("lm_loss_ppl", "unigram_entropy", *by_letter)
-    own = () if holds_answers(args) else own
-    return [f"validation/{name}" for name in ("lm_loss", *own, *objective.metrics, *objective.differences)]
+    own = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
+    names = (*(() if holds_answers(args) else own), *objective.metrics, *objective.differences)
+    return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 
 def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -171,6 +172,33 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
     assert "run finished at iteration 4" in text
     found = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
     assert list(found) == [0, 2, 4], "the others are scored"
+
+
+def refused_metrics(rank: int, world: int, values: dict[str, Any], metrics: list[str]) -> list[str]:
+    """For the pool: what is said of each metric of `save_best` when the callback is made; nothing of those that are."""
+    training, said = begin(values), []
+    for metric in metrics:
+        try:
+            InTraining(dataclasses.replace(training, args=training.args.replace(save_best=metric)))
+            said.append("")
+        except ConfigError as problem:
+            said.append(str(problem))
+    training.engine.close()
+    return said
+
+
+def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_evaluated(tmp_path):
+    make_tasks(tmp_path)
+    values = values_of(tmp_path) | {"eval_tasks": ["shipped_choice", "own_text", "own_group"], "eval_num_fewshot": 0}
+    good = ["eval_tasks/shipped_choice_acc", "eval_tasks/own_text_exact_match", "eval_tasks/own_choice_acc_norm",
+            "eval_tasks/own_group_acc", "validation/lm_loss"]  # fmt: skip
+    bad = ["eval_tasks/shipped_choice_accuracy:max", "eval_tasks/own_txt_exact_match", "eval_tasks/choice_acc"]
+    said = run_ranks(refused_metrics, 2, values, [*good, *bad], timeout=120)
+    for found in said:
+        assert found[: len(good)] == [""] * len(good)
+        for metric, line in zip(bad, found[len(good) :], strict=True):
+            assert f"save_best: {metric.removesuffix(':max')}: this run has no such metric; its tasks have" in line
+            assert "eval_tasks/shipped_choice_acc, " in line
 
 
 def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Configuration files as people wrote them, made small: of GPT-NeoX (resolved keys) and of its geodesic fork."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,30 @@ def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
     return path
 
 
-def distinct(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Names of files that differ in more than the overrides and names of runs, each with those that are like it."""
+# Numbers that no code branches on.
+_RATES = ("lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "init_method_std")
+_EVERY = ("checkpoint_factor", "eval_interval", "log_interval", "steps_per_print", "keep_last_n_checkpoints")
+_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "make_vocab_size_divisible_by", "max_position_embeddings")
+
+
+def distinct(files: Mapping[str, Mapping[str, Any]], but: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
+    """Names of files that differ in more than the overrides, names of runs and keys of `but`, each with its like."""
     alike: dict[str, list[str]] = {}
     for name, values in files.items():
-        effective = {**values, **small(values)}
-        named = {key: value for key, value in effective.items() if not key.startswith("wandb_") and value is not None}
-        alike.setdefault(json.dumps(named, sort_keys=True), []).append(name)
+        alike.setdefault(json.dumps(_told_apart({**values, **small(values)}, but), sort_keys=True), []).append(name)
     yield from ((names[0], names) for names in alike.values())
+
+
+def kinds_of(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """As `distinct`, of files that differ in more than rates, intervals and sizes of buffers."""
+    return distinct(files, (*_RATES, *_EVERY, *_BUCKETS))
+
+
+def _told_apart(values: Any, but: Sequence[str]) -> Any:
+    if not isinstance(values, Mapping):
+        return values
+    kept = {key: _told_apart(value, but) for key, value in values.items() if value is not None and key not in but}
+    return {key: value for key, value in kept.items() if not key.startswith("wandb_")}
 
 
 def line_needed(path: Path) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from megatron.neox_arguments import ConfigError, load
 from megatron.training import start
 from megatron.training.loop import batches_of
 from tests.pool import run_ranks
-from tests.training.real_files import FORK, NOT_HERE, UPSTREAM, WIDTHS, distinct, line_needed, small, written
+from tests.training.real_files import FORK, NOT_HERE, UPSTREAM, WIDTHS, distinct, kinds_of, line_needed, small, written
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {**UPSTREAM, **FORK}
 TRAINED = {name: values for name, values in FILES.items() if name not in NOT_HERE}
 DISTINCT = [name for name, _ in distinct(TRAINED)]
+KINDS = [name for name, _ in kinds_of(TRAINED)]
 TOLERANCE = {"fp32": 1e-5, "bfloat16": 0.02, "fp16": 5e-3}
 """Of losses between layouts, relative: sums in another order, rounded to the precision of activations."""
 
@@ -81,7 +82,7 @@ LAYOUTS = {
 
 @pytest.mark.more
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", KINDS)
 def test_typed_as_a_command_in_layouts(name, tmp_path):
     path = written(tmp_path, name, FILES[name])
     overrides = {**small(FILES[name]), **line_needed(path)}
