@@ -1,8 +1,9 @@
 """DPO beside TRL's DPOTrainer in one process: the same weights, the same token ids, turns in rounds.
 
 Lengths are those of OLMo 3 Think's pairs (log-normal, median 2,138, 95 % below 15,433, cut at 8,192), on a CPU a
-sixteenth of that. Ours packs pairs best-fit and scores the reference once; TRL pads batches of 8 pairs, by its
-defaults, with the reference's scores made before, and with these and without gradient checkpointing. Each run is one
+sixteenth of that. Ours packs pairs best-fit and scores the reference once; TRL works at its best ordinary setting (a
+pair at a time, so that only its two answers are padded to one length, accumulated to 8; the reference's scores made
+before; no gradient checkpointing), and pads batches of 8 pairs by its defaults and between the two. Each run is one
 pass over the pairs, from first batch to last step. docs/benchmarks.md says what the columns mean.
 """
 
@@ -35,9 +36,12 @@ SHAPES: dict[str, dict[str, int]] = {
 MEDIAN, P95, CUT = 2138, 15433, 8192  # tokens of a prompt with an answer
 PROMPT = 200  # median
 OURS = "ours"
-# DPOConfig beyond its defaults.
+# DPOConfig beyond its defaults; the fastest first: without padding between pairs, which accumulation leaves out.
 TRL: dict[str, dict[str, Any]] = {
-    "TRL": {},
+    "TRL at its best: a pair at a time, accumulated, precomputed, no checkpointing": {
+        "precompute_ref_log_probs": True, "gradient_checkpointing": False, "per_device_train_batch_size": 1,
+    },
+    "TRL, its defaults": {},
     "TRL, precomputed": {"precompute_ref_log_probs": True},
     "TRL, precomputed, no checkpointing": {"precompute_ref_log_probs": True, "gradient_checkpointing": False},
 }
@@ -240,11 +244,12 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")),
         pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
     )  # fmt: skip
+    at_once = {"per_device_train_batch_size": options.batch // options.accumulation, **more}
+    k = options.batch // at_once["per_device_train_batch_size"]
     config = DPOConfig(
-        output_dir=str(folder / "out"), per_device_train_batch_size=options.batch // options.accumulation,
-        gradient_accumulation_steps=options.accumulation, num_train_epochs=1, max_length=CUT // options.scale,
-        use_cpu=options.device == "cpu", bf16=options.precision == "bf16", report_to="none", save_strategy="no",
-        disable_tqdm=True, **more,
+        output_dir=str(folder / "out"), gradient_accumulation_steps=k, num_train_epochs=1,
+        max_length=CUT // options.scale, use_cpu=options.device == "cpu", bf16=options.precision == "bf16",
+        report_to="none", save_strategy="no", disable_tqdm=True, **at_once,
     )  # fmt: skip
     trainer = Trainer(
         model=LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), args=config,
@@ -258,7 +263,6 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
     columns = [np.array(dataset[name]) for name in ("ref_chosen_logps", "ref_rejected_logps")
                if name in dataset.column_names]  # fmt: skip
     score = float(np.concatenate(columns).mean()) if columns else float("nan")
-    k = options.accumulation
     return Turn(
         seconds, taken[0], len(pairs), trainer.state.global_step, places[1], 1 - places[1] / places[0],
         float(sum(losses[:k])), float(sum(losses[-k:])), score,

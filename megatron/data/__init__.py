@@ -14,7 +14,6 @@ from megatron.data.datasets import (
     SampleSet,
     build_datasets,
     data_prefixes,
-    data_seed,
     epoch_iterations,
     holds_answers,
     rows_per_sample,
@@ -33,11 +32,13 @@ from megatron.data.notes import data_notes
 from megatron.data.npy_dataset import NpyDataset, write_npy
 from megatron.data.packing import best_fit, build_maps
 from megatron.data.preprocess import EncodeJob
+from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 
 if TYPE_CHECKING:
     from megatron.data.batch import Batch, collate, collate_samples
     from megatron.data.loader import cause_of, collation, eval_batches, train_loader
+
 
 __all__ = [
     "Batch",

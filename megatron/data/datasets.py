@@ -37,6 +37,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packing import build_maps, packing_of
 from megatron.data.references import ReferencedDataset
+from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.places import is_remote
@@ -188,11 +189,6 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int, begun: Begun | None 
         )
     begun = begun or Begun()
     return begun.iteration + max(0, samples - begun.consumed_samples) // train_batch_size
-
-
-def data_seed(args: NeoXArgs) -> int:
-    """Seed of the order of samples."""
-    return args.seed if args.data_seed is None else args.data_seed
 
 
 def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:

@@ -91,6 +91,9 @@ def _cut(shards: Iterator[Shard], rows: Rows) -> Iterator[Shard]:
         before += count
 
 
+_ABOUT = ("dataset_infos.json", "dataset_info.json", "metadata.json")  # what the hub's older datasets say of themselves
+
+
 def resolve(
     inputs: Sequence[str | Path], split: str | None = None, subset: str | None = None, **hub: Any
 ) -> list[InputFile]:
@@ -131,8 +134,11 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or WHOLE)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
     endings = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *readers.COMPRESSED))
-    found = sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(endings))
-    if _has_configurations(folder) or not found and any(path.is_dir() for path in folder.iterdir()):
+    readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(endings))
+    found = sorted(path for path in readable if path.name not in _ABOUT)
+    shards = (path for path in (folder / "data").glob("*") if path.name.endswith(endings))
+    as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
+    if as_on_the_hub or not found and any(path.is_dir() for path in folder.iterdir()):
         return _repository(folder, split, subset, hub)
     if not found:
         raise DataError(f"{folder}: neither a dataset folder nor a folder with {', '.join(SUFFIXES)} files")

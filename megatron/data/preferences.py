@@ -28,7 +28,6 @@ from megatron.data.datasets import (
     MadeOf,
     beside,
     blend_weights,
-    data_seed,
     file_notes,
     index_cache_dir,
     requested_samples,
@@ -42,6 +41,7 @@ from megatron.data.kto import mismatched
 from megatron.data.labels import first_labelled, open_labels, open_rewards
 from megatron.data.packing import packing_of
 from megatron.data.pairwise import check_pairs, check_reference, check_sums, first_of_answers
+from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.data.views import Slices
 from megatron.neox_arguments import NeoXArgs

@@ -3,6 +3,8 @@ anywhere in O(1), and the samples of an optimizer step do not depend on layout o
 
 from collections.abc import Iterator
 
+from megatron.neox_arguments import NeoXArgs
+
 
 def rank_slice(first: int, count: int, rank: int, size: int) -> range:
     """The contiguous share of `rank` among `count` samples from `first` on (NeoX's DistributedBatchSampler)."""
@@ -29,3 +31,8 @@ def eval_slices(num_samples: int, micro_batch: int, rank: int, size: int) -> Ite
     """
     for first in range(0, num_samples, micro_batch * size):
         yield rank_slice(first, micro_batch * size, rank, size)
+
+
+def data_seed(args: NeoXArgs) -> int:
+    """Seed of the order of samples."""
+    return args.seed if args.data_seed is None else args.data_seed

@@ -143,8 +143,9 @@ class ProgramArgs:
 
     def __getattr__(self, name: str) -> Any:
         """Properties and methods of the resolved object; keys are found before this is asked."""
-        if name.startswith("_"):  # of a half-made object, as copy and pickle have it
-            raise AttributeError(name)
+        # A half-made object, as copy and pickle have it, has none; and many ask for names in the middle of changes.
+        if name.startswith("_") or not (hasattr(NeoXArgs, name) or name in self.__dataclass_fields__):
+            raise AttributeError(f"NeoXArgs has no {name}")
         return getattr(self.frozen(), name)
 
     def __eq__(self, other: object) -> bool:

@@ -2,9 +2,11 @@
 # shellcheck shell=bash
 project=${PROJECTDIR:?is not set: it is the folder of your project, which Isambard sets at login}/public
 
-# What the environment or .env sets is kept; what it sets to nothing (NCCL_ALGO= sbatch ...) is left out.
+# What the environment or .env sets is kept; what it sets to nothing (NCCL_ALGO= sbatch ...) is left out, also in the
+# job that this one submits in its place.
 default() { # NAME VALUE
-    if [ -n "${!1-unset}" ]; then export "$1=${!1-$2}"; else unset "$1"; fi
+    case " ${NEOX_LEFT_OUT-} " in *" $1 "*) unset "$1"; return ;; esac
+    if [ -n "${!1-unset}" ]; then export "$1=${!1-$2}"; else unset "$1"; export NEOX_LEFT_OUT="${NEOX_LEFT_OUT-} $1"; fi
 }
 
 # Folders.

@@ -141,6 +141,19 @@ def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
     assert read(f"{tmp_path}/folders/test/*") == read(tmp_path / "folders" / "test") == texts("test")
 
 
+def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path):
+    """dataset_infos.json lay in every dataset of the hub; other JSON beside `data` is not read either."""
+    (tmp_path / "data").mkdir()
+    for split, rows in SPLITS.items():
+        WHOLE.select(rows).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    for name in ("dataset_infos.json", "stats.json"):
+        (tmp_path / name).write_text('{"default": {"splits": {}}}')
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A set\n")
+    with pytest.raises(DataError, match="holds several splits"):
+        read(tmp_path)
+    assert read(tmp_path, split="train") == texts("train")
+
+
 def test_other_kinds_are_read_by_datasets(tmp_path: Path):
     """What is no Parquet, Arrow or JSON as they are is converted first: here a separator that only the card tells."""
     (tmp_path / "data").mkdir()

@@ -94,6 +94,8 @@ def test_a_job_on_slingshot(job, tmp_path):
     assert "NCCL_ALGO" not in found, "set to nothing, it is left out"
     said = f"NCCL: 2.28.9, torch's own ({own}); 2.26.6 of this machine ({old}) is older"
     assert sum(said in line for line in done.stderr.splitlines()) == 1
+    again, _ = job(MODULES=str(Path(old).parent), **found)  # the job that this one submits has its variables
+    assert "NCCL_ALGO" not in again and again["NCCL_PROTO"] == "^LL128"
 
 
 def test_an_nccl_that_is_new_enough_is_preloaded(job, tmp_path):

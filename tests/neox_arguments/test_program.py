@@ -214,3 +214,14 @@ def test_importing_megatron_reads_nothing_until_it_is_asked():
     assert run(code) == "False"
     with pytest.raises(ImportError, match="cannot import name 'NeoXArg'"):
         from megatron import NeoXArg  # noqa: F401
+
+
+def test_what_is_asked_for_in_the_middle_of_changes():
+    """A debugger asks for names that are none, and gets that answer, not what is wrong with the keys so far."""
+    args = ProgramArgs.from_dict({
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 8, "max_position_embeddings": 8,
+    })  # fmt: skip
+    args.num_attention_heads = 7
+    assert not hasattr(args, "no_such_name") and getattr(args, "another", None) is None
+    with pytest.raises(ConfigError, match="not a multiple of num_attention_heads 7"):
+        args.frozen()
