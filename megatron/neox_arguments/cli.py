@@ -100,7 +100,11 @@ def parse_deepy(
         "--hosts", metavar="HOST:0,1", nargs="+", default=(),
         help="machines and their GPUs, or HOST=RANKS; with --dry-run: the line to type on each",
     )  # fmt: skip
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would be started, and exit")
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true",
+        help="print what would be started, or what a run refuses of the configuration, and exit; "
+        "`deepy.py doctor CONF` looks at files and the machine too",
+    )  # fmt: skip
     parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
