@@ -153,8 +153,9 @@ def _with_lengths(
 
 def cause_of(problem: Exception, args: NeoXArgs) -> Exception:
     """The problem; or, where a worker has died, what is wrong with the data now: a file that is cut off while it is
-    mapped ends whoever reads it. Torch, which raises in the middle of whatever is under way, advises more memory."""
-    if isinstance(problem, RuntimeError) and "DataLoader worker" in str(problem):
+    mapped ends whoever reads it. Torch, which raises in the middle of whatever is under way, advises more memory; who
+    takes over a batch at that moment finds its end of a connection gone."""
+    if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         try:
             data_fingerprint(args)  # opens all files anew
         except DataError as found:

@@ -23,7 +23,8 @@ POLL_S = 0.1
 TRACEBACK_S = 5.0
 STOPPED_S = 10.0  # a rank may be stopped (SIGSTOP) this long while the launcher runs
 SUSPENDED_S = 5.0  # a longer pause between two looks means that the launcher was stopped too
-STARTING_S = 30.0  # until ranks handle signals; Python may come from a slow file system
+STARTING_S = 30.0  # until ranks handle USR1; Python may come from a slow file system
+PYTHON_S = 5.0  # the same for Ctrl-C, which a script that handles neither shall not miss for long
 STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
@@ -199,9 +200,10 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
 
 
 def _too_early(ranks: list[Rank], number: int, began: float) -> bool:
-    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting."""
-    young = time.monotonic() - began < STARTING_S
-    return young and number == signal.SIGUSR1 and any(rank.would_die(number) for rank in ranks)
+    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting, or Ctrl-C meet a Python that
+    is: it answers with a traceback until `begin_process`, which takes up both."""
+    patience = {signal.SIGUSR1: STARTING_S, signal.SIGINT: PYTHON_S}.get(signal.Signals(number), 0.0)
+    return time.monotonic() - began < patience and any(rank.would_die(signal.SIGUSR1) for rank in ranks)
 
 
 def _suspect(ranks: list[Rank]) -> Rank | None:

@@ -29,9 +29,9 @@ def begin_process(name: str, advice: str = "") -> None:
     end a run that has not begun.
     """
     _open_streams()
-    signal.signal(signal.SIGUSR1, _Remembered())
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode()))
+    signal.signal(signal.SIGUSR1, _Remembered())  # last: a launcher sees by it that both are taken up
 
 
 def take_early(handler: Any) -> list[int]:
