@@ -36,6 +36,7 @@ LAYER_BYTES = 2 * 4 * 4 * 12 * 512 * 512
 PEAK = """
 import sys
 from tools.ckpts import reshard
+import megatron.checkpointing  # what the command imports when it is asked for something
 def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 def now():
