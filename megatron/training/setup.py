@@ -147,7 +147,7 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
-    real = on_rank_zero(groups, lambda: real_rows(args, source, tokenizer.vocab_size))
+    real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
     args = mask_padding(args, real, tokenizer.vocab_size)
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")

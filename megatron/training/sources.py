@@ -134,7 +134,7 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
     return args.replace(padded_vocab_size=int(size))
 
 
-def real_rows(args: NeoXArgs, source: Source, tokens: int) -> int | None:
+def real_rows(source: Source, tokens: int) -> int | None:
     """Rows of the vocabulary that stand for tokens, as the checkpoint or the HuggingFace folder that a run starts from
     says; None where neither does, as of native checkpoints. tokens: of the tokenizer."""
     if source.path is None:
