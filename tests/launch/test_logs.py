@@ -102,7 +102,7 @@ def test_what_is_kept_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest
 def test_output_to_a_full_disk(tmp_path: Path) -> None:
     """As `> job.log`: the exit code stays the run's."""
     with open("/dev/full", "w") as full:
-        done = deepy(tmp_path, "print('x' * 100000); sys.exit(3 * rank)", stdout=full, stderr=full)
+        done = deepy(tmp_path, "print('x' * 100000, flush=True); sys.exit(3 * (rank == 0))", stdout=full, stderr=full)
     assert done.returncode == 3
     assert (tmp_path / "logs" / "rank_0.log").read_text() == "x" * 100000 + "\n"
 

@@ -211,7 +211,7 @@ def test_the_migration_page_names_every_key_that_is_refused():
 
 def test_the_migration_page_names_no_key_that_is_not_there():
     keys = keys_of(NeoXArgs)
-    values = {value for key in keys.values() for value in key.choices} | {"a_b", "madgrad_wd"}
+    values = {value for key in keys.values() for value in key.choices} | {"a_b", "madgrad_wd", "all_config"}
     named = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)(?:: [^`]*)?`", PAGE))
     methods = {*dir(NeoXArgs), *inspect.signature(NeoXArgs.consume_neox_args).parameters}
     assert named - set(keys) - values - methods == set()
