@@ -167,7 +167,7 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
-    from megatron.training.engine import Engine
+    from megatron.training.deepspeed.engine import Engine
     from megatron.training.reference_cache import read_scores
 
     clock, taken, losses = CLOCKS[options.clock], [0.0], []

@@ -27,7 +27,7 @@ FLOORS = {
 ONLY = {"launch": {"neox_arguments", "process"}}
 NEIGHBOURS = {("checkpointing", "model"), ("evaluation", "generation")}
 # The one file that knows the engine's library.
-ENGINE = Path("megatron/training/engine.py")
+ENGINE = Path("megatron/training/deepspeed/engine.py")
 
 SOURCES = sorted(ROOT.glob("megatron/**/*.py"))
 

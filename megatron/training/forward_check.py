@@ -14,7 +14,7 @@ from megatron.checkpointing import CheckpointError, Manifest
 from megatron.data import Batch
 from megatron.mpu import ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 
 LOGITS = "checkpoint_validation_logits"
 # In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is far above.

@@ -177,7 +177,11 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
 
 
 def _before_first_step(
-    training: Training, callbacks: Sequence[Callback], log: LogCallback, save: SaveCallback, bar: tqdm,
+    training: Training,
+    callbacks: Sequence[Callback],
+    log: LogCallback,
+    save: SaveCallback,
+    bar: tqdm,
     stop: StopCondition,
 ) -> None:
     """What a run looks like before it has learned anything."""

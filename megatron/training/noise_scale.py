@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.mpu import ParallelGroups
-from megatron.training.engine import Engine
-from megatron.training.owned import Named
+from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.owned import Named
 from megatron.training.probes import sum_of_squares, sum_over_ranks
 
 

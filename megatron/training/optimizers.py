@@ -13,7 +13,7 @@ from megatron.model import Stage, layer_params, trained_parameters
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.deepspeed_config import offload
+from megatron.training.deepspeed.config import offload
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron.model import layer_params, trained_parameters
 from megatron.mpu import ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.engine import Engine
-from megatron.training.owned import Named
+from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.owned import Named
 from megatron.training.probes import sum_over_ranks
 
 

@@ -41,7 +41,7 @@ from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, toget
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import answer_sums
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 from megatron.training.reference_cache import (
     add_scores,
     cache_folder,

@@ -59,7 +59,7 @@ from megatron.mpu import ParallelGroups, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.background import BackgroundWriter
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 from megatron.training.forward_check import LOGITS, fixed_logits
 from megatron.training.same_run import data_record
 from megatron.training.schedules import Schedule

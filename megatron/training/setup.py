@@ -42,10 +42,10 @@ from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
 from megatron.training.best import check_best
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.deepspeed_config import deepspeed_config, zero_stage_used
+from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
+from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.version import check_deepspeed
 from megatron.training.determinism import make_deterministic
-from megatron.training.engine import Engine
-from megatron.training.gate import check_deepspeed
 from megatron.training.optimizers import on_cpu_adam
 from megatron.training.profiling import record_memory_history
 from megatron.training.reference import resume_with_reference

@@ -23,7 +23,7 @@ STEPS = 24
 CRASHING = """\
 import os, sys
 import train
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 def broken(self, batches, lr, count=[0], step=Engine.train_step):
     count[0] += 1
     if count[0] == 7 and os.environ["RANK"] == "1":
@@ -37,7 +37,7 @@ FILLING = """\
 import os, sys
 from pathlib import Path
 import train
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 from tests.disks import fill
 def filled(self, batches, lr, count=[0], step=Engine.train_step):
     count[0] += 1

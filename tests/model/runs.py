@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.model import layer_params, unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 
 LR = 0.5

@@ -110,7 +110,7 @@ def test_masks_differ_between_tensor_ranks_only_where_their_values_do(sequence: 
 
 
 def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import megatron.model.attention as attention_module
+    import megatron.model.attention.backends as attention_module
     import megatron.model.block as block_module
     import megatron.model.decoder as decoder_module
 

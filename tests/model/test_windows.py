@@ -88,7 +88,7 @@ def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monke
     with monkeypatch.context() as patch:
         patch.setattr("megatron.model.decoder.takes_varlen", lambda *_: False)
         masked = stage._attention_inputs(batch, positions)
-    monkeypatch.setattr("megatron.model.attention.has_varlen_kernel", lambda device: True)
+    monkeypatch.setattr("megatron.model.attention.backends.has_varlen_kernel", lambda device: True)
     monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
     inputs = stage._attention_inputs(batch, positions)
     assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)

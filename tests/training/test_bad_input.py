@@ -222,7 +222,7 @@ def test_full_disk(check: bool, tmp_path: Path) -> None:
 
 def cut_off(rank: int, world_size: int, argv: list[str], file: str) -> tuple[int, str]:
     """For the pool: train.py, whose data ends in step 2."""
-    from megatron.training.engine import Engine
+    from megatron.training.deepspeed.engine import Engine
 
     step, count = Engine.train_step, [0]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.deepspeed_config import deepspeed_config
+from megatron.training.deepspeed.config import deepspeed_config
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, SGD, begin, config, curves, furthest, whole
 

@@ -30,7 +30,7 @@ ENGINE = {
     "torch/optim/optimizer.py": None,
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
-DROP = {"megatron/training/engine.py": {"_clip_or_drop"}}  # ZeRO 0: what the ZeRO optimizers do in their step
+DROP = {"megatron/training/deepspeed/engine.py": {"_clip_or_drop"}}  # ZeRO 0: what the ZeRO optimizers do in their step
 READ = {"megatron/training/callbacks.py": {"read"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 from megatron.training.evaluation import evaluate_objective
 from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
 from tests.model.stages import groups_of, random_weights, small, stage_with

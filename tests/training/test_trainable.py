@@ -20,7 +20,7 @@ from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
-from megatron.training.engine import Engine
+from megatron.training.deepspeed.engine import Engine
 from megatron.training.flops import model_flops
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with

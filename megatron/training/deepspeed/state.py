@@ -7,32 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.mpu import ParallelGroups
-from megatron.training.optimizer_parts import OptimizerParts
+from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.optimizers import fitting_state
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens or pairs (not yet read
-    from the device); grad_norm: before clipping; skipped: weights are unchanged, because gradients were not finite or
-    because none of the step's tokens is trained (untrained)."""
-
-    loss: Tensor
-    grad_norm: Tensor | float | None
-    skipped: bool
-    spike: bool = False  # left out by skip_step_above_sigma
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # the objective's means; NaN where nothing counted
-    untrained: bool = False
 
 
 class EngineState:

@@ -1,43 +1,22 @@
-"""Self-attention: one function over all backends, and the layer around it."""
+"""The kernels of attention: which run what, chosen once at start, and one function over all of them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.model.attention.inputs import AttentionInputs, has_bias, sliding_window
 from megatron.model.cache import LayerCache
-from megatron.model.norms import PerHeadRMSNorm, QKLayerNorm, QKRMSNorm, WideRMSNorm
-from megatron.model.positions import Rope, apply_rope, distances
-from megatron.model.weight_map import norm_kind
-from megatron.mpu import DTYPES, Linear, ParallelGroups, seeded
+from megatron.mpu import DTYPES, seeded
 from megatron.mpu.random import fork_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs
-
-
-class AttentionInputs(NamedTuple):
-    """What the attention of all blocks of one `LayerKind` shares for one micro-batch, made once a stage.
-
-    rope: tables of `positions.rope_tables`, None without rotary positions.
-    mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where `takes_varlen`.
-    window: with cu_seqlens, how many keys before itself a query sees; -1: all.
-    columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
-    """
-
-    rope: Rope | None = None
-    mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    window: int = -1
-    columns: Tensor | None = None
-
 
 # In order of preference.
 _KERNELS = {
@@ -55,39 +34,6 @@ _CALLS = {
 }
 _CACHED = "from a cache"
 _WINDOWED = "in windows"
-
-
-def has_bias(args: NeoXArgs) -> bool:
-    """Whether positions are added to attention logits, which makes every call one with a mask."""
-    return args.pos_emb in ("alibi", "rpe")
-
-
-def sliding_window(args: NeoXArgs) -> int | None:
-    """Keys before itself that a query sees: flash attention's `window_size=(W, 0)`, so W + 1 keys with its own.
-
-    Transformers' `sliding_window` counts the token itself: W + 1 there is W here. None when all of the longest
-    sequence is seen. `layer_types` may say that it holds for some layers alone.
-    """
-    width = args.sliding_window_width
-    return width if width is not None and width < args.max_position_embeddings - 1 else None
-
-
-class LayerKind(NamedTuple):
-    """In what the attention of blocks may differ. window: as `sliding_window`; rotary: whether it turns queries and
-    keys; local: with `rope_local_base_freq`."""
-
-    window: int | None
-    rotary: bool
-    local: bool
-
-
-def layer_kind(args: NeoXArgs, layer: int) -> LayerKind:
-    """Of the block with this NeoX layer index."""
-    index = layer - 2
-    slides = args.layer_types is None or args.layer_types[index] == "sliding_attention"
-    rotary = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[index] == 1)
-    local = rotary and slides and args.rope_local_base_freq is not None
-    return LayerKind(sliding_window(args) if slides else None, rotary, local)
 
 
 def takes_varlen(args: NeoXArgs, device: torch.device, window: int | None) -> bool:
@@ -202,24 +148,6 @@ def _problem(
     return None
 
 
-def document_mask(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """Causal attention within documents, boolean `[batch, 1, seq, seq]`, from `[batch, seq + 1]` starts."""
-    steps = torch.arange(seq, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens, steps.int().expand(cu_seqlens.shape[0], -1).contiguous(), right=True)
-    same = document.unsqueeze(2) == document.unsqueeze(1)
-    return (same & (steps.unsqueeze(0) <= steps.unsqueeze(1))).unsqueeze(1)
-
-
-def window_mask(seq: int, window: int | None, device: torch.device, queries: Tensor | None = None) -> Tensor:
-    """Keys no later than their query and at most `window` before it, boolean `[batch or 1, 1, queries, seq]`.
-
-    queries: their places `[batch, queries]`; None: all of seq.
-    """
-    distance = distances(seq, device, queries)
-    causal = distance <= 0
-    return causal if window is None else causal & (distance >= -window)
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -297,61 +225,3 @@ def _attend_each(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: flo
         for q, k, v in zip(*flat, strict=True)
     ]
     return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs]).view(batch, seq, heads, head_dim).transpose(0, 1)
-
-
-class SelfAttention(nn.Module):
-    """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
-
-    Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
-    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`.
-    """
-
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
-        super().__init__()
-        size = groups.size("tensor")
-        self.heads, self.kv_heads = args.num_attention_heads // size, args.kv_heads // size
-        self.head_dim = args.head_dim
-        self.scale = None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5
-        self.dropout_p = args.attention_dropout
-        self.tensor_rank = groups.rank("tensor")
-        self.backend = backend
-        query, kv = args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
-        self.qk_layernorm: nn.Module | None = None
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if args.use_qk_layernorm and args.use_separate_qk_norms and args.qk_norm_per_head:
-            self.q_norm, self.k_norm = PerHeadRMSNorm(args, groups), PerHeadRMSNorm(args, groups)
-        elif args.use_qk_layernorm and args.use_separate_qk_norms:
-            self.q_norm = WideRMSNorm(args, groups, args.num_attention_heads)
-            self.k_norm = WideRMSNorm(args, groups, args.kv_heads)
-        elif args.use_qk_layernorm:
-            self.qk_layernorm = (QKRMSNorm if norm_kind(args) == "rmsnorm" else QKLayerNorm)(args, groups)
-        bias, sequence_parallel = args.use_bias_in_attn_linear, args.sequence_parallel
-        self.query_key_value = Linear(
-            args.hidden_size, query + 2 * kv, parallel="column", bias=bias, groups=groups,
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-        self.dense = Linear(
-            query, args.hidden_size, parallel="row", bias=bias, groups=groups, sequence_parallel=sequence_parallel
-        )
-
-    def _split(self, qkv: Tensor) -> Sequence[Tensor]:
-        if self.kv_heads == self.heads:
-            return qkv.unflatten(-1, (self.heads, 3 * self.head_dim)).chunk(3, dim=-1)
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        parts = qkv.split([query, kv, kv], dim=-1)
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
-
-    def core(self, x: Tensor, inputs: AttentionInputs, seed: int, cache: LayerCache | None = None) -> Tensor:
-        """Everything before `dense`: `[seq, batch, local heads * head_dim]`."""
-        q, k, v = self._split(self.query_key_value(x))
-        if self.qk_layernorm is not None:
-            q, k = self.qk_layernorm(q, k)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if inputs.rope is not None:
-            q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
-        p = self.dropout_p if self.training else 0.0
-        seed += self.tensor_rank
-        out = attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
-        return out.flatten(2)
