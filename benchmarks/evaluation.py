@@ -1,7 +1,8 @@
 """Requests of lm-eval answered on this machine, beside its own `hf` backend, in one run: the same weights and requests.
 
-Both ways alternate, the median counts; answers are held against each other. Without --model a random Llama is made.
---batch: of the `hf` backend (`auto` takes whatever fits, which is slow on a CPU); ours chooses its own, or --ours.
+All ways alternate, the median counts; answers are held against each other. Without --model a random Llama is made.
+--batch: of the `hf` backend, several in turns, of which the fastest for each kind is what ours is compared with (`auto`
+takes whatever fits, which is slow on a CPU); ours chooses its own, or --ours.
 """
 
 import argparse
@@ -110,10 +111,10 @@ def theirs(folder: str, batch: str, model: Any) -> Any:
     )  # fmt: skip
 
 
-def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
-    begun = time.perf_counter()
+def seconds_of(clock: Callable[[], float], work: Callable[[], Any]) -> tuple[float, Any]:
+    begun = clock()
     found = work()
-    return time.perf_counter() - begun, found
+    return clock() - begun, found
 
 
 def furthest(one: list[Any], other: list[Any]) -> str:
@@ -129,32 +130,41 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--batch", default="16")
+    parser.add_argument("--batch", nargs="+", default=["1", "4", "16", "64"], metavar="N")
     parser.add_argument("--ours", default="auto", metavar="N", help="our batch (eval_batch_size)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: the process's own")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as place:
         folder = options.model or make_folder(options.size, Path(place))
-        own = ours(folder, options.ours)
-        other = theirs(folder, options.batch, own.model)
-        print(f"{options.model or options.size} on {own.model.groups.device}, {options.requests} requests a kind")
-        print(f"{'kind':<14} {'ours/s':>9} {'hf/s':>9} {'ratio':>6}   answers")
+        models = {"ours": ours(folder, options.ours)}
+        models |= {batch: theirs(folder, batch, models["ours"].model) for batch in options.batch}
+        device = models["ours"].model.groups.device
+        print(f"{options.model or options.size} on {device}, {options.requests} requests a kind")
+        print(f"{'kind':<14} {'ours/s':>9} {'hf/s':>9} {'batch':>6} {'ratio':>6}   answers; hf/s by batch")
         for kind in options.kinds:
             requests = requests_of(kind, options.requests)
             method = requests[0].request_type
-            times: dict[str, list[float]] = {"own": [], "other": []}
+            times: dict[str, list[float]] = {name: [] for name in models}
             said: dict[str, list[Any]] = {}
             for turn in range(options.repeats + 1):
-                for name, model in (("own", own), ("other", other)):
-                    seconds, said[name] = seconds_of(partial(getattr(model, method), requests, disable_tqdm=True))
+                for name, model in models.items():
+                    work = partial(getattr(model, method), requests, disable_tqdm=True)
+                    seconds, said[name] = seconds_of(clock, work)
                     if turn:  # the first one warms up
                         times[name].append(seconds)
             rates = {name: len(requests) / statistics.median(found) for name, found in times.items()}
-            ratio = rates["own"] / rates["other"]
-            apart = furthest(said["own"], said["other"])
-            print(f"{kind:<14} {rates['own']:>9.1f} {rates['other']:>9.1f} {ratio:>6.2f}   {apart}", flush=True)
+            own = rates.pop("ours")
+            best = max(rates, key=rates.__getitem__)
+            rest = ", ".join(f"{rate:.1f} in {batch}" for batch, rate in rates.items())
+            print(
+                f"{kind:<14} {own:>9.1f} {rates[best]:>9.1f} {best:>6} {own / rates[best]:>6.2f}   "
+                f"{furthest(said['ours'], said[best])}; {rest}",
+                flush=True,
+            )
     return 0
 
 
