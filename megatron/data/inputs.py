@@ -4,6 +4,7 @@ import glob
 import importlib
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,6 +22,7 @@ HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"
 # Kinds whose rows are here what they are in `datasets`; it copies all others into its cache, as Arrow
 READ_IN_PLACE = ("parquet", "arrow", "lines", "json")
+_ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *readers.COMPRESSED))
 _FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)\n---", re.DOTALL)
 
 
@@ -133,10 +135,9 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         _without_subsets(folder, subset)
         name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or WHOLE)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
-    endings = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *readers.COMPRESSED))
-    readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(endings))
+    readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(_ENDINGS))
     found = sorted(path for path in readable if path.name not in _ABOUT)
-    shards = (path for path in (folder / "data").glob("*") if path.name.endswith(endings))
+    shards = (path for path in (folder / "data").glob("*") if path.name.endswith(_ENDINGS))
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
     if as_on_the_hub or not found and any(path.is_dir() for path in folder.iterdir()):
         return _repository(folder, split, subset, hub)
@@ -195,12 +196,26 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
         config = datasets.load_dataset_builder(str(folder), subset, **about).config
         by_split = {str(name): [Path(file) for file in files] for name, files in (config.data_files or {}).items()}
         in_place = _plain(config) and all(_in_place(file) for files in by_split.values() for file in files)
+        if not _has_configurations(folder):
+            _say_left_out(folder, {file for files in by_split.values() for file in files})
         files_of = by_split.__getitem__ if in_place else partial(_converted, str(folder), subset, hub=hub)
         return _chosen(by_split, split, folder, files_of)
     except DataError:
         raise
     except Exception as problem:  # each mistake in a front matter or a file has its own kind of exception
         raise DataError(f"{folder}: no dataset that the datasets package can read ({_reason(problem)})") from None
+
+
+def _say_left_out(folder: Path, read: Collection[Path]) -> None:
+    """One line where data lies beside the splits, under names that tell of none."""
+    beside = (path for place in (folder, folder / "data") for path in place.glob("*") if path.name.endswith(_ENDINGS))
+    resolved = {path.resolve() for path in read}
+    left = sorted(path.name for path in beside if path.name not in _ABOUT and path.resolve() not in resolved)
+    if left:
+        logging.getLogger("megatron").warning(
+            f"{folder}: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: of no split by name, so not read, as "
+            "in the datasets package; give such a file by itself"
+        )
 
 
 def _plain(config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -141,8 +142,10 @@ def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
     assert read(f"{tmp_path}/folders/test/*") == read(tmp_path / "folders" / "test") == texts("test")
 
 
-def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path):
-    """dataset_infos.json lay in every dataset of the hub; other JSON beside `data` is not read either."""
+def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """dataset_infos.json lay in every dataset of the hub. Other JSON beside `data` is not read, and named."""
+    told: list[str] = []
+    monkeypatch.setattr(logging.getLogger("megatron"), "warning", told.append)
     (tmp_path / "data").mkdir()
     for split, rows in SPLITS.items():
         WHOLE.select(rows).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
@@ -152,6 +155,13 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path):
     with pytest.raises(DataError, match="holds several splits"):
         read(tmp_path)
     assert read(tmp_path, split="train") == texts("train")
+    WHOLE.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
+    told.clear()
+    assert read(tmp_path, split="train") == texts("train")
+    assert told == [
+        f"{tmp_path}: more.parquet, stats.json: of no split by name, so not read, as in the datasets package; give "
+        "such a file by itself"
+    ]
 
 
 def test_other_kinds_are_read_by_datasets(tmp_path: Path):
