@@ -119,6 +119,11 @@ class DenseSpec:
     joined: bool
 
 
+# Unions of what there is.
+MixerSpec = AttentionSpec
+FeedForwardSpec = DenseSpec
+
+
 @dataclass(frozen=True)
 class EmbeddingSpec:
     """Tokens to hidden states. vocab: None before the tokenizer is known; learned: rows of learned positions, 0
@@ -143,8 +148,8 @@ class BlockSpec:
 
     kind: ClassVar[str] = "block"
     index: int
-    mixer: Any
-    feed_forward: Any
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
     norms: Mapping[str, NormSpec]
     residual: Residual
     dropout: float
@@ -213,6 +218,10 @@ def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
     return HeadNormSpec(form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma)
 
 
+def _of(value: int | tuple[int, ...], block: int) -> int:
+    return value[block] if isinstance(value, tuple) else value
+
+
 def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     """Of the block with this number, from 0."""
     slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
@@ -224,7 +233,7 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     return AttentionSpec(
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
-        kv_heads=args.kv_heads,
+        kv_heads=_of(args.kv_heads, block),
         head_dim=args.head_dim,
         window=window,
         rotary=rotary_spec(args, local=slides) if turns else None,
@@ -244,7 +253,7 @@ def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
     """Of the block with this number, from 0."""
     return DenseSpec(
         hidden=args.hidden_size,
-        width=args.ffn_size,
+        width=_of(args.ffn_size, block),
         activation=activation_name(args),
         gated=args.is_gated,
         bias=args.use_bias_in_mlp,
@@ -281,7 +290,7 @@ def residual_form(args: NeoXArgs) -> Residual:
     """gpt_j_residual, else norm_placement's."""
     if args.gpt_j_residual:
         return "parallel"
-    return "sequential" if args.norm_placement == "pre" else args.norm_placement
+    return args.norm_placement if args.norm_placement in ("olmo3", "sandwich") else "sequential"
 
 
 def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:

@@ -24,7 +24,15 @@ PUBLISHED: Final = {
 }
 
 
-def ffn_width(values: Any, reading: str | None = None) -> int:
+def ffn_width(values: Any, reading: str | None = None) -> int | tuple[int, ...]:
+    """`_width`, of each layer where intermediate_size is a list."""
+    given = values.intermediate_size
+    if isinstance(given, tuple):
+        return tuple(_width(values, one, reading) for one in given)
+    return _width(values, given, reading)
+
+
+def _width(values: Any, given: int | None, reading: str | None) -> int:
     """True inner width: rows of the up projection, columns of the down projection, as `reading` has it.
 
     none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated activations
@@ -34,7 +42,7 @@ def ffn_width(values: Any, reading: str | None = None) -> int:
     Raises ValueError when the keys contradict each other.
     """
     reading = reading or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
-    given, multiple = values.intermediate_size, values.mlp_multiple_of
+    multiple = values.mlp_multiple_of
     gated = values.activation in GATED
     base = given or int((values.expansion_factor or 4) * values.hidden_size)
     if reading != "none" and (values.te_layernorm_mlp or (given and reading == "fork")):
@@ -63,7 +71,7 @@ def ffn_problem(values: Any) -> str | None:
         cannot = str(cause)
     if values.compat_ffn_width is not None or _written_for_the_fork(values):
         return cannot
-    widths: dict[str, int] = {}
+    widths: dict[str, int | tuple[int, ...]] = {}
     for reading in READINGS:
         try:
             widths[reading] = ffn_width(values, reading)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask
+from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask, takes_varlen
 from megatron.model.positions import alibi_bias
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import document_batch, documents, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, documents, inputs_of, random_batch, random_weights, small, stage_with
 
 CPU = torch.device("cpu")
 BACKEND = choose_backend(small(), CPU)
@@ -89,9 +89,9 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
 def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(changes: dict[str, Any], varlen: bool) -> None:
     args = small(**{"precision": "bfloat16", **changes})
     stage, batch = stage_with(args, random_weights(args)), document_batch(args)
-    stage.device_of_groups = torch.device("cuda")  # only asked for its type
+    stage.varlen = frozenset([None] if takes_varlen(args, torch.device("cuda"), None) else [])
     assert batch.positions is not None and batch.cu_seqlens is not None
-    inputs = stage._attention_inputs(batch, batch.positions)
+    inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (varlen, varlen)
     if inputs.cu_seqlens is not None:
         flat = sorted(set(inputs.cu_seqlens.tolist()))
@@ -121,7 +121,7 @@ def test_documents_on_a_cpu_run_by_themselves(
 
     stage, batch = stage_with(args, random_weights(args)), document_batch(args)
     assert batch.positions is not None
-    inputs = stage._attention_inputs(batch, batch.positions)
+    inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)
     if alone:
         monkeypatch.setattr(F, "scaled_dot_product_attention", watch)

@@ -17,6 +17,7 @@ from megatron.model.cache import LayerCache
 from megatron.mpu import DTYPES, seeded
 from megatron.mpu.random import fork_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.frozen import each
 
 # In order of preference.
 _KERNELS = {
@@ -110,8 +111,9 @@ def _problem(
 ) -> str | None:
     """Why a kernel cannot do one call (and its gradient, for a whole text); None when it can."""
     dtype = DTYPES[args.params_dtype]
-    kv_heads = min(args.kv_heads, 2)
-    heads, training = kv_heads * args.num_attention_heads // args.kv_heads, queries == keys
+    least = min(each(args.kv_heads))
+    kv_heads = min(least, 2)
+    heads, training = kv_heads * args.num_attention_heads // least, queries == keys
 
     def values(seq: int, heads: int) -> Tensor:
         whole = torch.zeros(seq, 2, heads, args.head_dim, device=device, dtype=dtype, requires_grad=training)
