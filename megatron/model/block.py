@@ -18,12 +18,17 @@ from megatron.neox_arguments import NeoXArgs
 Mix = Callable[[Tensor], Tensor]
 
 
-class _Part(Protocol):
-    """What mixers and feed-forwards have in common. Spec: the frozen type of their specs; `spec` makes the one of a
-    block (by its number, from 0), None where the block has another; `params`: what the constructor allocates; output:
-    the row-parallel linear behind `core`."""
+class Part(Protocol):
+    """A mixer, which lets tokens see each other, or a feed-forward, which works on each alone.
+
+    Spec: the frozen type of its specs. `spec` makes that of a block (by its number, from 0), None where the block has
+    another. `params`: what the constructor allocates. The constructor takes (spec, groups, sequence_parallel), a mixer
+    also `backend`, of attention. `core`: everything before the row-parallel linear `output`; a mixer is given, beside
+    `[seq, batch, hidden]`, its `AttentionInputs` (None if it is no attention), the seed of its dropout and its cache.
+    """
 
     Spec: Any
+    core: Any
 
     @classmethod
     def spec(cls, args: NeoXArgs, block: int) -> Any: ...
@@ -35,27 +40,9 @@ class _Part(Protocol):
     def output(self) -> Linear: ...
 
 
-class Mixer(_Part, Protocol):
-    """Lets tokens see each other. inputs: None for what is no attention; seed: of its dropout; cache: in generation."""
-
-    def __init__(
-        self, spec: Any, groups: ParallelGroups, sequence_parallel: bool = False, *, backend: Backend
-    ) -> None: ...
-
-    def core(self, x: Tensor, inputs: Any, seed: int, cache: LayerCache | None = None) -> Tensor: ...
-
-
-class FeedForward(_Part, Protocol):
-    """Works on each token alone."""
-
-    def __init__(self, spec: Any, groups: ParallelGroups, sequence_parallel: bool = False) -> None: ...
-
-    def core(self, x: Tensor) -> Tensor: ...
-
-
 # Asked in turn what a block has. A new kind is a class in a file of its own, and its place here.
-MIXERS: tuple[type[Mixer], ...] = (SelfAttention,)
-FEED_FORWARDS: tuple[type[FeedForward], ...] = (MLP,)
+MIXERS: tuple[type[Any], ...] = (SelfAttention,)
+FEED_FORWARDS: tuple[type[Any], ...] = (MLP,)
 # What a block consists of, in NeoX's order and under its names.
 _PARTS = (
     "input_layernorm", "attention", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -63,7 +50,7 @@ _PARTS = (
 )  # fmt: skip
 
 
-def part_spec(table: Sequence[type[_Part]], args: NeoXArgs, block: int) -> Any:
+def part_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
     """What the first of a table that has something for this block makes of it."""
     return next(spec for kind in table if (spec := kind.spec(args, block)) is not None)
 
@@ -71,8 +58,8 @@ def part_spec(table: Sequence[type[_Part]], args: NeoXArgs, block: int) -> Any:
 class Block(nn.Module):
     """One block, `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
 
-    attention: Mixer
-    mlp: FeedForward
+    attention: Part
+    mlp: Part
     input_layernorm: Norm
     post_attention_layernorm: Norm
     pre_feedforward_layernorm: Norm

@@ -29,9 +29,9 @@ class Embedding(nn.Module):
         self.group = groups.group("tensor")
         self.sequence_parallel = sequence_parallel
         self.multiplier, self.sinusoidal, self.position_offset = spec.multiplier, spec.sinusoidal, spec.offset
-        self.position_embeddings: nn.Embedding | None = None
-        for weight in allocate(positions, groups).values():
-            self.position_embeddings = nn.Embedding.from_pretrained(weight, freeze=False)
+        self.position_embeddings = nn.Module() if positions else None
+        if self.position_embeddings is not None:
+            allocate(self.position_embeddings, positions, groups)
         self.dropout, self.noise = spec.dropout, spec.noise
         self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
 
@@ -50,7 +50,8 @@ class Embedding(nn.Module):
         if self.noise and self.training:
             x = add_noise(x, document_lengths(tokens, cu_seqlens), self.noise, seed, self.part, self.parts)
         if self.position_embeddings is not None:
-            added = self.position_embeddings(positions.t() + self.position_offset)
+            rows = positions.t() + self.position_offset
+            added = nn.functional.embedding(rows, self.position_embeddings.weight)  # type: ignore[arg-type]
             x = x + scatter_to_sequence(added, cut)
         if self.sinusoidal:
             added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)

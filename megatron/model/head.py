@@ -58,8 +58,10 @@ class TiedHead(nn.Module):
         self.group = groups.group("tensor")
         self.sequence_parallel = sequence_parallel
         self.word_embeddings = nn.Module()
-        (copy,) = allocate([word_embeddings(spec)], groups).values() if weight is None else (weight,)
-        self.word_embeddings.weight = copy
+        if weight is None:
+            allocate(self.word_embeddings, [word_embeddings(spec)], groups)
+        else:
+            self.word_embeddings.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
         gather = gather_from_sequence if self.sequence_parallel else copy_to_tensor

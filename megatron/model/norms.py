@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.specs import HeadNormSpec, NormSpec
+from megatron.model.specs import AttentionSpec, HeadNormSpec, NormSpec
 from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, reduce_from_tensor
 
 
-def _gain(zero_centered: bool) -> str:
+def _gain(spec: NormSpec | HeadNormSpec) -> str:
     """How RMSNorm's weights start."""
-    return "zeros" if zero_centered else "ones"
+    return "zeros" if spec.zero_centered else "ones"
 
 
 class Norm(nn.Module):
@@ -22,10 +22,10 @@ class Norm(nn.Module):
 
     def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.shape = (spec.width,)
-        self.eps = spec.eps
+        self.shape, self.eps, self.zero_centered = (spec.width,), spec.eps, spec.zero_centered
         # Under sequence parallelism a rank sees part of the sequence: gradients of these replicated weights are summed.
         self.group = groups.group("tensor") if sequence_parallel else None
+        allocate(self, self.params(spec), groups, "weight", "bias")
 
     @staticmethod
     def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
@@ -38,10 +38,8 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """LayerNorm; parameters `weight` and, where norms have biases, `bias`. non_parametric_layernorm has neither."""
 
-    def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
-        super().__init__(spec, groups, sequence_parallel)
-        own = allocate(self.params(spec), groups)
-        self.weight, self.bias = own.get("weight"), own.get("bias")
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     @staticmethod
     def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
@@ -60,14 +58,11 @@ class RMSNorm(Norm):
     zero_centered_gamma: times 1 + scale, all in fp32.
     """
 
-    def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
-        super().__init__(spec, groups, sequence_parallel)
-        (self.scale,) = allocate(self.params(spec), groups).values()
-        self.zero_centered = spec.zero_centered
+    scale: nn.Parameter
 
     @staticmethod
     def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
-        return (ParamSpec("scale", (spec.width,), init=_gain(spec.zero_centered)),)
+        return (ParamSpec("scale", (spec.width,), init=_gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = copy_to_tensor(self.scale, self.group)
@@ -79,9 +74,7 @@ class RMSNorm(Norm):
 class ScaleNorm(Norm):
     """x / max(|x|, eps) * g; parameter `g`, a single number (arXiv 1910.05895)."""
 
-    def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
-        super().__init__(spec, groups, sequence_parallel)
-        (self.g,) = allocate(self.params(spec), groups).values()
+    g: nn.Parameter
 
     @staticmethod
     def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
@@ -112,12 +105,10 @@ class _HeadNorm(nn.Module):
 
     def __init__(self, spec: HeadNormSpec, heads: int, groups: ParallelGroups) -> None:
         super().__init__()
-        self.eps = spec.eps
+        self.eps, self.zero_centered = spec.eps, spec.zero_centered
         self.group, self.size = groups.group("tensor"), groups.size("tensor")
         self.shape = (heads // self.size, spec.head_dim)
-        self.zero_centered = spec.zero_centered
-        for name, param in allocate(self.params(spec, heads), groups).items():
-            self.register_parameter(name, param)
+        allocate(self, self.params(spec, heads), groups, "bias")
 
     @staticmethod
     def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
@@ -140,16 +131,13 @@ class QKLayerNorm(_HeadNorm):
     """
 
     weight: nn.Parameter
-
-    def __init__(self, spec: HeadNormSpec, heads: int, groups: ParallelGroups) -> None:
-        super().__init__(spec, heads, groups)
-        self.bias = self._parameters.get("bias")
+    bias: nn.Parameter | None
 
     @staticmethod
     def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
         shape = (heads, spec.head_dim)
         bias = (ParamSpec("bias", shape, 0, (heads,)),) if spec.bias else ()
-        return (ParamSpec("weight", shape, 0, (heads,), _gain(spec.zero_centered)), *bias)
+        return (ParamSpec("weight", shape, 0, (heads,), _gain(spec)), *bias)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.stack([q, k]).float()
@@ -166,7 +154,7 @@ class QKRMSNorm(_HeadNorm):
 
     @staticmethod
     def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
-        return (ParamSpec("scale", (heads, spec.head_dim), 0, (heads,), _gain(spec.zero_centered)),)
+        return (ParamSpec("scale", (heads, spec.head_dim), 0, (heads,), _gain(spec)),)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         normed = F.rms_norm(torch.stack([q, k]).float(), self.shape[-1:], None, self.eps)
@@ -182,7 +170,7 @@ class WideRMSNorm(_HeadNorm):
     @staticmethod
     def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
         width = heads * spec.head_dim
-        return (ParamSpec("scale", (width,), 0, (width,), _gain(spec.zero_centered)),)
+        return (ParamSpec("scale", (width,), 0, (width,), _gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -200,21 +188,27 @@ class PerHeadRMSNorm(_HeadNorm):
 
     @staticmethod
     def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
-        return (ParamSpec("scale", (spec.head_dim,), init=_gain(spec.zero_centered)),)
+        return (ParamSpec("scale", (spec.head_dim,), init=_gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x.float(), self.scale.shape, None, self.eps)
         return (normed * self._gain(copy_to_tensor(self.scale, self.group))).to(x.dtype)
 
 
-_JOINT: Mapping[str, type[_HeadNorm]] = {"layernorm": QKLayerNorm, "rmsnorm": QKRMSNorm}
-_SEPARATE: Mapping[str, type[_HeadNorm]] = {"wide": WideRMSNorm, "per_head": PerHeadRMSNorm}
+_HEAD_NORMS: Mapping[str, type[_HeadNorm]] = {
+    "layernorm": QKLayerNorm,
+    "rmsnorm": QKRMSNorm,
+    "wide": WideRMSNorm,
+    "per_head": PerHeadRMSNorm,
+}
 
 
-def head_norms(spec: HeadNormSpec | None, heads: int, kv_heads: int) -> dict[str, tuple[type[_HeadNorm], int]]:
-    """The norms of queries and keys by their names in attention: class and heads of each."""
+def head_norms(attention: AttentionSpec) -> dict[str, tuple[type[_HeadNorm], HeadNormSpec, int]]:
+    """The norms of queries and keys by their names in attention: class, spec and heads of each."""
+    spec = attention.norms
     if spec is None:
         return {}
-    if spec.form in _JOINT:
-        return {"qk_layernorm": (_JOINT[spec.form], heads)}
-    return {"q_norm": (_SEPARATE[spec.form], heads), "k_norm": (_SEPARATE[spec.form], kv_heads)}
+    heads = {"q_norm": attention.heads, "k_norm": attention.kv_heads}
+    if spec.form in ("layernorm", "rmsnorm"):
+        heads = {"qk_layernorm": attention.heads}
+    return {name: (_HEAD_NORMS[spec.form], spec, count) for name, count in heads.items()}

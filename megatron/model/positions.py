@@ -162,11 +162,13 @@ class RelativePositionBias(nn.Module):
     As in NeoX they are scaled by sqrt(head_dim), beside logits that are divided by it.
     """
 
+    weight: nn.Parameter
+
     def __init__(self, spec: RelativeSpec, groups: ParallelGroups) -> None:
         super().__init__()
         self.buckets, self.max_distance = spec.buckets, spec.max_distance
         self.scale = math.sqrt(spec.head_dim)
-        (self.weight,) = allocate(self.params(spec), groups).values()
+        allocate(self, self.params(spec), groups)
 
     @staticmethod
     def params(spec: RelativeSpec) -> tuple[ParamSpec, ...]:

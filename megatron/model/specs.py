@@ -231,34 +231,21 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
     relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
     return AttentionSpec(
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=_of(args.kv_heads, block),
-        head_dim=args.head_dim,
-        window=window,
-        rotary=rotary_spec(args, local=slides) if turns else None,
-        alibi=args.pos_emb == "alibi",
-        relative=relative if args.pos_emb == "rpe" else None,
-        norms=head_norm_spec(args),
+        hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
+        head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
+        alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
         scale=None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5,
-        bias=args.use_bias_in_attn_linear,
-        dropout=args.attention_dropout,
-        kind=args.attention_config[block],
-        backend=args.attention_backend,
-        joined=args.gpt_j_residual,
-    )
+        bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout, kind=args.attention_config[block],
+        backend=args.attention_backend, joined=args.gpt_j_residual,
+    )  # fmt: skip
 
 
 def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
     """Of the block with this number, from 0."""
     return DenseSpec(
-        hidden=args.hidden_size,
-        width=_of(args.ffn_size, block),
-        activation=activation_name(args),
-        gated=args.is_gated,
-        bias=args.use_bias_in_mlp,
-        joined=args.gpt_j_residual,
-    )
+        hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
+        gated=args.is_gated, bias=args.use_bias_in_mlp, joined=args.gpt_j_residual,
+    )  # fmt: skip
 
 
 def activation_name(args: NeoXArgs) -> str:
@@ -295,14 +282,8 @@ def residual_form(args: NeoXArgs) -> Residual:
 
 def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:
     return EmbeddingSpec(
-        index=0,
-        vocab=args.padded_vocab_size,
-        hidden=args.hidden_size,
-        learned=args.max_position_embeddings if args.pos_emb == "learned" else 0,
-        offset=args.opt_pos_emb_offset,
-        sinusoidal=args.pos_emb == "sinusoidal",
-        multiplier=args.embedding_multiplier,
-        dropout=args.hidden_dropout,
-        noise=args.neftune_noise_alpha,
-        tied=not args.no_weight_tying,
-    )
+        index=0, vocab=args.padded_vocab_size, hidden=args.hidden_size,
+        learned=args.max_position_embeddings if args.pos_emb == "learned" else 0, offset=args.opt_pos_emb_offset,
+        sinusoidal=args.pos_emb == "sinusoidal", multiplier=args.embedding_multiplier, dropout=args.hidden_dropout,
+        noise=args.neftune_noise_alpha, tied=not args.no_weight_tying,
+    )  # fmt: skip

@@ -257,13 +257,9 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     mixers = [spec.mixer for spec in specs if isinstance(spec, BlockSpec)]
     windows = {mixer.window for mixer in mixers if isinstance(mixer, AttentionSpec)}
     stage = Stage(
-        specs,
-        groups,
-        backend,
-        sequence_parallel=args.sequence_parallel,
-        lowest_trained=lowest_trained(args),
+        specs, groups, backend, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args),
         varlen=frozenset(window for window in windows if takes_varlen(args, groups.device, window)),
-    )
+    )  # fmt: skip
     stage.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
     stage.recompute_from_cpu = args.checkpoint_in_cpu
     for spec in stage.blocks if args.compile == "block" else ():

@@ -32,14 +32,9 @@ def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
     last, norms, residual = args.num_layers + 1, block_norms(args), residual_form(args)
     blocks = [
         BlockSpec(
-            index=block + 2,
-            mixer=part_spec(MIXERS, args, block),
-            feed_forward=part_spec(FEED_FORWARDS, args, block),
-            norms=norms,
-            residual=residual,
-            dropout=args.hidden_dropout,
+            i + 2, part_spec(MIXERS, args, i), part_spec(FEED_FORWARDS, args, i), norms, residual, args.hidden_dropout
         )
-        for block in range(args.num_layers)
+        for i in range(args.num_layers)
     ]
     head = HeadSpec(last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying)
     return (embedding_spec(args), *blocks, FinalNormSpec(last + 2, norm_spec(args)), head)

@@ -50,13 +50,15 @@ class Linear(nn.Module):
     `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds and computes everything.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, spec: LinearSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.parallel = spec.parallel
         self.group = groups.group("tensor") if spec.parallel != "none" else None
         self.sequence_parallel = sequence_parallel
-        own = allocate(spec.params(), groups)
-        self.weight, self.bias = own["weight"], own.get("bias")
+        allocate(self, spec.params(), groups, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says)."""
@@ -89,6 +91,8 @@ class Linear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token embedding with the vocabulary cut over tensor ranks."""
 
+    weight: nn.Parameter
+
     def __init__(self, spec: ParamSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         """spec: of the weight `[vocab, hidden]`."""
         super().__init__()
@@ -96,7 +100,7 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.rows = spec.shape[0] // groups.size("tensor")
         self.first_row = self.rows * groups.rank("tensor")
-        (self.weight,) = allocate([spec], groups).values()
+        allocate(self, [spec], groups)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[seq, batch]` int64 to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""

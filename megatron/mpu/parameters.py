@@ -56,14 +56,17 @@ def under(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
     return tuple(replace(spec, name=f"{name}.{spec.name}") for spec in specs)
 
 
-def allocate(specs: Iterable[ParamSpec], groups: ParallelGroups) -> dict[str, nn.Parameter]:
-    """By name, this tensor rank's part of each, fp32 on the device of `groups`. Memory only: values come from
-    `model.init` or a checkpoint, the same for any layout."""
-    size = groups.size("tensor")
-    return {
-        spec.name: nn.Parameter(torch.empty(spec.local_shape(size), device=groups.device, dtype=torch.float32))
-        for spec in specs
-    }
+def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
+    """Give a module its own parameters under the last part of their names: this tensor rank's part of each, fp32 on the
+    device of `groups`. Memory only: values come from `model.init` or a checkpoint, the same for any layout.
+
+    optional: attributes that are None where no parameter has that name.
+    """
+    for spec in specs:
+        local = torch.empty(spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32)
+        module.register_parameter(spec.name.rpartition(".")[2], nn.Parameter(local))
+    for name in optional:
+        setattr(module, name, module._parameters.get(name))
 
 
 def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The inner width of the MLP: one meaning here, three in GPT-NeoX and its fork."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron.neox_arguments.declare import keys_of
@@ -81,7 +82,7 @@ def ffn_problem(values: Any) -> str | None:
         return cannot
     names = {"none": "as it is", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
     told = ", ".join(f"{width} {names[reading]}" for reading, width in widths.items())
-    published = PUBLISHED.get(values.hidden_size, {})
+    published: Mapping[Any, str] = PUBLISHED.get(values.hidden_size, {})
     fitting = [reading for reading, width in widths.items() if width in published]
     if fitting:
         width = widths[fitting[0]]

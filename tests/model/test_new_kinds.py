@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # What comes before a token, averaged; in the second block alone.
-MIXER = '''
+MIXER = """
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +49,9 @@ class Mean(nn.Module):
 
     def core(self, x, inputs, seed, cache=None):
         return x.cumsum(0) / torch.arange(1, len(x) + 1).view(-1, 1, 1)
-'''
+"""
 # One linear, which reads its input's square; in the first block alone.
-FEED_FORWARD = '''
+FEED_FORWARD = """
 from dataclasses import dataclass
 
 from torch import nn
@@ -89,7 +89,7 @@ class Square(nn.Module):
 
     def core(self, x):
         return x.square()
-'''
+"""
 TRAIN = """
 import torch
 from torch.nn.functional import cross_entropy

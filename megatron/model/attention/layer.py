@@ -35,12 +35,9 @@ class SelfAttention(nn.Module):
         self.scale, self.dropout_p = spec.scale, spec.dropout
         self.tensor_rank = groups.rank("tensor")
         self.backend = backend
-        self.qk_layernorm: nn.Module | None = None
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        for name, (norm, heads) in head_norms(spec.norms, spec.heads, spec.kv_heads).items():
-            assert spec.norms is not None
-            setattr(self, name, norm(spec.norms, heads, groups))
+        self.qk_layernorm = self.q_norm = self.k_norm = None
+        for name, (norm, norm_spec, heads) in head_norms(spec).items():
+            setattr(self, name, norm(norm_spec, heads, groups))
         qkv, dense = self._linears(spec)
         self.query_key_value = Linear(qkv, groups, sequence_parallel)
         self.dense = Linear(dense, groups, sequence_parallel)
@@ -63,10 +60,8 @@ class SelfAttention(nn.Module):
     @classmethod
     def params(cls, spec: AttentionSpec) -> tuple[ParamSpec, ...]:
         """Its parameters, in NeoX's registration order."""
-        norms: list[ParamSpec] = []
-        for name, (norm, heads) in head_norms(spec.norms, spec.heads, spec.kv_heads).items():
-            assert spec.norms is not None
-            norms += under(name, norm.params(spec.norms, heads))
+        found = head_norms(spec).items()
+        norms = [param for name, (norm, own, heads) in found for param in under(name, norm.params(own, heads))]
         qkv, dense = cls._linears(spec)
         rpe = () if spec.relative is None else under("rpe", RelativePositionBias.params(spec.relative))
         return (*norms, *under("query_key_value", qkv.params()), *rpe, *under("dense", dense.params()))
