@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.model.attention import AttentionInputs, Backend, SelfAttention
+from megatron.model.attention import AttentionInputs, Backends, SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import build_norm
@@ -21,7 +21,7 @@ class Block(nn.Module):
     norm_placement: olmo3: h = x + ln1(attn x); h + ln2(mlp h). sandwich: h = x + ln2(attn(ln1 x)); h + ln4(mlp(ln3 h)).
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backends: Backends) -> None:
         super().__init__()
         self.parallel_residual = args.gpt_j_residual
         self.hidden_dropout = args.hidden_dropout
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.seed_offset = groups.rank("tensor") if args.sequence_parallel else 0
         placement = args.norm_placement
         self.input_layernorm = None if placement == "olmo3" else build_norm(args, groups)
-        self.attention = SelfAttention(args, groups, backend)
+        self.attention = SelfAttention(args, groups, backends)
         in_te_mlp = args.te_layernorm_mlp
         self.post_attention_layernorm = None if is_tied(args) else build_norm(args, groups, in_te_mlp=in_te_mlp)
         self.pre_feedforward_layernorm = build_norm(args, groups) if placement == "sandwich" else None

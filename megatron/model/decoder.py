@@ -20,12 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.data import Batch
 from megatron.model.attention import (
     AttentionInputs,
-    Backend,
+    Backends,
     LayerKind,
-    choose_backend,
+    choose_backends,
     document_mask,
     layer_kind,
-    takes_varlen,
     window_mask,
 )
 from megatron.model.block import Block
@@ -40,6 +39,7 @@ from megatron.model.positions import (
     rope_tables,
     sinusoidal_embedding,
 )
+from megatron.model.specs import attention_spec
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import layer_params
 from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, dropout, mix_seed, scatter_to_sequence
@@ -205,9 +205,16 @@ class Stage(nn.Module):
     Parameters are named `layers.<NeoX index>.<NeoX name>`.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, specs: tuple[LayerSpec, ...], backend: Backend) -> None:
+    def __init__(
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        specs: tuple[LayerSpec, ...],
+        backends: Mapping[str, Backends],
+    ) -> None:
         super().__init__()
         self.specs = specs
+        self.backends = backends
         self.args = args
         self.device_of_groups = groups.device
         size = groups.size("tensor")
@@ -218,7 +225,7 @@ class Stage(nn.Module):
         self.lowest_trained = lowest_trained(args)
         layers: dict[str, nn.Module] = {}
         for spec in specs:
-            layers[str(spec.index)] = self._build(spec, groups, backend, layers)
+            layers[str(spec.index)] = self._build(spec, groups, layers)
         self.layers = nn.ModuleDict(layers)
         if args.pos_emb == "rpe":
             # One table, which every block holds under NeoX's name; pipeline stages sum its gradient.
@@ -227,13 +234,11 @@ class Stage(nn.Module):
                 if spec.kind == "block":
                     self.layers[str(spec.index)].attention.rpe = bias  # type: ignore[union-attr]
 
-    def _build(
-        self, spec: LayerSpec, groups: ParallelGroups, backend: Backend, built: dict[str, nn.Module]
-    ) -> nn.Module:
+    def _build(self, spec: LayerSpec, groups: ParallelGroups, built: dict[str, nn.Module]) -> nn.Module:
         if spec.kind == "embedding":
             return Embedding(self.args, groups)
         if spec.kind == "block":
-            block = Block(self.args, groups, backend)
+            block = Block(self.args, groups, self.backends[layer_kind(self.args, spec.index).backend])
             if self.args.compile == "block":
                 block.compile()
             return block
@@ -282,7 +287,8 @@ class Stage(nn.Module):
         if cache is not None and batch.positions is not None:
             columns, seq = positions, cache.length
         window, documents = kind.window, batch.cu_seqlens
-        if columns is None and (documents is not None or window) and takes_varlen(args, self.device_of_groups, window):
+        unmasked = self.backends[kind.backend].takes_documents(window, compiled=bool(args.compile))
+        if columns is None and (documents is not None or window) and unmasked:
             offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
             cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
             return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
@@ -416,10 +422,9 @@ def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
-    backend = choose_backend(args, groups.device)
-    if log is not None and args.attention_backend != backend.name:
-        log(f"attention_backend: {args.attention_backend} chose {backend.name}")
+    mixers = [attention_spec(args, block) for block in range(args.num_layers)]
+    backends = choose_backends(args, groups.device, mixers, log)
     if args.compile:
         _check_compiler(args, groups.device)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
-    return Stage(args, groups, specs, backend)
+    return Stage(args, groups, specs, backends)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron.model.positions import Rope
+from megatron.model.specs import attention_spec
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -15,7 +16,7 @@ class AttentionInputs(NamedTuple):
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where `takes_varlen`.
+    cu_seqlens: int32 document starts over the flattened batch and its end, where `Backends.takes_documents`.
     window: with cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
@@ -44,11 +45,12 @@ def sliding_window(args: NeoXArgs) -> int | None:
 
 class LayerKind(NamedTuple):
     """In what the attention of blocks may differ. window: as `sliding_window`; rotary: whether it turns queries and
-    keys; local: with `rope_local_base_freq`."""
+    keys; local: with `rope_local_base_freq`; backend: of `AttentionSpec`."""
 
     window: int | None
     rotary: bool
     local: bool
+    backend: str = "auto"
 
 
 def layer_kind(args: NeoXArgs, layer: int) -> LayerKind:
@@ -57,4 +59,4 @@ def layer_kind(args: NeoXArgs, layer: int) -> LayerKind:
     slides = args.layer_types is None or args.layer_types[index] == "sliding_attention"
     rotary = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[index] == 1)
     local = rotary and slides and args.rope_local_base_freq is not None
-    return LayerKind(sliding_window(args) if slides else None, rotary, local)
+    return LayerKind(sliding_window(args) if slides else None, rotary, local, attention_spec(args, index).backend)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.model.attention.backends import Backend, attend
+from megatron.model.attention.choice import Backends, attend
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.norms import PerHeadRMSNorm, QKLayerNorm, QKRMSNorm, WideRMSNorm
@@ -23,7 +23,7 @@ class SelfAttention(nn.Module):
     use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backends: Backends) -> None:
         super().__init__()
         size = groups.size("tensor")
         self.heads, self.kv_heads = args.num_attention_heads // size, args.kv_heads // size
@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
         self.scale = None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5
         self.dropout_p = args.attention_dropout
         self.tensor_rank = groups.rank("tensor")
-        self.backend = backend
+        self.backends = backends
         query, kv = args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
         self.qk_layernorm: nn.Module | None = None
         self.q_norm: nn.Module | None = None
@@ -70,5 +70,5 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
         seed += self.tensor_rank
-        out = attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
+        out = attend(q, k, v, inputs, backends=self.backends, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
         return out.flatten(2)
