@@ -287,7 +287,7 @@ class Stage(nn.Module):
         if cache is not None and batch.positions is not None:
             columns, seq = positions, cache.length
         window, documents = kind.window, batch.cu_seqlens
-        unmasked = self.backends[kind.backend].takes_documents(window, compiled=bool(args.compile))
+        unmasked = self.backends[kind.backend].takes_documents(window)
         if columns is None and (documents is not None or window) and unmasked:
             offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
             cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.attention import AttentionInputs, attend, document_mask, window_mask
+from megatron.model.attention import AttentionInputs, Options, document_mask, window_mask
 from megatron.mpu import token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import GPU, WIDE, stage_on
@@ -30,7 +30,7 @@ def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: tor
     """Output and gradients, fp32."""
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[dtype]
     backend = chosen(small(attention_backend=name, precision=precision, **WIDE, **run), "cuda")
-    out = attend(*(leaf.to(dtype) for leaf in leaves), inputs, backends=backend)
+    out = backend.attend(*(leaf.to(dtype) for leaf in leaves), inputs, Options())
     return [out.detach().float(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
@@ -86,9 +86,10 @@ def test_a_packed_batch_takes_the_varlen_kernel() -> None:
 
 
 def test_auto_chooses_no_math_for_bf16_and_no_flash_for_fp32() -> None:
-    bf16 = chosen(small(precision="bfloat16", **WIDE), "cuda").names
-    assert bf16["plain"] in ("cudnn", "flash") and bf16["from a cache"] in ("cudnn", "flash", "efficient")
-    assert chosen(small(**WIDE), "cuda").names["plain"] in ("efficient", "math")
+    bf16 = chosen(small(precision="bfloat16", **WIDE), "cuda").by_kind
+    assert bf16["plain"].name in ("cudnn", "flash")
+    assert bf16["from a cache"].name in ("cudnn", "flash", "efficient")
+    assert chosen(small(**WIDE), "cuda").by_kind["plain"].name in ("efficient", "math")
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])

@@ -40,7 +40,7 @@ def test_a_pattern_repeats_over_the_layers() -> None:
 
 
 def test_both_kinds_of_calls_get_a_kernel() -> None:
-    assert chosen(small(**GEMMA)).names.keys() == {"plain", "with a mask", "from a cache"}
+    assert chosen(small(**GEMMA)).by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
 
 
 def test_every_kind_gets_its_own_inputs() -> None:

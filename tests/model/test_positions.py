@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.layout import layer_file
 from megatron.model import build_stage, init_stage
-from megatron.model.attention import AttentionInputs, attend
+from megatron.model.attention import AttentionInputs, Options
 from megatron.model.init import stage_parameters
 from megatron.model.positions import RelativePositionBias, relative_bucket, sinusoidal_embedding
 from megatron.mpu import ParallelGroups
@@ -122,7 +122,7 @@ def test_biases_get_their_gradient(name: str) -> None:
         return torch.autograd.grad((out * weight).sum(), table.weight)[0]
 
     ours, exact = rpe_table(), rpe_table().double()
-    found = gradient(attend(q, k, v, AttentionInputs(mask=ours(10)), backends=backend), ours)
+    found = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), Options()), ours)
     expected = gradient(by_formula(q, k, v, exact(10).double()), exact)
     assert found[2:].abs().min() > 0
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """Self-attention: its inputs and masks, the kernels behind one function, and the layer around it."""
 
-from megatron.model.attention.choice import Backends, attend, choose_backends
+from megatron.model.attention.backends import Options
+from megatron.model.attention.choice import Backends, choose_backends
 from megatron.model.attention.inputs import AttentionInputs, LayerKind, has_bias, layer_kind, sliding_window
 from megatron.model.attention.layer import SelfAttention
 from megatron.model.attention.masks import document_mask, window_mask
@@ -9,8 +10,8 @@ __all__ = [
     "AttentionInputs",
     "Backends",
     "LayerKind",
+    "Options",
     "SelfAttention",
-    "attend",
     "choose_backends",
     "document_mask",
     "has_bias",

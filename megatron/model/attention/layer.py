@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.model.attention.choice import Backends, attend
+from megatron.model.attention.backends import Options
+from megatron.model.attention.choice import Backends
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.norms import PerHeadRMSNorm, QKLayerNorm, QKRMSNorm, WideRMSNorm
@@ -70,5 +71,4 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
         seed += self.tensor_rank
-        out = attend(q, k, v, inputs, backends=self.backends, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
-        return out.flatten(2)
+        return self.backends.attend(q, k, v, inputs, Options(cache, p, seed, self.scale)).flatten(2)
