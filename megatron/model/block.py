@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron.model.attention import AttentionInputs, Backend, SelfAttention
+from megatron.model.attention import AttentionInputs, Backends, SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS, Norm, build_norm
@@ -23,7 +23,7 @@ class Part(Protocol):
 
     Spec: the frozen type of its specs. `spec` makes that of a block (by its number, from 0), None where the block has
     another. `params`: what the constructor allocates. The constructor takes (spec, groups, sequence_parallel), a mixer
-    also `backend`, of attention. `core`: everything before the row-parallel linear `output`; a mixer is given, beside
+    also `backends`, of attention. `core`: everything before the row-parallel linear `output`; a mixer is given, beside
     `[seq, batch, hidden]`, its `AttentionInputs` (None if it is no attention), the seed of its dropout and its cache.
     """
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
     post_feedforward_layernorm: Norm
 
     def __init__(
-        self, spec: BlockSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backend: Backend
+        self, spec: BlockSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: Backends | None
     ) -> None:
         super().__init__()
         self.residual = spec.residual
@@ -76,7 +76,7 @@ class Block(nn.Module):
         self.one_norm = "post_attention_layernorm" not in spec.norms
         for name in _PARTS:
             if name == "attention":
-                self.attention = _kind(MIXERS, spec.mixer)(spec.mixer, groups, sequence_parallel, backend=backend)
+                self.attention = _kind(MIXERS, spec.mixer)(spec.mixer, groups, sequence_parallel, backends=backends)
             elif name == "mlp":
                 self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(spec.feed_forward, groups, sequence_parallel)
             elif name in spec.norms:

@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.data import Batch
 from megatron.model.attention import (
     AttentionInputs,
-    Backend,
+    Backends,
     SelfAttention,
     branch_inputs,
     cached_inputs,
-    choose_backend,
-    takes_varlen,
+    choose_backends,
     text_inputs,
 )
 from megatron.model.block import Block
@@ -41,6 +40,7 @@ from megatron.model.specs import (
     RelativeSpec,
 )
 from megatron.model.trainable import lowest_trained
+from megatron.model.weight_map import block_specs
 from megatron.mpu import ParallelGroups, mix_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -76,7 +76,7 @@ class Stage(nn.Module):
 
     Parameters are named `layers.<NeoX index>.<NeoX name>`. recompute: blocks whose activations are made again together
     in the backward pass, 0: none are; recompute_from_cpu: what that begins with is kept on the CPU.
-    varlen: windows (None: without one) in which documents run without a mask.
+    backends: by `AttentionSpec.backend`.
     """
 
     recompute = 0
@@ -86,31 +86,31 @@ class Stage(nn.Module):
         self,
         specs: tuple[LayerSpec, ...],
         groups: ParallelGroups,
-        backend: Backend,
+        backends: Mapping[str, Backends],
         *,
         sequence_parallel: bool = False,
         lowest_trained: int = 0,
-        varlen: frozenset[int | None] = frozenset(),
     ) -> None:
         super().__init__()
         self.specs = specs
         self.blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
         self.device_of_groups = groups.device
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
-        self.lowest_trained, self.varlen = lowest_trained, varlen
+        self.lowest_trained, self.backends = lowest_trained, backends
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
         self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attending)
         self.layers = nn.ModuleDict()
         for spec in specs:
-            self.layers[str(spec.index)] = self._build(spec, groups, sequence_parallel, backend)
+            self.layers[str(spec.index)] = self._build(spec, groups, sequence_parallel)
         self._share_relative_biases(groups)
 
-    def _build(self, spec: LayerSpec, groups: ParallelGroups, sequence_parallel: bool, backend: Backend) -> nn.Module:
+    def _build(self, spec: LayerSpec, groups: ParallelGroups, sequence_parallel: bool) -> nn.Module:
         match spec:
             case EmbeddingSpec():
                 return Embedding(spec, groups, sequence_parallel)
             case BlockSpec():
-                return Block(spec, groups, sequence_parallel, backend=backend)
+                chosen = self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
+                return Block(spec, groups, sequence_parallel, backends=chosen)
             case FinalNormSpec():
                 return FinalNorm(spec, groups, sequence_parallel)
             case HeadSpec(tied=False):
@@ -166,7 +166,8 @@ class Stage(nn.Module):
         if cache is not None and batch.positions is not None:
             dtype = next(self.parameters()).dtype
             return cached_inputs(mixer, positions, reading.last, cache.length, dtype, bias)
-        return text_inputs(mixer, batch, positions, reading.last, mixer.window in self.varlen, bias)
+        unmasked = self.backends[mixer.backend].takes_documents(mixer.window)
+        return text_inputs(mixer, batch, positions, reading.last, unmasked, bias)
 
     def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:
@@ -248,17 +249,13 @@ def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
-    backend = choose_backend(args, groups.device)
-    if log is not None and args.attention_backend != backend.name:
-        log(f"attention_backend: {args.attention_backend} chose {backend.name}")
+    mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
+    backends = choose_backends(args, groups.device, mixers, log)
     if args.compile:
         _check_compiler(args, groups.device)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
-    mixers = [spec.mixer for spec in specs if isinstance(spec, BlockSpec)]
-    windows = {mixer.window for mixer in mixers if isinstance(mixer, AttentionSpec)}
     stage = Stage(
-        specs, groups, backend, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args),
-        varlen=frozenset(window for window in windows if takes_varlen(args, groups.device, window)),
+        specs, groups, backends, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
     )  # fmt: skip
     stage.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
     stage.recompute_from_cpu = args.checkpoint_in_cpu

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model import Reading, Stage, build_stage, layer_params
-from megatron.model.attention import AttentionInputs
+from megatron.model.attention import AttentionInputs, Backends, choose_backends
 from megatron.model.init import stage_parameters
+from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups, build_groups, shard
 from megatron.neox_arguments import NeoXArgs
 
@@ -31,6 +32,12 @@ SMALL: dict[str, Any] = {
 
 def small(**changes: Any) -> NeoXArgs:
     return NeoXArgs.from_dict({**SMALL, **changes})
+
+
+def chosen(args: NeoXArgs, device: str = "cpu") -> Backends:
+    """The attention of a model whose layers all ask for the same."""
+    mixers = [attention_spec(args, block) for block in range(args.num_layers)]
+    return choose_backends(args, torch.device(device), mixers)[mixers[0].backend]
 
 
 def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:

@@ -124,11 +124,11 @@ def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytes
         seeds.append(seed)
         return function()
 
+    args = small(num_layers=3, **DROPOUT)
+    stage = stage_with(args, random_weights(args)).train()
     monkeypatch.setattr(block_module, "dropout", record)
     monkeypatch.setattr(embedding_module, "dropout", record)
     monkeypatch.setattr(attention_module, "seeded", record_attention)
-    args = small(num_layers=3, **DROPOUT)
-    stage = stage_with(args, random_weights(args)).train()
     for seed in (0, 1):
         stage(None, random_batch(args, seed=seed))
     assert len(seeds) == len(set(seeds)) == 2 * (1 + 3 * 3)

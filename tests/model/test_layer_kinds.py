@@ -12,11 +12,10 @@ import torch
 from megatron.checkpointing import CheckpointError, check_model, local_layer_state, model_keys
 from megatron.checkpointing.names import to_our_names
 from megatron.model import block_specs, build_stage, init_stage, layer_params
-from megatron.model.attention import choose_backend
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from tests.model.runs import GEMMA, LLAMA
-from tests.model.stages import inputs_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import chosen, inputs_of, random_batch, random_weights, small, stage_with
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -40,7 +39,7 @@ def test_a_pattern_repeats_over_the_layers() -> None:
 
 
 def test_both_kinds_of_calls_get_a_kernel() -> None:
-    assert choose_backend(small(**GEMMA), CPU).kernels.keys() == {"plain", "with a mask", "from a cache"}
+    assert chosen(small(**GEMMA)).by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
 
 
 def test_every_kind_gets_its_own_inputs() -> None:

@@ -27,7 +27,7 @@ class MeanSpec:
 class Mean(nn.Module):
     Spec = MeanSpec
 
-    def __init__(self, spec, groups, sequence_parallel=False, *, backend):
+    def __init__(self, spec, groups, sequence_parallel=False, *, backends):
         super().__init__()
         self.dense = Linear(self._linear(spec), groups, sequence_parallel)
 

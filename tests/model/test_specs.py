@@ -16,8 +16,6 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.model.runs import MIXED, MODELS
 from tests.model.stages import small
 
-NO_BACKEND: Any = None  # nothing is run
-
 
 def test_every_block_has_its_own() -> None:
     blocks = block_specs(small(**MIXED))
@@ -25,7 +23,7 @@ def test_every_block_has_its_own() -> None:
     assert [block.feed_forward.width for block in blocks] == [48, 48, 32, 48]
     assert [block.mixer.window for block in blocks] == [None, None, 3, 3]
     assert [block.mixer.rotary is None for block in blocks] == [False, True, True, False]
-    assert [block.mixer.kind for block in blocks] == ["flash", "flash", "global", "global"]
+    assert [block.mixer.backend for block in blocks] == ["flash", "flash", "auto", "auto"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -33,7 +31,7 @@ def test_layers_allocate_what_they_declare(name: str) -> None:
     """In any number of ranks, and without memory where they are built on the meta device."""
     args = small(**MODELS[name])
     declared = {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
-    stage = Stage(layer_specs(args), ParallelGroups.single("meta"), NO_BACKEND)
+    stage = Stage(layer_specs(args), ParallelGroups.single("meta"), {})
     made = {(layer, name): param for layer, name, param in stage_parameters(stage, copies=True)}
     assert made.keys() == declared.keys()
     assert all(made[key].is_meta and made[key].shape == declared[key].shape for key in made)

@@ -17,7 +17,6 @@ from megatron.model.attention.masks import document_mask, window_mask
 from megatron.model.branches import branch_distances, visible
 from megatron.model.positions import Rope, rope_frequencies, rope_tables
 from megatron.model.specs import AttentionSpec
-from megatron.neox_arguments import NeoXArgs
 
 Bias = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
 """Of a sequence's length, `columns` and `distance` (as `alibi_bias`): what is added to logits, None for nothing."""
@@ -28,7 +27,7 @@ class AttentionInputs(NamedTuple):
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where `takes_varlen`.
+    cu_seqlens: int32 document starts over the flattened batch and its end, where `Backends.takes_documents`.
     window: with cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
@@ -41,13 +40,13 @@ class AttentionInputs(NamedTuple):
 
 
 def text_inputs(
-    spec: AttentionSpec, batch: Batch, positions: Tensor, last: Tensor | None, varlen: bool, bias: Bias
+    spec: AttentionSpec, batch: Batch, positions: Tensor, last: Tensor | None, unmasked: bool, bias: Bias
 ) -> AttentionInputs:
     """Of texts from their beginning. last: `[batch]`, the last token of rows that are padded, None: they are not.
-    varlen: whether documents and windows run without a mask."""
+    unmasked: whether documents and windows run without a mask."""
     (rows, seq), device, window, documents = batch.tokens.shape, batch.tokens.device, spec.window, batch.cu_seqlens
     rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
-    if varlen and (documents is not None or window is not None):
+    if unmasked and (documents is not None or window is not None):
         offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
         cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
         return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
@@ -88,14 +87,3 @@ def _added(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
     if bias is None or mask is None:
         return mask if bias is None else bias
     return bias.masked_fill(~mask, float("-inf"))
-
-
-def has_bias(args: NeoXArgs) -> bool:
-    """Whether positions are added to attention logits, which makes every call one with a mask."""
-    return args.pos_emb in ("alibi", "rpe")
-
-
-def sliding_window(args: NeoXArgs) -> int | None:
-    """`AttentionSpec.window` of the layers that have one."""
-    width = args.sliding_window_width
-    return width if width is not None and width < args.max_position_embeddings - 1 else None

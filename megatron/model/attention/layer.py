@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.model.attention.backends import Backend, attend
+from megatron.model.attention.backends import Options
+from megatron.model.attention.choice import Backends
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
@@ -27,14 +28,14 @@ class SelfAttention(nn.Module):
     rpe: RelativePositionBias
 
     def __init__(
-        self, spec: AttentionSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backend: Backend
+        self, spec: AttentionSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: Backends
     ) -> None:
         super().__init__()
         size = groups.size("tensor")
         self.heads, self.kv_heads, self.head_dim = spec.heads // size, spec.kv_heads // size, spec.head_dim
         self.scale, self.dropout_p = spec.scale, spec.dropout
         self.tensor_rank = groups.rank("tensor")
-        self.backend = backend
+        self.backends = backends
         self.qk_layernorm = self.q_norm = self.k_norm = None
         for name, (norm, norm_spec, heads) in head_norms(spec).items():
             setattr(self, name, norm(norm_spec, heads, groups))
@@ -88,5 +89,4 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
         seed += self.tensor_rank
-        out = attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
-        return out.flatten(2)
+        return self.backends.attend(q, k, v, inputs, Options(cache, p, seed, self.scale)).flatten(2)
