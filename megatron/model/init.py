@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.model.decoder import Stage
-from megatron.model.weight_map import ParamSpec, layer_params, shard
-from megatron.mpu import ParallelGroups, mix_seed
+from megatron.model.stage import Stage
+from megatron.model.weight_map import layer_params
+from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -68,3 +68,9 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
         tied = name == "word_embeddings.weight" and index != "0"
         found[0 if tied else int(index), name] = param
     return [(layer, name, param) for (layer, name), param in found.items()]
+
+
+def specified(stage: Stage, args: NeoXArgs) -> list[tuple[nn.Parameter, ParamSpec]]:
+    """Every parameter of a stage with what the weight map says of it."""
+    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
+    return [(param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]

@@ -39,7 +39,7 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     own = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for layer, name, param in stage_parameters(stage):
-            if not getattr(param, "ds_pipe_replicated", False):
+            if specs[layer, name].is_first_copy(groups):
                 size = torch.Size(specs[layer, name].shape).numel()
                 own += torch.tensor([size, size * param.requires_grad], device=groups.device)
     total, trainable = sum_over_ranks(own, groups).tolist()

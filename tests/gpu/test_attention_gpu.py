@@ -12,7 +12,7 @@ from megatron.model.attention import AttentionInputs, Options, document_mask, wi
 from megatron.mpu import token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import GPU, WIDE, stage_on
-from tests.model.stages import chosen, document_batch, random_batch, small
+from tests.model.stages import chosen, document_batch, inputs_of, random_batch, small
 
 pytestmark = pytest.mark.gpu
 # bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or twice.
@@ -78,7 +78,7 @@ def test_a_packed_batch_takes_the_varlen_kernel() -> None:
     batch = document_batch(plain).to(GPU)
     stage = stage_on(small(**values), GPU)
     assert batch.positions is not None
-    assert stage._attention_inputs(batch, batch.positions).cu_seqlens is not None
+    assert inputs_of(stage, batch, batch.positions).cu_seqlens is not None
     found = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
     expected = token_logprobs(stage_on(plain, GPU)(None, batch), batch.labels.t(), None)
     # Logits of size ten from two blocks of bf16: 2^-8 of them, and twice that for good measure.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model import Stage, build_stage, layer_params, shard
-from megatron.model.attention import Backends, choose_backends
+from megatron.model import Reading, Stage, build_stage, layer_params
+from megatron.model.attention import AttentionInputs, Backends, choose_backends
 from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
-from megatron.mpu import ParallelGroups, build_groups
+from megatron.mpu import ParallelGroups, build_groups, shard
 from megatron.neox_arguments import NeoXArgs
 
 Weights = dict[int, dict[str, Tensor]]
@@ -62,6 +62,11 @@ def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None =
         spec = next(s for s in specs[layer] if s.name == name)
         param.copy_(shard(weights[layer][name], spec, groups.rank("tensor"), groups.size("tensor")))
     return stage.eval()
+
+
+def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> AttentionInputs:
+    """What the attention of a block is given in training."""
+    return stage.attention_inputs(stage.blocks[block], batch, positions, Reading())
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:

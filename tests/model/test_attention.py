@@ -14,7 +14,16 @@ from megatron.model.attention import AttentionInputs, Options, document_mask
 from megatron.model.attention.backends import Backend
 from megatron.model.positions import alibi_bias
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import chosen, document_batch, documents, random_batch, random_weights, small, stage_with
+from tests.model.stages import (
+    chosen,
+    document_batch,
+    documents,
+    inputs_of,
+    random_batch,
+    random_weights,
+    small,
+    stage_with,
+)
 
 CPU = torch.device("cpu")
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
@@ -99,7 +108,7 @@ def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(
     no_gpu_is_tried(monkeypatch)
     stage.backends = {args.attention_backend: chosen(args, "cuda")}
     assert batch.positions is not None and batch.cu_seqlens is not None
-    inputs = stage._attention_inputs(batch, batch.positions)
+    inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (varlen, varlen)
     if inputs.cu_seqlens is not None:
         flat = sorted(set(inputs.cu_seqlens.tolist()))
@@ -129,7 +138,7 @@ def test_documents_on_a_cpu_run_by_themselves(
 
     stage, batch = stage_with(args, random_weights(args)), document_batch(args)
     assert batch.positions is not None
-    inputs = stage._attention_inputs(batch, batch.positions)
+    inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)
     if alone:
         monkeypatch.setattr(F, "scaled_dot_product_attention", watch)

@@ -19,6 +19,7 @@ from megatron.model import build_stage, init_stage
 from megatron.model.attention import AttentionInputs, Options
 from megatron.model.init import stage_parameters
 from megatron.model.positions import RelativePositionBias, relative_bucket, sinusoidal_embedding
+from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import RPE
 from tests.model.stages import Weights, chosen, random_batch, random_weights, small, stage_with
@@ -91,7 +92,9 @@ def test_buckets_are_t5s(buckets: int, furthest: int) -> None:
 
 
 def rpe_table(seed: int = 0) -> RelativePositionBias:
-    table = RelativePositionBias(small(**RPE), ParallelGroups.single())
+    spec = attention_spec(small(**RPE), 0).relative
+    assert spec is not None
+    table = RelativePositionBias(spec, ParallelGroups.single())
     torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(seed))
     return table
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
-from megatron.model.attention import AttentionInputs, Backends, Options, sliding_window, window_mask
+from megatron.model.attention import AttentionInputs, Backends, Options, window_mask
 from megatron.model.attention.backends import Varlen
 from megatron.model.cache import CacheRows, LayerCache
-from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
+from megatron.model.specs import attention_spec
+from tests.model.stages import chosen, document_batch, inputs_of, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import by_formula, no_gpu_is_tried
 from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
 
@@ -40,8 +41,8 @@ def test_mistral(width: int) -> None:
 
 
 def test_a_window_over_everything_is_none() -> None:
-    assert sliding_window(small(sliding_window_width=31)) is None  # of 32 positions
-    assert sliding_window(small(sliding_window_width=30)) == 30
+    assert attention_spec(small(sliding_window_width=31), 0).window is None  # of 32 positions
+    assert attention_spec(small(sliding_window_width=30), 0).window == 30
     assert chosen(small(sliding_window_width=30)).by_kind.keys() == {"with a mask", "from a cache"}
     assert chosen(small(sliding_window_width=31)) == chosen(small())
 
@@ -54,7 +55,7 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
     batch = document_batch(args) if packed else random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
     with torch.no_grad():
-        inputs = stage_with(args, random_weights(args))._attention_inputs(batch, positions)
+        inputs = inputs_of(stage_with(args, random_weights(args)), batch, positions)
     assert inputs.mask is not None and inputs.cu_seqlens is None
     shown = inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask > float("-inf")
     for row in range(2):
@@ -87,17 +88,17 @@ def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monke
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
     positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
     stage.backends = {"auto": Backends({})}
-    masked = stage._attention_inputs(batch, positions)
+    masked = inputs_of(stage, batch, positions)
     no_gpu_is_tried(monkeypatch)
     on_gpu = {kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)}
     stage.backends = {"auto": Backends({**chosen(args).by_kind, **on_gpu})}
     monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
-    inputs = stage._attention_inputs(batch, positions)
+    inputs = inputs_of(stage, batch, positions)
     assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(16, 3, heads, 8, generator=generator) for heads in (4, 2, 2))
     slots = (20 * torch.arange(3).unsqueeze(1) + torch.arange(16)).flatten()  # a block of 20 tokens each
-    rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], [None, None])
+    rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], {})
     cache = LayerCache(torch.zeros(3, 20, 2, 8), torch.zeros(3, 20, 2, 8), rows)
     found = stage.backends["auto"].attend(q, k, v, inputs, Options(cache))
     torch.testing.assert_close(found, chosen(args).attend(q, k, v, masked, Options()), rtol=1e-5, atol=1e-5)

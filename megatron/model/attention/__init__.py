@@ -2,20 +2,19 @@
 
 from megatron.model.attention.backends import Options
 from megatron.model.attention.choice import Backends, choose_backends
-from megatron.model.attention.inputs import AttentionInputs, LayerKind, has_bias, layer_kind, sliding_window
+from megatron.model.attention.inputs import AttentionInputs, branch_inputs, cached_inputs, text_inputs
 from megatron.model.attention.layer import SelfAttention
 from megatron.model.attention.masks import document_mask, window_mask
 
 __all__ = [
     "AttentionInputs",
     "Backends",
-    "LayerKind",
     "Options",
     "SelfAttention",
+    "branch_inputs",
+    "cached_inputs",
     "choose_backends",
     "document_mask",
-    "has_bias",
-    "layer_kind",
-    "sliding_window",
+    "text_inputs",
     "window_mask",
 ]

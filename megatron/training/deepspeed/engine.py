@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from megatron.checkpointing import FileRecord, load_tensors, restore_rng, rng_state, save_tensors
 from megatron.data import Batch
-from megatron.model import Hidden, Model, Stage, for_inference, forward_only, layer_params, reading, shard
-from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, together_local, token_logprobs
+from megatron.model import Hidden, Model, Stage, for_inference, forward_only, layer_params, reading
+from megatron.model.init import initial_value, specified, stage_parameters
+from megatron.mpu import DTYPES, ParallelGroups, shard, together_local, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums
 from megatron.tokenizer import Tokenizer
@@ -176,6 +176,7 @@ class Engine:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe = self._wrap_pipeline(ordered) if groups.size("pipe") > 1 else None
+            self._mark()
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else self._module,
                 optimizer=optimizer,
@@ -216,17 +217,16 @@ class Engine:
         layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
         layers[groups.rank("pipe")] = pipe
         self._module = _TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
-        params = {(layer, name): param for layer, name, param in stage_parameters(self.stage)}
-        tied: list[tuple[nn.Parameter, Any]] = []
-        if not self.args.no_weight_tying and groups.embedding is not None:
-            tied.append((params[0, "word_embeddings.weight"], groups.embedding))
-        if self.args.pos_emb == "rpe":
-            tied += [(p, groups.group("pipe")) for (_, name), p in params.items() if name == "attention.rpe.weight"]
-        for param, _ in tied:
-            # Counted once in the gradient norm. Set here because PipelineModule clears the mark of what it is given.
-            param.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
-        self._module.tied = [(param, group) for param, group in tied if param.requires_grad]
+        found = sorted(specified(self.stage, self.args), key=lambda item: not item[1].tied)  # one order on all stages
+        copies = [(param, spec.stages(groups)) for param, spec in found]
+        self._module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
         return pipe
+
+    def _mark(self) -> None:
+        """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
+        for param, spec in specified(self.stage, self.args):
+            param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
+            param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Engine:
         args, random = for_inference(self.args), rng_state(self.groups.device)
         lockstep = self.zero_stage == 3
         try:
-            with reading(self.stage, args):
+            with reading(self.stage):
                 yield Model(args, self.groups, tokenizer, self.stage, self.dtype, columns, lockstep, declared_ends=ends)
         finally:
             restore_rng(random, self.groups.device, "before inference")
