@@ -128,7 +128,8 @@ class ModelKeys:
     no_weight_tying: bool = key(False, "Give the output layer its own weights instead of the embedding's")
     attention_config: tuple[Any, ...] = key(
         None,
-        "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics",
+        "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics. Where both "
+        "occur, flash layers run on the flash kernel, global ones on attention_backend",
         refuse_values={
             **dict.fromkeys(
                 ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),

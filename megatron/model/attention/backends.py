@@ -67,19 +67,17 @@ class Backend:
         spec, training = call.spec, call.queries == call.keys
         kv_heads = min(spec.kv_heads, 2)
         heads = kv_heads * spec.heads // spec.kv_heads
+        shapes = (call.queries, 2, heads), (call.keys, 2, kv_heads), (call.keys, 2, kv_heads)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, device=call.device, dtype=call.dtype, requires_grad=training)
 
         mask = None
         if call.masked:
-            mask = zeros(2, heads if spec.biased else 1, call.queries, call.keys).detach()
-            if training and not spec.biased:  # masks over a cache are added, see `cached_inputs`
-                mask = mask == 0
-            mask.requires_grad_(spec.relative is not None and training)
-        q, k, v = (
-            zeros(*shape, spec.head_dim) for shape in ((call.queries, 2, heads), *[(call.keys, 2, kv_heads)] * 2)
-        )
+            mask = zeros(2, heads if spec.biased else 1, call.queries, call.keys)
+            if training and spec.relative is None:  # masks over a cache are added, see `cached_inputs`
+                mask = mask.detach() if spec.biased else mask == 0
+        q, k, v = (zeros(*shape, spec.head_dim) for shape in shapes)
         with warnings.catch_warnings(record=True) as said, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
@@ -144,25 +142,27 @@ class Varlen(Backend):
         # Padding starts (equal to the row's end) are empty documents to it, so shapes stay fixed without a sync.
         from torch.nn.attention.varlen import varlen_attn
 
-        seq, batch, heads, head_dim = q.shape
-        starts, window = inputs.cu_seqlens, (inputs.window, 0)
-        q, k, v = (x.transpose(0, 1).reshape(batch * seq, x.shape[2], head_dim) for x in (q, k, v))
+        (seq, _, heads, _), shape, starts = q.shape, q.transpose(0, 1).shape, inputs.cu_seqlens
+        q, k, v = (_rows(x) for x in (q, k, v))
         if k.shape[1] != heads:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         assert starts is not None
-        out = varlen_attn(q, k, v, starts, starts, seq, seq, window_size=window, scale=options.scale)
+        out = varlen_attn(q, k, v, starts, starts, seq, seq, window_size=(inputs.window, 0), scale=options.scale)
         assert isinstance(out, Tensor)
-        return out.view(batch, seq, heads, head_dim).transpose(0, 1)
+        return out.view(shape).transpose(0, 1)
 
 
 def _needs_mask(call: Call) -> str | None:
     return "biases and dropout need a mask" if call.spec.biased or call.spec.dropout > 0.0 else None
 
 
+def _rows(x: Tensor) -> Tensor:
+    """`[batch * seq, heads, head_dim]`"""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
 def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    seq, batch, heads, head_dim = q.shape
     lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
-    rows = (x.transpose(0, 1).reshape(batch * seq, -1, head_dim) for x in (q, k, v))
-    flat = ([one.transpose(0, 1).unsqueeze(0) for one in x.split(lengths)] for x in rows)
-    outs = [sdpa(q, k, v, is_causal=True) for q, k, v in zip(*flat, strict=True)]
-    return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs]).view(batch, seq, heads, head_dim).transpose(0, 1)
+    texts = ([one.transpose(0, 1).unsqueeze(0) for one in _rows(x).split(lengths)] for x in (q, k, v))
+    outs = [sdpa(*text, is_causal=True).squeeze(0).transpose(0, 1) for text in zip(*texts, strict=True)]
+    return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model.attention.masks import document_mask, window_mask
-from megatron.model.branches import branch_distances, visible
+from megatron.model.attention.masks import branch_mask, document_mask, window_mask
 from megatron.model.positions import Rope, rope_frequencies, rope_tables
 from megatron.model.specs import AttentionSpec
 
@@ -71,7 +70,7 @@ def cached_inputs(
 def branch_inputs(spec: AttentionSpec, positions: Tensor, branches: Tensor, bias: Bias) -> AttentionInputs:
     """Of rows with branches, as of `Reading`; positions count on from the context in every branch."""
     rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1)
-    distance, mask = branch_distances(positions), visible(branches)
+    distance, mask = (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1), branch_mask(branches)
     if spec.window is not None:
         mask = mask & (distance >= -spec.window)
     return AttentionInputs(rope, _added(bias(positions.shape[1], None, distance), mask))

@@ -1,4 +1,4 @@
-"""Which keys a query sees: documents and windows."""
+"""Which keys a query sees: documents, branches and windows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from megatron.model.positions import distances
 
 def document_mask(cu_seqlens: Tensor, seq: int) -> Tensor:
     """Causal attention within documents, boolean `[batch, 1, seq, seq]`, from `[batch, seq + 1]` starts."""
-    steps = torch.arange(seq, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens, steps.int().expand(cu_seqlens.shape[0], -1).contiguous(), right=True)
-    same = document.unsqueeze(2) == document.unsqueeze(1)
-    return (same & (steps.unsqueeze(0) <= steps.unsqueeze(1))).unsqueeze(1)
+    steps = torch.arange(seq, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), -1)
+    return branch_mask(torch.searchsorted(cu_seqlens, steps.contiguous(), right=True))
+
+
+def branch_mask(branches: Tensor) -> Tensor:
+    """What is before a token in its own branch and in the context, boolean `[batch, 1, seq, seq]`.
+
+    branches: `[batch, seq]`, 0 for the context, which sees itself alone.
+    """
+    steps = torch.arange(branches.shape[1], device=branches.device)
+    query, key = branches.unsqueeze(2), branches.unsqueeze(1)
+    return (((key == 0) | (key == query)) & (steps <= steps.unsqueeze(1))).unsqueeze(1)
 
 
 def window_mask(seq: int, window: int | None, device: torch.device, queries: Tensor | None = None) -> Tensor:
