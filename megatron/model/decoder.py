@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -121,7 +119,6 @@ class TiedHead(nn.Module):
         if weight is None:
             rows = args.padded_vocab_size // groups.size("tensor")
             weight = nn.Parameter(torch.empty(rows, args.hidden_size, device=groups.device, dtype=torch.float32))
-            weight.tensor_model_parallel = groups.size("tensor") > 1  # type: ignore[attr-defined]
         self.word_embeddings.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,8 +199,12 @@ def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]
 class Stage(nn.Module):
     """A contiguous part of the decoder: the whole of it without pipeline parallelism.
 
-    Parameters are named `layers.<NeoX index>.<NeoX name>`.
+    Parameters are named `layers.<NeoX index>.<NeoX name>`. recompute: blocks whose activations are made again together
+    in the backward pass, 0: none are; recompute_from_cpu: what that begins with is kept on the CPU.
     """
+
+    recompute = 0
+    recompute_from_cpu = False
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, specs: tuple[LayerSpec, ...], backend: Backend) -> None:
         super().__init__()
@@ -213,8 +214,6 @@ class Stage(nn.Module):
         size = groups.size("tensor")
         self.local_heads = args.num_attention_heads // size
         self.first_head = self.local_heads * groups.rank("tensor")
-        # 0 off, otherwise the number of blocks recomputed together.
-        self.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
         self.lowest_trained = lowest_trained(args)
         layers: dict[str, nn.Module] = {}
         for spec in specs:
@@ -233,10 +232,7 @@ class Stage(nn.Module):
         if spec.kind == "embedding":
             return Embedding(self.args, groups)
         if spec.kind == "block":
-            block = Block(self.args, groups, backend)
-            if self.args.compile == "block":
-                block.compile()
-            return block
+            return Block(self.args, groups, backend)
         if spec.kind == "norm":
             norm = nn.Module()
             norm.norm = build_norm(self.args, groups)
@@ -346,7 +342,7 @@ class Stage(nn.Module):
         if not self.recompute or not torch.is_grad_enabled():
             return run(x, frozen, len(specs))
         on_gpu = self.device_of_groups.type == "cuda"
-        with save_on_cpu(pin_memory=on_gpu) if self.args.checkpoint_in_cpu else nullcontext():
+        with save_on_cpu(pin_memory=on_gpu) if self.recompute_from_cpu else nullcontext():
             for first in range(frozen, len(specs), self.recompute):
                 # Masks of dropout are functions of their seeds, so no generator state need be kept.
                 x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
@@ -404,22 +400,10 @@ class Stage(nn.Module):
         return self.layers[str(head.index)](self.layers[str(norm.index)].norm(x))  # type: ignore[operator]
 
 
-def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
-    # torch.compile would only say so in the first step. On a GPU it is Triton that compiles its launchers.
-    names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
-    if not any(shutil.which(name) for name in names):
-        place = args.origin("compile")
-        raise ConfigError(
-            [f"{place}: compile: {args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"]
-        )
-
-
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
     backend = choose_backend(args, groups.device)
     if log is not None and args.attention_backend != backend.name:
         log(f"attention_backend: {args.attention_backend} chose {backend.name}")
-    if args.compile:
-        _check_compiler(args, groups.device)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
     return Stage(args, groups, specs, backend)

@@ -35,11 +35,12 @@ from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
-from megatron.training.deepspeed.optimizers import build_sharded_optimizer
+from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
 from megatron.training.deepspeed.owned import OwnedParts
 from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
 from megatron.training.deepspeed.state import EngineState
-from megatron.training.engine import OnGradients, Parts, State, StepResult
+from megatron.training.deepspeed.version import check_deepspeed
+from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
 
@@ -47,7 +48,9 @@ from megatron.training.optimizers import clip_gradients, gradient_norm, leave_ou
 class DeepSpeedEngine:
     """`Engine` in any layout, by DeepSpeed."""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
+    ) -> None:
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
@@ -62,8 +65,9 @@ class DeepSpeedEngine:
         self._on_gradients: OnGradients | None = None
         self._params = stage_parameters(stage)
         specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
+        several = groups.size("tensor") > 1
         for layer, name, param in self._params:  # DeepSpeed's norm reads it
-            param.tensor_model_parallel = specs[layer, name].axis is not None  # type: ignore[attr-defined]
+            param.tensor_model_parallel = several and specs[layer, name].axis is not None  # type: ignore[attr-defined]
         optimizer = build_sharded_optimizer(stage, args, groups)
         ordered = [param for group in optimizer.param_groups for param in group["params"]]
         attach_deepspeed()
@@ -76,7 +80,7 @@ class DeepSpeedEngine:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe: PipeStage | None = None
-            if groups.size("pipe") > 1:
+            if schedule == "1F1B":
                 self._pipe, module = wrap_pipeline(stage, objective, groups, self.watch, args, ordered)
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else module,
@@ -102,6 +106,17 @@ class DeepSpeedEngine:
         self._owned = OwnedParts(self._params, specs, self._ds.optimizer, groups, self.zero_stage)
         if self.dtype != torch.float32:
             self._master_from_init()
+
+    @staticmethod
+    def check(args: NeoXArgs) -> None:
+        check_deepspeed()
+        deepspeed_config(args)
+
+    @staticmethod
+    def notes(args: NeoXArgs) -> list[str]:
+        stage_1 = "ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)"
+        found = [stage_1] if zero_stage_used(args) != args.zero_stage else []
+        return [*found, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else found
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
