@@ -45,9 +45,8 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     if not args.compile:
         return
     _check_compiler(args, stage.device_of_groups)
-    for spec in stage.specs:
-        if spec.kind == "block":
-            stage.layers[str(spec.index)].compile()
+    for spec in stage.blocks:
+        stage.layers[str(spec.index)].compile()
 
 
 def _check_compiler(args: NeoXArgs, device: torch.device) -> None:

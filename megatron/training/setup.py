@@ -86,7 +86,7 @@ class Training:
         rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage, args):
+            with reading(engine.stage):
                 yield Model(
                     args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
                 )

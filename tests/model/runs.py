@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.model import layer_params, unshard
+from megatron.model import layer_params
+from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
@@ -49,6 +50,16 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 11,
     "embedding_multiplier": 3.0,
 }
+# Blocks that differ in all that a list can say.
+MIXED: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    "num_kv_heads": [2, 4],
+    "intermediate_size": [48, 48, 32],
+    "sliding_window_width": 3,
+    "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "no_rope_layers": [1, 0, 0, 1],
+    "attention_config": [[["flash"], 2], [["global"], 2]],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "llama": LLAMA,
@@ -57,6 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rpe": RPE,
     "window": WINDOW,
     "gemma": GEMMA,
+    "mixed": MIXED,
 }
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": LR}},

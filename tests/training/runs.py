@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.launch import process_info
-from megatron.model import layer_params, unshard
+from megatron.model import layer_params
+from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, start, train
 from megatron.training.deepspeed.engine import DeepSpeedEngine

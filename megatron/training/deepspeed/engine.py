@@ -26,9 +26,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from megatron.data import Batch
-from megatron.model import Stage, forward_only, layer_params, shard
-from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, token_logprobs
+from megatron.model import Stage, forward_only, layer_params
+from megatron.model.init import initial_value, specified, stage_parameters
+from megatron.mpu import DTYPES, ParallelGroups, shard, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums
 from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
@@ -64,10 +64,6 @@ class DeepSpeedEngine:
         self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
         self._on_gradients: OnGradients | None = None
         self._params = stage_parameters(stage)
-        specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
-        several = groups.size("tensor") > 1
-        for layer, name, param in self._params:  # DeepSpeed's norm reads it
-            param.tensor_model_parallel = several and specs[layer, name].axis is not None  # type: ignore[attr-defined]
         optimizer = build_sharded_optimizer(stage, args, groups)
         ordered = [param for group in optimizer.param_groups for param in group["params"]]
         attach_deepspeed()
@@ -82,6 +78,7 @@ class DeepSpeedEngine:
             self._pipe: PipeStage | None = None
             if schedule == "1F1B":
                 self._pipe, module = wrap_pipeline(stage, objective, groups, self.watch, args, ordered)
+            self._mark()
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else module,
                 optimizer=optimizer,
@@ -103,7 +100,7 @@ class DeepSpeedEngine:
         trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders
         self._parts = OptimizerParts(trained, self._ds.optimizer, groups, self.dtype, self.zero_stage)
         self._state = EngineState(self._ds, groups, self.dtype, self.zero_stage)
-        self._owned = OwnedParts(self._params, specs, self._ds.optimizer, groups, self.zero_stage)
+        self._owned = OwnedParts(stage, args, self._ds.optimizer, groups, self.zero_stage)
         if self.dtype != torch.float32:
             self._master_from_init()
 
@@ -117,6 +114,12 @@ class DeepSpeedEngine:
         stage_1 = "ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)"
         found = [stage_1] if zero_stage_used(args) != args.zero_stage else []
         return [*found, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else found
+
+    def _mark(self) -> None:
+        """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
+        for param, spec in specified(self.stage, self.args):
+            param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
+            param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
