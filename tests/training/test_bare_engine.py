@@ -40,8 +40,8 @@ def go(rank: int, world_size: int, values: dict[str, Any], name: str, bad: tuple
 def values_of(save: Path, **more: Any) -> dict[str, Any]:
     small = {"num_layers": 2, "train_micro_batch_size_per_gpu": 4, "train_iters": 6, "hidden_dropout": 0.1}
     logged = {"log_grad_norm": True, "log_param_norm": True, "log_optimizer_states": True, "log_interval": 2}
-    evaluated = {"eval_iters": 1, "eval_interval": 3}
-    return config(NEOX, ADAMW, small, logged, evaluated, save=str(save), load=str(save), checkpoint_factor=3, **more)
+    places = {"save": str(save), "load": str(save), "checkpoint_factor": 3, "eval_iters": 1, "eval_interval": 3}
+    return config(NEOX, ADAMW, small, logged, places, more)
 
 
 def rows_of(save: Path) -> list[dict[str, float]]:
