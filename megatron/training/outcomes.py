@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,8 @@ from megatron.training.engine import StepResult
 from megatron.training.guards import NonFiniteError, most_skips, on_device, report
 from megatron.training.reading import Reading
 from megatron.training.saving import Progress
+from megatron.training.setup import Training
 from megatron.training.status import note_failure
-
-if TYPE_CHECKING:
-    from megatron.training.setup import Training
 
 
 class Outcomes:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.mpu import on_rank_zero
-
-if TYPE_CHECKING:
-    from megatron.training.setup import Training
+from megatron.training.setup import Training
 
 
 def write_status(training: Training, status: str, reason: str | None) -> None:
