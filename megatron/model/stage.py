@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ from megatron.model.specs import (
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
 from megatron.mpu import ParallelGroups, mix_seed
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 
 class Hidden(NamedTuple):
@@ -237,28 +235,11 @@ class Stage(nn.Module):
         return head(norm(x))
 
 
-def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
-    # torch.compile would only say so in the first step. On a GPU it is Triton that compiles its launchers.
-    names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
-    if not any(shutil.which(name) for name in names):
-        place = args.origin("compile")
-        raise ConfigError(
-            [f"{place}: compile: {args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"]
-        )
-
-
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
     mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
     backends = choose_backends(args, groups.device, mixers, log)
-    if args.compile:
-        _check_compiler(args, groups.device)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
-    stage = Stage(
+    return Stage(
         specs, groups, backends, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
     )  # fmt: skip
-    stage.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
-    stage.recompute_from_cpu = args.checkpoint_in_cpu
-    for spec in stage.blocks if args.compile == "block" else ():
-        stage.layers[str(spec.index)].compile()
-    return stage

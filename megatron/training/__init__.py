@@ -1,5 +1,5 @@
-"""Training: the DeepSpeed engine behind one class, optimizers and schedules, checkpoints of a run, the loop and its
-callbacks. `start(args, process)` builds everything in order; `train(training, callbacks)` runs it to the end."""
+"""Training: engines behind one protocol (DeepSpeed's in a package), optimizers and schedules, checkpoints of a run, the
+loop and its callbacks. `start(args, process)` builds all in order; `train(training, callbacks)` runs it to the end."""
 
 from megatron.training.callbacks import Callback, Step
 from megatron.training.guards import NonFiniteError

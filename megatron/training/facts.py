@@ -46,6 +46,16 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     return total, trainable
 
 
+def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
+    """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
+    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
+    sizes = [
+        (torch.Size(specs[layer, name].local_shape(groups.size("tensor"))).numel(), param.requires_grad)
+        for layer, name, param in stage_parameters(stage)
+    ]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
 def run_facts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
     """For the log and the trackers' configuration."""
     total, trainable = parameter_counts(args, groups, stage)

@@ -51,7 +51,7 @@ def test_golden_state_is_found_by_parameter(run: str) -> None:
                 pieces = [saved[rank][number][key] for rank in range(size)]
                 assert torch.equal(state[key], unshard(pieces, spec))
                 assert torch.equal(found.read(layer, spec, size - 1, size)[key], pieces[-1])
-    assert found.loss_scaler() == {}
+    assert found.scaler() == {}
 
 
 def test_state_of_step_0_is_empty() -> None:
@@ -63,7 +63,7 @@ def test_state_of_step_0_is_empty() -> None:
 def zero_states(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
     """For the pool: what DeepSpeed saves of its ZeRO optimizer after a run has taken a checkpoint up."""
     training = begin(values)
-    return training.engine.state.zero_state()
+    return training.engine.layout_state()
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -15,6 +15,7 @@ from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups, build_groups, shard
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.parallelize import compile_blocks, recompute_blocks
 
 Weights = dict[int, dict[str, Tensor]]
 
@@ -58,6 +59,8 @@ def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None =
     """This rank's stage with its part of `weights`, in evaluation mode."""
     groups = groups or ParallelGroups.single()
     stage, specs = build_stage(args, groups), layer_params(args)
+    recompute_blocks(stage, args)
+    compile_blocks(stage, args)
     for layer, name, param in stage_parameters(stage):
         spec = next(s for s in specs[layer] if s.name == name)
         param.copy_(shard(weights[layer][name], spec, groups.rank("tensor"), groups.size("tensor")))

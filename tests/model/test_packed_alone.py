@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter, PackedDataset, Packing, build_maps
 from megatron.data import collate_samples as collate
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.engine import Engine
 from tests.model.runs import LR, MODELS, Step, engine_for, whole_weights
 from tests.model.stages import documents, random_weights, small
 from tests.pool import run_ranks

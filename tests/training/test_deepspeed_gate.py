@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.training.deepspeed.private_names import PRIVATE_NAMES, is_there
 from megatron.training.deepspeed.version import check_deepspeed, check_version
 from tests.pool import run_ranks
 
@@ -37,6 +38,21 @@ def test_right_versions_pass() -> None:
     check_version("0.20.0+cu130")
 
 
+def test_what_is_relied_on_is_there() -> None:
+    assert not [private for private in PRIVATE_NAMES if not is_there(private)]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    monkeypatch.delattr(DeepSpeedEngine, "_take_model_step")
+    wanted = r"has no deepspeed.runtime.engine.DeepSpeedEngine._take_model_step\(\), which is needed to look at grad"
+    with pytest.raises(RuntimeError, match=wanted):
+        check_deepspeed()
+    assert not is_there(PRIVATE_NAMES[0]._replace(name="_grads_of_old"))
+    assert not is_there(PRIVATE_NAMES[0]._replace(where="deepspeed.gone:Engine"))
+
+
 def _layers(bias: bool = False) -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(8, 8, bias=bias) for _ in range(2)]
@@ -55,7 +71,7 @@ def errors(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from megatron.training.deepspeed.engine import attach_deepspeed
+    from megatron.training.deepspeed.attach import attach_deepspeed
 
     attach_deepspeed()
     data_ranks, layers = world_size // pipe, _layers()

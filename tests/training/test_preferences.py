@@ -13,8 +13,10 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.engine import Engine
 from megatron.training.evaluation import evaluate_objective
+from megatron.training.parallelize import parallelize
 from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
 from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows
@@ -86,11 +88,12 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, pa
         keys = {**LLAMA, **SGD, **layout, "gradient_accumulation_steps": 4 // data, "seq_length": 32}
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
-        engine = Engine(args, groups, stage_with(args, random_weights(args), groups), OBJECTIVES[name])
+        stage = stage_with(args, random_weights(args), groups)
+        engine = parallelize(stage, OBJECTIVES[name], args, groups, DeepSpeedEngine)
         batches = (kto_batches if name == "kto" else pair_batches)(packed)[groups.rank("data") :: data]
-        engine.fill_reference = from_policy(engine)
+        engine.use_reference(from_policy(engine))
         start = float(engine.train_step(batches, 0.0).loss)
-        engine.fill_reference = None
+        engine.use_reference(None)
         with mock.patch("megatron.training.evaluation.eval_batches", lambda *_, batches=batches: iter(batches)):
             evaluated = evaluate_objective(engine, [], 0, args, groups, None)  # type: ignore[arg-type]
         result = engine.train_step(batches, LR)
