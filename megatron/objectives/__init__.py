@@ -6,12 +6,11 @@ from megatron.objectives.build import build_objective
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import LANGUAGE_MODELLING, language_modelling
-from megatron.objectives.objective import Objective
-from megatron.objectives.pair_losses import PAIR_LOSSES, PairSettings
+from megatron.objectives.objective import Objective, loss_function
+from megatron.objectives.pair_losses import PairSettings
 
 __all__ = [
     "LANGUAGE_MODELLING",
-    "PAIR_LOSSES",
     "KtoSettings",
     "Objective",
     "PairSettings",
@@ -21,4 +20,5 @@ __all__ = [
     "dpo",
     "kto",
     "language_modelling",
+    "loss_function",
 ]

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_pairs, match_gaps, match_sides
-from megatron.objectives.objective import Objective
-from megatron.objectives.pair_losses import PAIR_LOSSES, Pairs, PairSettings, log_odds
+from megatron.objectives.objective import Objective, loss_function
+from megatron.objectives.pair_losses import Pairs, PairSettings, log_odds
 from megatron.objectives.preference import (
     TOKEN_METRICS,
     Answers,
@@ -25,8 +26,6 @@ from megatron.objectives.preference import (
     token_metrics,
 )
 
-# They compare the policy's averages over tokens, never a reference.
-WITHOUT_REFERENCE = ("simpo", "orpo", "sft")
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
 MATCHINGS = {"aot": match_gaps, "aot_unpaired": match_sides}
 
@@ -41,20 +40,24 @@ class _Kind:
 
     @property
     def normalised(self) -> bool:
-        """Whether rewards are of averages over tokens, for want of any sum."""
-        return set(self.weights) <= set(WITHOUT_REFERENCE) and set(self.weights) != {"sft"}
+        """Whether rewards are of averages over tokens, for want of any sum: the policy's are all that is compared."""
+        return not _compares(self.weights) and set(self.weights) != {"sft"}
+
+
+def _compares(weights: Mapping[str, float]) -> bool:
+    return any(TRAIN_IMPLS["dpo"].losses[name].needs_reference for name in weights)
 
 
 def dpo(
     weights: Mapping[str, float], settings: PairSettings, *, reference_free: bool = False, columns: int | None = None
 ) -> Objective:
-    """The objective of these losses, by name: those of `PAIR_LOSSES`, and "sft", the mean over tokens of the chosen
-    answers' negative log-likelihood.
+    """The objective of these losses, by name; "sft" is the mean over tokens of the chosen answers' negative
+    log-likelihood.
 
     Its three parts: over pairs; over tokens of chosen answers (sft); over tokens of chosen answers and their prompts
     (orpo). reference_free: the policy's own log-probabilities stand for its log-ratios; [sigmoid, sft] is then CPO.
     """
-    kind = _Kind(weights, settings, reference_free or set(weights) <= set(WITHOUT_REFERENCE))
+    kind = _Kind(weights, settings, reference_free or not _compares(weights))
     metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
     differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
     if "sigmoid_norm" in weights:
@@ -70,7 +73,7 @@ def dpo(
         assert len(matchings) == 1, "aot and aot_unpaired match a step's pairs differently"
         couple = partial(couple_pairs, matching=matchings[0], reference_free=kind.reference_free)
     weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind, columns=columns)
-    return Objective(weight, loss_sum, metrics, differences, not kind.reference_free, couple)
+    return Objective(weight, loss_sum, metrics, differences, couple)
 
 
 def _chosen(batch: Batch) -> Tensor:
@@ -130,8 +133,7 @@ def _loss_sum(
     metrics = _metrics(answers, pairs, real, kind)
     losses = torch.zeros_like(pairs.gap)
     for name, weight in kind.weights.items():
-        if name in PAIR_LOSSES:
-            losses = losses + weight * PAIR_LOSSES[name](pairs, kind.settings)
+        losses = losses + weight * loss_function("dpo", name)(pairs, kind.settings)
     parts = [torch.where(real, losses, 0.0).sum()]
     for name, weights in (("sft", batch.loss_weights), ("orpo", with_prompts)):
         places = _chosen_places(batch, weights)

@@ -39,6 +39,7 @@ from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local, token_logprobs
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.losses import scores_reference
 from megatron.objectives import answer_sums
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.deepspeed.engine import Engine
@@ -75,7 +76,7 @@ def resume_with_reference(
 
     Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
     """
-    if not engine.objective.needs_reference or (args.precompute_model_name is not None and args.train_impl == "dpo"):
+    if not scores_reference(args):
         return datasets, checkpointer.resume()
     goes_on, progress = checkpointer.source.goes_on, None
     source = on_rank_zero(groups, lambda: original_source(args)) if goes_on else checkpointer.source
