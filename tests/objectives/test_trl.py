@@ -166,6 +166,34 @@ def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
         assert float(metrics[key]) == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
 
 
+def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
+    """TRL takes the mean over the chosen tokens of each micro-batch, then the mean of these, so that its steps differ
+    with the split; ours is the mean over the step's tokens. One micro-batch at a time, both are the same."""
+    with np.load(FOLDER / "trl_accumulated.npz") as made:
+        theirs, their_gradient = float(made["loss"]), torch.from_numpy(made["gradient"])
+    keys = {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 1.0], "dpo_beta": 0.3}
+    objective, args = build_objective(args_with(**PAIRWISE, **keys)), args_with()
+    documents = documents_of(PAIRS)
+    parts = [in_rows(part, [[i] for i in range(4)], 16, [1.0] * 4) for part in (documents[:4], documents[4:])]
+    reference = stage_with(args, unflat(args, arrays()["reference"]))
+
+    def step(batches: list[Batch]) -> tuple[float, Tensor]:
+        policy = stage_with(args, unflat(args, arrays()["policy"]))
+        loss, _ = step_loss(objective, forward_of(policy), with_reference(batches, forward_of(reference)))
+        loss.backward()
+        found = gradients(policy)
+        return float(loss.detach()), torch.cat([found[layer, key].flatten() for layer, key in sorted(found)])
+
+    (first, one), (second, other) = step(parts[:1]), step(parts[1:])
+    assert (first + second) / 2 == pytest.approx(theirs, rel=1e-5)
+    largest = float(their_gradient.abs().max())
+    torch.testing.assert_close((one + other) / 2, their_gradient, rtol=1e-4, atol=1e-5 * largest)
+    ours, gradient = step(parts)
+    assert ours == pytest.approx(step([in_rows(documents, [[i] for i in range(8)], 16, [1.0] * 8)])[0], rel=1e-6)
+    assert ours / theirs == pytest.approx(1.015, abs=1e-3), "what docs/post-training.md says of these pairs"
+    assert float((gradient - their_gradient).norm() / their_gradient.norm()) == pytest.approx(0.133, abs=1e-3)
+
+
 @pytest.mark.soak
 def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")

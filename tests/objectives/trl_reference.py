@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -27,6 +27,7 @@ DPO_TYPES = (
     "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
     "sigmoid_norm"
 ).split()
+ACCUMULATED: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0], "beta": 0.3}
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
@@ -68,14 +69,14 @@ def whole(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
     }
 
 
-def pair_inputs(trainer: Any, kind: str) -> Any:
+def pair_inputs(trainer: Any, kind: str, pairs: Any = PAIRS) -> Any:
     if kind == "dpo":
-        rows: list[Any] = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in PAIRS]
+        rows: list[Any] = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in pairs]
     else:
         rows = [
             {f"{side}_{name}": ids for side, answer in (("chosen", c), ("rejected", r))
              for name, ids in whole(p, answer).items()}
-            for p, c, r in PAIRS
+            for p, c, r in pairs
         ]  # fmt: skip
     return trainer.data_collator(rows)
 
@@ -103,8 +104,10 @@ def metrics(trainer: Any) -> dict[str, float]:
     return {}
 
 
-def run(folder: str, name: str, kind: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
-    """Loss, gradient and metrics of a case."""
+def run(
+    folder: str, name: str, kind: str, micro_batches: tuple[Any, ...] = (), **options: Any
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates them."""
     policy, reference, tokenizer = model(1), model(2), words()
     common: dict[str, Any] = {
         "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
@@ -140,10 +143,49 @@ def run(folder: str, name: str, kind: str, **options: Any) -> tuple[float, np.nd
     trainer.model.eval()
     if getattr(trainer, "ref_model", None) is not None:
         trainer.ref_model.eval()
-    loss = trainer.compute_loss(trainer.model, inputs)
-    loss.backward()
+    if micro_batches:
+        # `Trainer.train` sets it; `training_step` divides by it and runs backwards.
+        trainer.current_gradient_accumulation_steps = len(micro_batches)
+        parts = [pair_inputs(trainer, kind, part) for part in micro_batches]
+        loss = torch.stack([trainer.training_step(trainer.model, part) for part in parts]).sum()
+    else:
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
     grads = {name: param.grad for name, param in trainer.model.named_parameters()}
     return float(loss.detach()), flat(grads), metrics(trainer)  # type: ignore[arg-type]
+
+
+def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
+    """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
+    common = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), words()
+    if kind == "sft":
+        trainer: Any = SFTTrainer(
+            model=policy, args=SFTConfig(**common, **options), train_dataset=Dataset.from_list([{"text": "a b c"}] * 2),
+            processing_class=tokenizer,
+        )  # fmt: skip
+        rows: list[dict[str, Any]] = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
+    elif kind == "cpo":
+        trainer = CPOTrainer(
+            model=policy, args=CPOConfig(**common, **options, remove_unused_columns=False),
+            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
+        )  # fmt: skip
+        sides = ("chosen", "rejected")
+        rows = [
+            {f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
+            for pair in zip(texts[0::2], texts[1::2], strict=True)
+        ]
+    else:
+        trainer = DPOTrainer(
+            model=policy, args=DPOConfig(**common, **options), train_dataset=Dataset.from_list([ROW] * 2),
+            processing_class=tokenizer,
+        )  # fmt: skip
+        rows = []
+        for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
+            start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
+            ids = {"chosen_ids": chosen["input_ids"][start:], "rejected_ids": rejected["input_ids"][start:]}
+            rows.append({"prompt_ids": chosen["input_ids"][:start], **ids})
+    return float(trainer.compute_loss(trainer.model.eval(), trainer.data_collator(rows)).detach())
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -181,6 +223,8 @@ def main(folder: Path) -> None:
             arrays[f"gradient_{name}"] = gradient
             facts[name] = {**options, "loss": loss, "metrics": found}
             print(name, loss)
+        loss, gradient, _ = run(place, "accumulated", "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
+    np.savez_compressed(folder / "trl_accumulated.npz", loss=np.float32(loss), gradient=gradient)
     np.savez_compressed(folder / "trl.npz", **arrays)  # type: ignore[arg-type]
     (folder / "trl.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -55,7 +55,7 @@ def errors(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from megatron.training.deepspeed.engine import attach_deepspeed
+    from megatron.training.deepspeed.attach import attach_deepspeed
 
     attach_deepspeed()
     data_ranks, layers = world_size // pipe, _layers()

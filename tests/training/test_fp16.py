@@ -12,7 +12,7 @@ import torch
 import megatron.training.loop as loop
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.deepspeed.config import deepspeed_config
-from megatron.training.deepspeed.engine import attach_deepspeed
+from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.engine import StepResult
 from megatron.training.guards import NonFiniteError
 from tests.pool import run_ranks

@@ -86,16 +86,22 @@ def first_pairs(rank: int, world_size: int, values: dict[str, Any]) -> tuple[flo
     return float(result.loss), metrics, [(b.tokens, b.labels, b.loss_weights) for b in batches]
 
 
+SIMPO = {"dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5}
+
+
+def preference_values(model: Path, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    values = config(
+        COMMON, pairs(folder), keys, load=str(model), train_impl="dpo", dataset_impl="pairwise", eod_mask_loss=False,
+        pack_impl="unpacked", train_micro_batch_size_per_gpu=4,
+    )  # fmt: skip
+    return {key: value for key, value in values.items() if value is not None and key != "split"}
+
+
 @pytest.mark.parametrize("layout", ["plain", "tp4"])
 def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
     """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of transformers."""
     ranks, keys = LAYOUTS[layout]
-    values = config(
-        COMMON, pairs(tmp_path), keys, load=str(model), train_impl="dpo", dataset_impl="pairwise", eod_mask_loss=False,
-        pack_impl="unpacked", dpo_loss_type="simpo", dpo_beta=2.0, simpo_gamma=0.5, train_micro_batch_size_per_gpu=4,
-    )  # fmt: skip
-    values = {key: value for key, value in values.items() if value is not None and key != "split"}
-    loss, metrics, batches = run_ranks(first_pairs, ranks, values)[0]
+    loss, metrics, batches = run_ranks(first_pairs, ranks, preference_values(model, tmp_path, {**keys, **SIMPO}))[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
     sums, averages = [], []
     with torch.no_grad():
@@ -108,6 +114,47 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
     assert loss == pytest.approx(float(expected), rel=1e-5)
     chosen = torch.cat([average[0::2] for average in averages]).mean()
     assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+
+
+def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
+    """Each document with a trained token, as TRL's collators take it: ids, and labels of the same places."""
+    found = []
+    for tokens, labels, weights, *more in batches:
+        for row in range(len(tokens)):
+            starts = (more[0][row] == 0).nonzero().flatten().tolist() if more else [0]
+            for first, end in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
+                trained = weights[row, first:end].nonzero().flatten().tolist()
+                if trained:
+                    last = first + trained[-1] + 1
+                    answer = torch.where(weights[row, first:last] > 0, labels[row, first:last], -100).tolist()
+                    ids = [*tokens[row, first:last].tolist(), int(labels[row, last - 1])]
+                    found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *answer]})
+    return found
+
+
+PREFERENCES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "SimPO": (SIMPO, "cpo", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.5}),
+    "CPO": (
+        {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_reference_free": True},
+        "cpo",
+        {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 0.5},
+    ),
+    "DPO": ({"dpo_loss_type": "sigmoid"}, "dpo", {"beta": 0.1}),
+}
+
+
+@pytest.mark.soak
+def test_the_first_losses_are_those_of_trls_trainers(model: Path, tmp_path: Path) -> None:
+    """SFTTrainer's, CPOTrainer's and DPOTrainer's on the model as it came, with its 600 rows."""
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    from tests.objectives import trl_reference
+
+    loss, _, batches, _ = run_ranks(first_step, 1, config(SFT, load=str(model)))[0]
+    assert loss == pytest.approx(trl_reference.first_loss(model, tmp_path, "sft", answers_of(batches)), rel=1e-5)
+    for keys, kind, options in PREFERENCES.values():
+        loss, _, batches = run_ranks(first_pairs, 1, preference_values(model, tmp_path, keys))[0]
+        theirs = trl_reference.first_loss(model, tmp_path, kind, answers_of(batches), **options)
+        assert loss == pytest.approx(theirs, rel=1e-5), kind
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:

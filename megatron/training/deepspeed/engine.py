@@ -1,4 +1,4 @@
-"""The training engine: DeepSpeed behind one small class. No other file imports deepspeed.
+"""The training engine: DeepSpeed behind one small class.
 
 Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. What DeepSpeed
 does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer
@@ -21,27 +21,25 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
-from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from megatron.checkpointing import FileRecord, load_tensors, restore_rng, rng_state, save_tensors
+from megatron.checkpointing import restore_rng, rng_state
 from megatron.data import Batch
-from megatron.model import Hidden, Model, Stage, for_inference, forward_only, layer_params, reading, shard
+from megatron.model import Model, Stage, for_inference, forward_only, layer_params, reading, shard
 from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups, together_local, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums
 from megatron.tokenizer import Tokenizer
+from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
+from megatron.training.deepspeed.files import CheckpointEngine
 from megatron.training.deepspeed.owned import OwnedParts
-from megatron.training.deepspeed.pipeline import TiedGradient, cut_backward
+from megatron.training.deepspeed.pipeline import PipeStage, TiedPipelineModule, cut_backward
 from megatron.training.deepspeed.state import EngineState
 from megatron.training.engine import StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard
@@ -52,101 +50,6 @@ from megatron.training.optimizers import (
     gradient_norm,
     set_learning_rate,
 )
-
-
-class CheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's reads and writes: no pickle beyond an allow-list, every file synced and hashed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[FileRecord] = []
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self.records.append(save_tensors(state_dict, path))
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        safe = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)
-        return load_tensors(path, extra_safe=safe)
-
-
-class _PlainMpu:
-    """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size 1."""
-
-    def __init__(self, groups: ParallelGroups) -> None:
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        self._tensor = groups.group("tensor") or alone
-        self._data = groups.group("data") or alone
-        self._groups = groups
-
-    def get_model_parallel_group(self) -> Any:
-        return self._tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self._groups.rank("tensor")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._groups.size("tensor")
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self._groups.rank("data")
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._groups.size("data")
-
-
-class _PipeStage(nn.Module):
-    """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in the order
-    of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
-
-    def __init__(self, stage: Stage, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
-        super().__init__()
-        self.stage = stage
-        self.objective = objective
-        self.groups = groups
-        self.watch = watch
-        self.batches: Iterator[Batch] = iter(())
-        self.batch: Batch | None = None
-        self.loss_scale: Tensor | None = None
-        self.metrics = torch.zeros(len(objective.metrics), 2, device=groups.device)
-
-    def forward(self, received: Any) -> Any:
-        batch = next(self.batches)
-        hidden = None if self.groups.is_first_stage else Hidden(*received)
-        out = self.stage(hidden, batch)
-        self.batch = batch
-        return tuple(out) if isinstance(out, Hidden) else out
-
-    def loss(self, logits: Tensor, _: Any) -> Tensor:
-        assert self.batch is not None and self.loss_scale is not None
-        parts, metrics = self.objective.loss_sum(logits, self.batch, self.groups.group("tensor"))
-        self.objective.add_metrics(self.metrics, metrics)
-        return (parts * self.loss_scale).sum() * self.watch.note_loss(parts.sum())
-
-
-class _TiedPipelineModule(PipelineModule):
-    """PipelineModule whose tied weights are our own copies on several stages."""
-
-    tied: list[tuple[nn.Parameter, Any]] = []
-
-    def get_tied_weights_and_groups(self) -> list[tuple[TiedGradient, Any]]:
-        return [(TiedGradient(param), group) for param, group in self.tied]
-
-
-def attach_deepspeed() -> None:
-    """Put DeepSpeed on the existing process group, quietly.
-
-    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it),
-    and it refuses fp16 where the processor has no instructions for it, which torch computes nevertheless.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    accelerator = deepspeed.accelerator.get_accelerator()
-    if accelerator.device_name() == "cpu":
-        accelerator.is_fp16_supported = lambda: True
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 class Engine:
@@ -180,7 +83,7 @@ class Engine:
                 model=stage if self._pipe is None else self._module,
                 optimizer=optimizer,
                 config=config,
-                mpu=_PlainMpu(groups) if self._pipe is None else None,
+                mpu=PlainMpu(groups) if self._pipe is None else None,
                 dist_init_required=False,
             )[0]
         self._ds.checkpoint_engine = self.files
@@ -206,16 +109,16 @@ class Engine:
         if self.dtype != torch.float32:
             self._master_from_init()
 
-    def _wrap_pipeline(self, optimized: list[nn.Parameter]) -> _PipeStage:
+    def _wrap_pipeline(self, optimized: list[nn.Parameter]) -> PipeStage:
         groups, own = self.groups, {id(param) for param in self.stage.parameters()}
-        pipe = _PipeStage(self.stage, self.objective, groups, self.watch)
+        pipe = PipeStage(self.stage, self.objective, groups, self.watch)
         pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
         topology = PipeModelDataParallelTopology(
             num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
         )
         layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
         layers[groups.rank("pipe")] = pipe
-        self._module = _TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
+        self._module = TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
         params = {(layer, name): param for layer, name, param in stage_parameters(self.stage)}
         tied: list[tuple[nn.Parameter, Any]] = []
         if not self.args.no_weight_tying and groups.embedding is not None:

@@ -1,14 +1,48 @@
-"""What DeepSpeed's pipeline engine is told of weights: tied ones, and stages that train nothing."""
+"""DeepSpeed's pipeline engine: a stage as its one layer, tied weights, and stages that train nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor, nn
 
-from megatron.model import Stage
+from megatron.data import Batch
+from megatron.model import Hidden, Stage
+from megatron.mpu import ParallelGroups
+from megatron.objectives import Objective
+from megatron.training.guards import GradientWatch
+
+
+class PipeStage(nn.Module):
+    """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in the order
+    of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
+
+    def __init__(self, stage: Stage, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
+        super().__init__()
+        self.stage = stage
+        self.objective = objective
+        self.groups = groups
+        self.watch = watch
+        self.batches: Iterator[Batch] = iter(())
+        self.batch: Batch | None = None
+        self.loss_scale: Tensor | None = None
+        self.metrics = torch.zeros(len(objective.metrics), 2, device=groups.device)
+
+    def forward(self, received: Any) -> Any:
+        batch = next(self.batches)
+        hidden = None if self.groups.is_first_stage else Hidden(*received)
+        out = self.stage(hidden, batch)
+        self.batch = batch
+        return tuple(out) if isinstance(out, Hidden) else out
+
+    def loss(self, logits: Tensor, _: Any) -> Tensor:
+        assert self.batch is not None and self.loss_scale is not None
+        parts, metrics = self.objective.loss_sum(logits, self.batch, self.groups.group("tensor"))
+        self.objective.add_metrics(self.metrics, metrics)
+        return (parts * self.loss_scale).sum() * self.watch.note_loss(parts.sum())
 
 
 class TiedGradient:
@@ -19,6 +53,15 @@ class TiedGradient:
         accumulated = getattr(param, "grad_accum", None)
         self.grad = param.grad if accumulated is None else accumulated
         self._hp_grad = getattr(param, "_hp_grad", None)
+
+
+class TiedPipelineModule(PipelineModule):
+    """PipelineModule whose tied weights are our own copies on several stages."""
+
+    tied: list[tuple[nn.Parameter, Any]] = []
+
+    def get_tied_weights_and_groups(self) -> list[tuple[TiedGradient, Any]]:
+        return [(TiedGradient(param), group) for param, group in self.tied]
 
 
 def cut_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:

@@ -1,0 +1,53 @@
+"""DeepSpeed on the processes and groups that are there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+
+from megatron.mpu import ParallelGroups
+
+
+def attach_deepspeed() -> None:
+    """Put DeepSpeed on the existing process group, quietly.
+
+    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it),
+    and it refuses fp16 where the processor has no instructions for it, which torch computes nevertheless.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+class PlainMpu:
+    """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size 1."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        self._tensor = groups.group("tensor") or alone
+        self._data = groups.group("data") or alone
+        self._groups = groups
+
+    def get_model_parallel_group(self) -> Any:
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return self._groups.rank("tensor")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.size("tensor")
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.rank("data")
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.size("data")
