@@ -1,0 +1,299 @@
+"""The model's layers as data: frozen descriptions, made from the configuration once.
+
+What depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes, FLOPs, partitioning and
+conversion. Blocks may differ in all of it. A mixer is attention, a feed-forward is dense; others join by a class in the
+tables of `model.block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from megatron.neox_arguments import NeoXArgs
+
+Residual = Literal["sequential", "parallel", "olmo3", "sandwich"]
+
+# Transformer-Engine's LayerNormMLP has these in GPT-NeoX, whatever the epsilon keys say (transformer_engine.py).
+_TE_EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-8}
+# `activation` -> the function of it, or of its gate
+_FUNCTIONS = {
+    "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "swish": "silu", "swiglu": "silu",
+    "bilinear": "identity", "glu": "sigmoid",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm of hidden states. kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm; zero_centered: rmsnorm
+    multiplies by 1 + its weight."""
+
+    kind: str
+    width: int
+    eps: float
+    bias: bool
+    zero_centered: bool
+
+
+@dataclass(frozen=True)
+class HeadNormSpec:
+    """Norms of queries and keys. form: layernorm (one over all heads for both), rmsnorm (each head alone, one for
+    both), wide (over all queries, over all keys), per_head (each head alone, one weight for all)."""
+
+    form: str
+    head_dim: int
+    eps: float
+    bias: bool
+    zero_centered: bool
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotary positions. width: dimensions of a head that turn; scaling: `rope_scaling`, None where it does not hold;
+    positions: of the longest text, which scaling stretches from unless it says otherwise."""
+
+    width: int
+    base: float
+    positions: int
+    scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True)
+class RelativeSpec:
+    """T5's relative biases, one table for all blocks."""
+
+    buckets: int
+    max_distance: int
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention over `heads` queries and `kv_heads` keys and values of `head_dim`.
+
+    window: keys before itself that a query sees, flash attention's `window_size=(W, 0)`, so W + 1 keys with its own;
+    transformers' `sliding_window` counts the token itself: W + 1 there is W here. None: all are seen.
+    kind: of `attention_config`; backend: `attention_backend`. scale: of logits, None: 1 / sqrt(head_dim). bias: of its
+    linears. joined: its output is summed over tensor ranks together with the feed-forward's (gpt_j_residual).
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    rotary: RotarySpec | None
+    alibi: bool
+    relative: RelativeSpec | None
+    norms: HeadNormSpec | None
+    scale: float | None
+    bias: bool
+    dropout: float
+    kind: str
+    backend: str
+    joined: bool
+
+    @property
+    def biased(self) -> bool:
+        """Whether positions are added to attention logits, which makes every call one with a mask."""
+        return self.alibi or self.relative is not None
+
+    @property
+    def inputs(self) -> tuple[int | None, RotarySpec | None]:
+        """What the inputs of attention depend on: blocks in which it is equal share them."""
+        return self.window, self.rotary
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """linear2(act(linear1 x)), or linear2(act(gate) * up). width: inner; activation: the function's name in `mlp`;
+    joined: as `AttentionSpec`."""
+
+    hidden: int
+    width: int
+    activation: str
+    gated: bool
+    bias: bool
+    joined: bool
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """Tokens to hidden states. vocab: None before the tokenizer is known; learned: rows of learned positions, 0
+    without; offset: of them before position 0; noise: NEFTune's alpha; tied: the head has the same weight."""
+
+    kind: ClassVar[str] = "embedding"
+    index: int
+    vocab: int | None
+    hidden: int
+    learned: int
+    offset: int
+    sinusoidal: bool
+    multiplier: float
+    dropout: float
+    noise: float | None
+    tied: bool
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One transformer block. norms: by their name in it; which there are follows from `residual`."""
+
+    kind: ClassVar[str] = "block"
+    index: int
+    mixer: Any
+    feed_forward: Any
+    norms: Mapping[str, NormSpec]
+    residual: Residual
+    dropout: float
+
+
+@dataclass(frozen=True)
+class FinalNormSpec:
+    kind: ClassVar[str] = "norm"
+    index: int
+    norm: NormSpec
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Hidden states to logits. tied: with the embedding's weight."""
+
+    kind: ClassVar[str] = "head"
+    index: int
+    hidden: int
+    vocab: int | None
+    tied: bool
+
+
+LayerSpec = EmbeddingSpec | BlockSpec | FinalNormSpec | HeadSpec
+
+
+def norm_kind(args: NeoXArgs) -> str:
+    """`norm` without what only says under which names it stands on disk."""
+    return args.norm.removeprefix("te_")
+
+
+def is_tied(args: NeoXArgs) -> bool:
+    """Whether attention and MLP read one norm. Transformer-Engine's MLP has its own, also in GPT-NeoX."""
+    return args.gpt_j_residual and args.gpt_j_tied and not args.te_layernorm_mlp
+
+
+def _has_norm_bias(args: NeoXArgs) -> bool:
+    return norm_kind(args) == "layernorm" and (args.use_bias_in_norms or args.compat_norm_bias)
+
+
+def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
+    """The norm that `norm` names. in_te_mlp: with the epsilon of the one inside Transformer-Engine's MLP."""
+    kind = norm_kind(args)
+    epsilons = {"rmsnorm": args.rms_norm_epsilon, "scalenorm": args.scalenorm_epsilon}
+    eps = _TE_EPSILON[kind] if in_te_mlp else epsilons.get(kind, args.layernorm_epsilon)
+    return NormSpec(kind, args.hidden_size, eps, _has_norm_bias(args), args.zero_centered_gamma)
+
+
+def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
+    """local: with the base of `rope_local_base_freq`, unscaled."""
+    # NeoX rounds the rotated width down to an even number of dimensions.
+    width, positions = int(args.head_dim * args.rotary_pct) // 2 * 2, args.max_position_embeddings
+    if local and args.rope_local_base_freq is not None:
+        return RotarySpec(width, args.rope_local_base_freq, positions)
+    return RotarySpec(width, args.rotary_emb_base, positions, args.rope_scaling)
+
+
+def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
+    if not args.use_qk_layernorm:
+        return None
+    form, eps = norm_kind(args), args.rms_norm_epsilon
+    if args.use_separate_qk_norms:
+        form = "per_head" if args.qk_norm_per_head else "wide"
+    elif form == "layernorm":
+        eps = args.layernorm_epsilon
+    return HeadNormSpec(form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma)
+
+
+def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
+    """Of the block with this number, from 0."""
+    slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
+    width = args.sliding_window_width if slides else None
+    # A window as wide as the longest sequence is none.
+    window = width if width is not None and width < args.max_position_embeddings - 1 else None
+    turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
+    relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
+    return AttentionSpec(
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        window=window,
+        rotary=rotary_spec(args, local=slides) if turns else None,
+        alibi=args.pos_emb == "alibi",
+        relative=relative if args.pos_emb == "rpe" else None,
+        norms=head_norm_spec(args),
+        scale=None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5,
+        bias=args.use_bias_in_attn_linear,
+        dropout=args.attention_dropout,
+        kind=args.attention_config[block],
+        backend=args.attention_backend,
+        joined=args.gpt_j_residual,
+    )
+
+
+def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
+    """Of the block with this number, from 0."""
+    return DenseSpec(
+        hidden=args.hidden_size,
+        width=args.ffn_size,
+        activation=activation_name(args),
+        gated=args.is_gated,
+        bias=args.use_bias_in_mlp,
+        joined=args.gpt_j_residual,
+    )
+
+
+def activation_name(args: NeoXArgs) -> str:
+    """The nonlinearity of `activation`; for gated ones, that of the gate.
+
+    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's gelu and
+    geglu are the tanh approximation: `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x * x)))` in
+    common/util/math.h, and its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
+    """
+    name = _FUNCTIONS.get(args.activation, args.activation)
+    tanh = args.te_layernorm_mlp or (args.activation == "gelu" and args.bias_gelu_fusion)
+    return "gelu_tanh" if name == "gelu" and tanh else name
+
+
+def block_norms(args: NeoXArgs) -> dict[str, NormSpec]:
+    """The norms of a block, by name."""
+    norm, placement = norm_spec(args), args.norm_placement
+    found = {} if placement == "olmo3" else {"input_layernorm": norm}
+    if not is_tied(args):
+        found["post_attention_layernorm"] = norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
+    if placement == "sandwich":
+        found["pre_feedforward_layernorm"] = norm
+    if placement in ("olmo3", "sandwich"):
+        found["post_feedforward_layernorm"] = norm
+    return found
+
+
+def residual_form(args: NeoXArgs) -> Residual:
+    """gpt_j_residual, else norm_placement's."""
+    if args.gpt_j_residual:
+        return "parallel"
+    return "sequential" if args.norm_placement == "pre" else args.norm_placement
+
+
+def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:
+    return EmbeddingSpec(
+        index=0,
+        vocab=args.padded_vocab_size,
+        hidden=args.hidden_size,
+        learned=args.max_position_embeddings if args.pos_emb == "learned" else 0,
+        offset=args.opt_pos_emb_offset,
+        sinusoidal=args.pos_emb == "sinusoidal",
+        multiplier=args.embedding_multiplier,
+        dropout=args.hidden_dropout,
+        noise=args.neftune_noise_alpha,
+        tied=not args.no_weight_tying,
+    )
