@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from megatron.data import Batch
 from megatron.generation.requests import Logprob
 from megatron.generation.sampling import Chooser
 from megatron.model import Hidden, KVCache, Model, forward_only
-from megatron.mpu import gather_from_tensor
+from megatron.mpu import HeadInput, gather_from_tensor
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,17 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[Found]]:
             tokens = current.tokens
             yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
 
-    def stage(hidden: Hidden | None, batch: Batch) -> Hidden | Tensor:
-        return model.stage(hidden, batch, cache=current.cache, last=current.last, every=current.targets is not None)
+    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
+        return model.stage(
+            hidden, batch, finish, cache=current.cache, last=current.last, every=current.targets is not None
+        )
 
     numbers = forward_only(
         stage,
         batches(),
         model.args,
         model.groups,
-        lambda logits, _: _read(model, current, logits),
+        lambda head, _: _read(model, current, head.logits()),
         dtype=model.dtype,
         shape=lambda _: (len(current.tokens), current.width),
     )

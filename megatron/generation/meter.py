@@ -30,6 +30,10 @@ class Meter:
     def __exit__(self, *problem: object) -> None:
         self.bar.close()
 
+    def to_share(self, before: int, count: int, share: float) -> None:
+        """Of `count` that come after `before`, this share is done."""
+        self.to(before + int(count * share))
+
     def to(self, done: int) -> None:
         """So many are done."""
         self.bar.update(done - self.done)

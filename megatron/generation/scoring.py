@@ -19,10 +19,10 @@ from megatron.generation.rows import PADDING, Request, Row, make_rows, rolling_w
 from megatron.model import Model, forward_only
 from megatron.model.branches import BranchBatch
 from megatron.model.positions import dynamic_ntk_limit
-from megatron.mpu import together
+from megatron.mpu import HeadInput, together
 from megatron.neox_arguments import ConfigError
 
-__all__ = ["Overlong", "Request", "Scored", "rolling_windows", "score"]
+__all__ = ["Overlong", "Request", "Scored", "rolling_windows", "score", "score_texts"]
 
 Overlong = Literal["truncate_left", "refuse", "skip"]
 _MASK_MULTIPLE = 8  # keys of a mask, as kernels on GPUs like them
@@ -93,6 +93,24 @@ def score(
         else Scored([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
         for i in range(len(requests))
     ]
+
+
+def score_texts(
+    model: Model,
+    texts: Sequence[Sequence[Request]],
+    *,
+    overlong: Overlong,
+    budget: Budget,
+    on_progress: Callable[[float], None],
+) -> list[list[Scored]]:
+    """`score` for texts of several requests each. on_progress: told about the share that is done."""
+    requests = [request for text in texts for request in text]
+
+    def told(done: int) -> None:
+        on_progress(done / max(1, len(requests)))
+
+    found = iter(score(model, requests, overlong=overlong, budget=budget, on_progress=told))
+    return [[next(found) for _ in text] for text in texts]
 
 
 # -- length ------------------------------------------------------------------------------------------------------------
@@ -233,10 +251,10 @@ def _shape(batch: Batch) -> tuple[int, ...]:
     return 2, len(batch.places)
 
 
-def _read(model: Model, logits: Tensor, batch: Batch) -> Tensor:
-    """From `[n, 1, vocab/T]`."""
+def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
+    """Of hidden states `[n, 1, hidden]`."""
     assert isinstance(batch, _Batch) and batch.places is not None and batch.targets is not None
-    groups, logits = model.groups, logits[:, 0]
+    groups, logits = model.groups, head.logits()[:, 0]
     size, group = logits.shape[1], groups.group("tensor")
     first = groups.rank("tensor") * size
     columns = max(0, min(size, (model.columns or model.args.padded_vocab_size) - first))

@@ -42,7 +42,15 @@ from megatron.model.positions import (
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import layer_params
-from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, dropout, mix_seed, scatter_to_sequence
+from megatron.mpu import (
+    HeadInput,
+    Linear,
+    ParallelGroups,
+    VocabParallelEmbedding,
+    dropout,
+    mix_seed,
+    scatter_to_sequence,
+)
 from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -95,28 +103,38 @@ class Embedding(nn.Module):
         return dropout(x, self.dropout, seed + self.part, self.training)
 
 
-class Head(nn.Module):
-    """Final projection to this rank's vocabulary; parameter `final_linear.weight`."""
+class ColumnInput(nn.Module):
+    """How hidden states enter a head that is cut over tensor ranks: once, whatever it makes logits of."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         super().__init__()
+        self.group, self.sequence_parallel = groups.group("tensor"), args.sequence_parallel
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`[seq/T, batch, hidden]` under sequence parallelism, else whole; to `HeadInput.hidden_states`."""
+        return (gather_from_sequence if self.sequence_parallel else copy_to_tensor)(x, self.group)
+
+
+class Head(ColumnInput):
+    """Final projection to this rank's vocabulary; parameter `final_linear.weight`."""
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+        super().__init__(args, groups)
         self.final_linear = Linear(
-            args.hidden_size, args.padded_vocab_size, parallel="column", bias=False, groups=groups,
-            sequence_parallel=args.sequence_parallel,
-        )  # fmt: skip
+            args.hidden_size, args.padded_vocab_size, parallel="column", bias=False, groups=groups
+        )
+        self.final_linear.group = None  # its input has entered already
 
     def forward(self, x: Tensor) -> Tensor:
         return self.final_linear(x)
 
 
-class TiedHead(nn.Module):
+class TiedHead(ColumnInput):
     """Final projection with the embedding's weight: the embedding's own parameter where both are on one stage, else
     a copy whose gradient is summed with the first stage's."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, weight: nn.Parameter | None) -> None:
-        super().__init__()
-        self.group = groups.group("tensor")
-        self.sequence_parallel = args.sequence_parallel
+        super().__init__(args, groups)
         self.word_embeddings = nn.Module()
         if weight is None:
             rows = args.padded_vocab_size // groups.size("tensor")
@@ -125,8 +143,7 @@ class TiedHead(nn.Module):
         self.word_embeddings.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        gather = gather_from_sequence if self.sequence_parallel else copy_to_tensor
-        return nn.functional.linear(gather(x, self.group), self.word_embeddings.weight)  # type: ignore[arg-type]
+        return nn.functional.linear(x, self.word_embeddings.weight)  # type: ignore[arg-type]
 
 
 # What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
@@ -356,14 +373,15 @@ class Stage(nn.Module):
         self,
         hidden: Hidden | None,
         batch: Batch,
+        finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
         cache: KVCache | None = None,
         last: Tensor | None = None,
         every: bool = False,
     ) -> Hidden | Tensor:
         """One micro-batch through this stage.
 
-        hidden: from the stage before, None on the first. Returns `Hidden`, or on the last stage the logits
-        `[seq, batch, vocab/T]`.
+        hidden: from the stage before, None on the first. Returns `Hidden`, or on the last stage what `finish` makes of
+        it, as the logits `[seq, batch, vocab/T]` are. It is called in here because ZeRO 3 has weights only here.
 
         For generation, without sequence parallelism, documents and gradients: cache, filled by a batch without
         positions (rows padded on the right) and continued by batches that have them; last: `[batch]` indices of the
@@ -400,8 +418,8 @@ class Stage(nn.Module):
             x = x[last, torch.arange(len(last), device=x.device)].unsqueeze(0)
         if scoring is not None and scoring.wanted is not None:
             x = x.transpose(0, 1).flatten(0, 1)[scoring.wanted].unsqueeze(1)
-        norm, head = self.specs[-2:]
-        return self.layers[str(head.index)](self.layers[str(norm.index)].norm(x))  # type: ignore[operator]
+        norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
+        return finish(HeadInput(head.enter(norm.norm(x)), head))  # type: ignore[operator]
 
 
 def _check_compiler(args: NeoXArgs, device: torch.device) -> None:

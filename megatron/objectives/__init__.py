@@ -1,7 +1,7 @@
 """Objectives: pure functions, a batch's weight and its summed loss. Normalising by the optimizer step's total weight,
 reference models and logging are the engine's and the loop's work; they see tensors and return tensors."""
 
-from megatron.objectives.answers import answer_lengths, answer_sums
+from megatron.objectives.answers import answer_lengths, answer_sums, label_logprobs
 from megatron.objectives.build import build_objective
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
@@ -19,6 +19,7 @@ __all__ = [
     "build_objective",
     "dpo",
     "kto",
+    "label_logprobs",
     "language_modelling",
     "loss_function",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.mpu import HeadInput
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_pairs, match_gaps, match_sides
 from megatron.objectives.objective import Objective, loss_function
@@ -54,8 +55,8 @@ def dpo(
     """The objective of these losses, by name; "sft" is the mean over tokens of the chosen answers' negative
     log-likelihood.
 
-    Its three parts: over pairs; over tokens of chosen answers (sft); over tokens of chosen answers and their prompts
-    (orpo). reference_free: the policy's own log-probabilities stand for its log-ratios; [sigmoid, sft] is then CPO.
+    Its parts: over pairs; over tokens of chosen answers (sft); over tokens of chosen answers and their prompts (orpo).
+    reference_free: the policy's own log-probabilities stand for its log-ratios; [sigmoid, sft] is then CPO.
     """
     kind = _Kind(weights, settings, reference_free or not _compares(weights))
     metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
@@ -92,21 +93,21 @@ def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
     return labels, (inside | trained).long()
 
 
+LIKELIHOODS: Mapping[str, Callable[[Batch], Tensor]] = {
+    "sft": lambda batch: batch.loss_weights,
+    "orpo": lambda batch: _with_prompts(batch)[1],
+}
+
+
 def _weight(batch: Batch, *, kind: _Kind) -> Tensor:
-    chosen = _chosen(batch)
-    weight = torch.zeros(3, device=chosen.device)
-    weight[0] = chosen.sum()
-    if "sft" in kind.weights:
-        weight[1] = _chosen_places(batch, batch.loss_weights).sum()
-    if "orpo" in kind.weights:
-        weight[2] = _chosen_places(batch, _with_prompts(batch)[1]).sum()
-    return weight
+    return torch.stack([part.sum().float() for part in (_chosen(batch), *_likelihoods(batch, kind).values())])
 
 
-def _chosen_places(batch: Batch, weights: Tensor) -> Tensor:
-    """`weights` `[batch, seq]` where they belong to chosen answers, else 0."""
+def _likelihoods(batch: Batch, kind: _Kind) -> dict[str, Tensor]:
+    """By loss that has such a part: 1 at the places `[batch, seq]` of chosen answers whose likelihood it is."""
     assert batch.answers is not None
-    return weights * (_chosen(batch)[batch.answers.clamp(min=0)] & (batch.answers >= 0))
+    chosen = _chosen(batch)[batch.answers.clamp(min=0)] & (batch.answers >= 0)
+    return {name: own(batch) * chosen for name, own in LIKELIHOODS.items() if name in kind.weights}
 
 
 def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs:
@@ -122,12 +123,10 @@ def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs
 
 
 def _loss_sum(
-    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind, columns: int | None
+    head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind, columns: int | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    labels, with_prompts = batch.labels, batch.loss_weights
-    if "orpo" in kind.weights:
-        labels, with_prompts = _with_prompts(batch)
-    answers = read_answers(logits, batch, labels, group, columns)
+    labels = _with_prompts(batch)[0] if "orpo" in kind.weights else batch.labels
+    answers = read_answers(head, batch, labels, group, columns)
     real = _chosen(batch)[0::2]
     pairs = _pairs(answers, batch, kind, real)
     metrics = _metrics(answers, pairs, real, kind)
@@ -135,12 +134,10 @@ def _loss_sum(
     for name, weight in kind.weights.items():
         losses = losses + weight * loss_function("dpo", name)(pairs, kind.settings)
     parts = [torch.where(real, losses, 0.0).sum()]
-    for name, weights in (("sft", batch.loss_weights), ("orpo", with_prompts)):
-        places = _chosen_places(batch, weights)
+    for name, places in _likelihoods(batch, kind).items():
         likelihood = -(answers.logprobs * places).sum()
-        parts.append(kind.weights.get(name, 0.0) * likelihood)
-        if name in kind.weights:
-            metrics["nll_loss"] = torch.stack([likelihood.detach(), places.sum().float()])
+        parts.append(kind.weights[name] * likelihood)
+        metrics["nll_loss"] = torch.stack([likelihood.detach(), places.sum().float()])
     return torch.stack(parts), metrics
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.mpu import HeadInput
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_kl
 from megatron.objectives.objective import Objective, loss_function
@@ -56,7 +57,7 @@ def _weight(batch: Batch) -> Tensor:
 
 
 def _loss_sum(
-    logits: Tensor,
+    head: HeadInput,
     batch: Batch,
     group: dist.ProcessGroup | None,
     *,
@@ -66,7 +67,7 @@ def _loss_sum(
     columns: int | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     assert batch.signs is not None
-    answers = read_answers(logits, batch, batch.labels, group, columns)
+    answers = read_answers(head, batch, batch.labels, group, columns)
     good, bad = batch.signs > 0, batch.signs < 0
     above = answers.score - reference_scores(batch)
     weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.mpu import token_logprobs, token_logprobs_and_statistics, token_logprobs_and_sums
+from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistics, token_logprobs_and_sums
 from megatron.mpu.cross_entropy import TokenStatistics
 from megatron.objectives.objective import Objective
 
@@ -34,7 +34,7 @@ def _weight(batch: Batch) -> Tensor:
 
 
 def _loss_sum(
-    logits: Tensor,
+    head: HeadInput,
     batch: Batch,
     group: dist.ProcessGroup | None,
     *,
@@ -48,7 +48,7 @@ def _loss_sum(
     z_loss: times logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5): in the gradient, while the value
     stays `loss` alone, which is what runs are compared by. columns: as of `token_logprobs`.
     """
-    weights, labels = batch.loss_weights.t(), batch.labels.t()
+    logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
     if z_loss != 0.0:
         logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
         found = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None

@@ -13,13 +13,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, replace_file, told
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
@@ -37,10 +37,10 @@ from megatron.data.references import (
 )
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local, token_logprobs
+from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.losses import scores_reference
-from megatron.objectives import answer_sums
+from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.deepspeed.engine import Engine
 from megatron.training.reference_cache import (
@@ -159,8 +159,7 @@ def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Calla
         for layer, name, param in stage_parameters(stage, copies=True):
             param.copy_(weights[layer][name])
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
-        return token_logprobs(logits, batch.labels.t(), groups.group("tensor"), args.softmax_rows).t()
+    read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
 
     def fill(batches: list[Batch]) -> list[Batch]:
         found = forward_only(

@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -31,9 +32,9 @@ from megatron.checkpointing import restore_rng, rng_state
 from megatron.data import Batch
 from megatron.model import Model, Stage, for_inference, forward_only, layer_params, reading, shard
 from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, together_local, token_logprobs
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups, together_local
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, answer_sums
+from megatron.objectives import Objective, answer_sums, label_logprobs
 from megatron.tokenizer import Tokenizer
 from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
@@ -50,6 +51,7 @@ from megatron.training.optimizers import (
     gradient_norm,
     set_learning_rate,
 )
+from megatron.training.step_loss import StepLoss
 
 
 class Engine:
@@ -65,6 +67,7 @@ class Engine:
             [(name.removeprefix("layers."), p) for name, p in stage.named_parameters() if p.requires_grad],
             groups.device,
         )
+        self._loss = StepLoss(objective, groups, self.watch)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         optimizer = together_local(groups, lambda: build_optimizer(stage, args, DeepSpeedCPUAdam))
         ordered = [param for group in optimizer.param_groups for param in group["params"]]
@@ -111,14 +114,14 @@ class Engine:
 
     def _wrap_pipeline(self, optimized: list[nn.Parameter]) -> PipeStage:
         groups, own = self.groups, {id(param) for param in self.stage.parameters()}
-        pipe = PipeStage(self.stage, self.objective, groups, self.watch)
+        pipe = PipeStage(self.stage, self._loss, groups)
         pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
         topology = PipeModelDataParallelTopology(
             num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
         )
         layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
         layers[groups.rank("pipe")] = pipe
-        self._module = TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
+        self._module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
         params = {(layer, name): param for layer, name, param in stage_parameters(self.stage)}
         tied: list[tuple[nn.Parameter, Any]] = []
         if not self.args.no_weight_tying and groups.embedding is not None:
@@ -146,7 +149,8 @@ class Engine:
         # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight instead.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
-        loss = self._pipe_step(batches, scale) if self._pipe is not None else self._plain_step(batches, scale)
+        self._loss.begin(scale)
+        loss = self._pipe_step(batches) if self._pipe is not None else self._plain_step(batches)
         metrics = self._mean_metrics()
         spike = self.spikes is not None and self.spikes.skips
         if self.zero_stage == 0:
@@ -170,22 +174,18 @@ class Engine:
     def _mean_metrics(self) -> dict[str, Tensor]:
         if not self.objective.metrics:
             return {}
-        sums, groups = self._metrics if self._pipe is None else self._pipe.metrics, self.groups
+        sums, groups = self._loss.metrics, self.groups
         if groups.group("data") is not None:
             dist.all_reduce(sums, group=groups.group("data"))
         if groups.group("pipe") is not None:
             dist.broadcast(sums, src=groups.members["pipe"][-1], group=groups.group("pipe"))
         return self.objective.means(sums)
 
-    def _plain_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
+    def _plain_step(self, batches: list[Batch]) -> Tensor:
         self._ds.train()
         self._total = torch.zeros((), device=self.groups.device)
-        self._metrics = torch.zeros(len(self.objective.metrics), 2, device=self.groups.device)
         for i, batch in enumerate(batches):
-            logits = self._ds(None, batch)
-            parts, metrics = self.objective.loss_sum(logits, batch, self.groups.group("tensor"))
-            self.objective.add_metrics(self._metrics, metrics)
-            loss = (parts * scale).sum() * self.watch.note_loss(parts.sum())
+            loss = self._ds(None, batch, partial(self._loss.of, batch=batch))
             self._total += loss.detach()
             self._ds.backward(loss)
             if self.zero_stage == 0 and i == len(batches) - 1:
@@ -265,10 +265,9 @@ class Engine:
         optimizer.step = guarded_update  # type: ignore[method-assign]
         self._ds._take_model_step = guarded_step
 
-    def _pipe_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
+    def _pipe_step(self, batches: list[Batch]) -> Tensor:
         assert self._pipe is not None
-        self._pipe.batches, self._pipe.loss_scale = iter(batches), scale
-        self._pipe.metrics.zero_()
+        self._pipe.batches = iter(batches)
         if self._pipe_shape != batches[0].tokens.shape:
             self._pipe_shape = batches[0].tokens.shape
             self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
@@ -278,10 +277,11 @@ class Engine:
     def forward_only(
         self,
         batches: list[Batch],
-        read: Callable[[Tensor, Batch], Tensor],
+        read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        """Read something off the logits of each micro-batch, without gradients; the same on every pipeline rank."""
+        """Read something off hidden states and head of each micro-batch, without gradients; the same on every pipeline
+        rank."""
         module = self.stage if self._pipe is not None else self._ds.module
         was_training = module.training
         module.eval()
@@ -293,9 +293,7 @@ class Engine:
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor rank."""
 
-        def read(logits: Tensor, batch: Batch) -> Tensor:
-            return token_logprobs(logits, batch.labels.t(), self.groups.group("tensor"), self.args.softmax_rows).t()
-
+        read = partial(label_logprobs, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
