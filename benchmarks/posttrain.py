@@ -39,7 +39,9 @@ OURS = "ours"
 # DPOConfig beyond its defaults; the fastest first: without padding between pairs, which accumulation leaves out.
 TRL: dict[str, dict[str, Any]] = {
     "TRL at its best: a pair at a time, accumulated, precomputed, no checkpointing": {
-        "precompute_ref_log_probs": True, "gradient_checkpointing": False, "per_device_train_batch_size": 1,
+        "precompute_ref_log_probs": True,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 1,
     },
     "TRL, its defaults": {},
     "TRL, precomputed": {"precompute_ref_log_probs": True},
@@ -167,11 +169,11 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
-    from megatron.training.deepspeed.engine import Engine
+    from megatron.training.deepspeed.engine import DeepSpeedEngine
     from megatron.training.reference_cache import read_scores
 
     clock, taken, losses = CLOCKS[options.clock], [0.0], []
-    prepare, step = setup.resume_with_reference, Engine.train_step
+    prepare, step = setup.resume_with_reference, DeepSpeedEngine.train_step
 
     def timed(*given: Any) -> Any:
         begun = clock()
@@ -188,7 +190,7 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     # TRL would take what is set there for a run of several processes.
     with mock.patch.dict(os.environ), mock.patch.object(setup, "resume_with_reference", timed):
         training = start(args, process_info(env={}))
-        with mock.patch.object(Engine, "train_step", noted):
+        with mock.patch.object(DeepSpeedEngine, "train_step", noted):
             begun = clock()
             train(training)
             wait(options.device)

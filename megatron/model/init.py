@@ -57,6 +57,12 @@ def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
         param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
 
 
+def is_copy(layer: int, spec: ParamSpec, groups: ParallelGroups) -> bool:
+    """Whether a parameter of this rank's stage is a copy of one of the first stage, which counts: of a tied embedding,
+    or of what all blocks share."""
+    return not groups.is_first_stage and (layer == 0 or spec.shared)
+
+
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
     """(layer, name in the weight map, parameter) of a stage; the copy of a tied embedding counts as layer 0's.
 

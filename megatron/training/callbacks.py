@@ -16,8 +16,10 @@ from megatron.data import SampleSet, has_curriculum, holds_answers, rows_per_sam
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.flops import model_flops, neox_flops, readable_flops
+from megatron.training.guards import on_device
 from megatron.training.loggers import MetricLogger, metrics
 from megatron.training.probes import Probe
+from megatron.training.reading import Reading
 from megatron.training.saving import is_hf_due
 from megatron.training.setup import Training
 
@@ -57,25 +59,6 @@ class Callback(Protocol):
         ...
 
 
-class Reading:
-    """Values on their way from the device to the host; nobody waits until they are read."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = values
-        if values.device.type == "cuda":
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[float]:
-        """The values; waits for the work that makes them, not for what was queued after it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
-
-
 class Stopwatch:
     """Wall-clock seconds of training, without what runs under `pause` (validation, saving)."""
 
@@ -111,13 +94,14 @@ class LogCallback:
         probes: Sequence[Probe] = (),
     ) -> None:
         self.training, self.bar, self.stopwatch, self.loggers, self.probes = training, bar, stopwatch, loggers, probes
-        self.steps = self.skipped = 0
+        self.steps = 0
         # Tokens of a sample, and of a row: sums over the steps since the last line, means of the pending
         self.tokens, self.length = 0, 0.0
         self.rows, self.row_length = 0, 0.0
+        # Of the steps since the last line: losses, the objective's metrics, and whether they were left out.
         self.losses: list[torch.Tensor] = []
-        self.metrics: dict[str, list[torch.Tensor]] = {}  # the objective's, of the steps since the last line
-        self.norm: torch.Tensor | float | None = None
+        self.metrics: dict[str, list[torch.Tensor]] = {}
+        self.skips: list[torch.Tensor] = []
         self.measured: list[str] = []
         self.probed: list[str] = []
         self.pending: tuple[Step, Reading, float] | None = None
@@ -127,30 +111,33 @@ class LogCallback:
         """Take the step's values; settle the logged step before it, begin to read this one if it is logged."""
         self.settle()
         assert step.result is not None
+        result, device = step.result, step.result.loss.device
         self.steps += 1
         self.tokens += step.seq_length
         self.rows += step.row_length or step.seq_length
-        self.skipped += int(step.result.skipped)
-        if not step.result.skipped:
-            self.losses.append(step.result.loss)
-            for name, value in step.result.metrics.items():
-                self.metrics.setdefault(name, []).append(value)
+        self.skips.append(on_device(result.skipped, device))
+        self.losses.append(result.loss.float())
+        for name, value in result.metrics.items():
+            self.metrics.setdefault(name, []).append(value)
         if step.iteration % self.training.args.log_interval:
             return
-        norm = step.result.grad_norm
-        on_device = [*self.losses, torch.as_tensor(math.nan if norm is None else norm, device=step.result.loss.device)]
-        self.probed, values = [], [torch.stack([value.float() for value in on_device])]
+        skips = torch.stack(self.skips)
+        last = [
+            on_device(math.nan if value is None else value, device) for value in (result.grad_norm, result.loss_scale)
+        ]
+        self.probed, values = [], [skips, torch.stack(self.losses), torch.stack(last)]
         self.measured = list(self.metrics)
         if self.measured:
-            values.append(torch.stack([torch.stack(found) for found in self.metrics.values()]).nanmean(1))
+            found = torch.stack([torch.stack(of_steps) for of_steps in self.metrics.values()])
+            values.append(found.masked_fill(skips > 0, math.nan).nanmean(1))
         for probe in self.probes:
-            names, found = probe.values()
+            names, measured = probe.values()
             self.probed += names
-            values.append(found.float().to(values[0].device))
+            values.append(measured.float().to(device))
         reading = Reading(torch.cat(values))
         self.pending = (step, reading, self.stopwatch.lap() / self.steps)
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
-        self.losses, self.metrics, self.steps, self.tokens, self.rows = [], {}, 0, 0, 0
+        self.losses, self.metrics, self.skips, self.steps, self.tokens, self.rows = [], {}, [], 0, 0, 0
 
     def settle(self, write: bool = True) -> None:
         """Finish the step whose values were on their way: its line, and its row unless the caller adds to it."""
@@ -160,18 +147,18 @@ class LogCallback:
         values = reading.read()
         end = len(values) - len(self.probed)
         first = end - len(self.measured)
-        *losses, norm = values[:first]
-        losses = losses or [math.nan]
+        *of_steps, norm, scale = values[:first]
+        skips, losses = of_steps[: len(of_steps) // 2], of_steps[len(of_steps) // 2 :]
+        losses = [loss for loss, skipped in zip(losses, skips, strict=True) if not skipped] or [math.nan]
         means = {name: value for name, value in zip(self.measured, values[first:end], strict=True) if value == value}
-        self._fill(step, losses[-1], norm, seconds)
+        self._fill(step, losses[-1], norm, scale, seconds)
         step.row.update({f"train/{name}": value for name, value in means.items()})
         step.row.update(zip(self.probed, values[end:], strict=True))
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
             with self.bar.external_write_mode():
-                self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds, means))
+                self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds, means, int(sum(skips))))
                 self._memory(step.iteration)
-        self.skipped = 0
         if write:
             self.write(step)
 
@@ -181,14 +168,13 @@ class LogCallback:
             for target in self.loggers:
                 target.write(step.row)
 
-    def _fill(self, step: Step, loss: float, norm: float, seconds: float) -> None:
+    def _fill(self, step: Step, loss: float, norm: float, scale: float, seconds: float) -> None:
         args = self.training.args
         row = step.row
         row["train/lm_loss"] = loss
         row["train/learning_rate"] = self.training.schedule(step.iteration)
         row["train/grad_norm"] = norm
-        scale = self.training.engine.loss_scale
-        if scale is not None:
+        if scale == scale:
             row["train/loss_scale"] = scale
         row["runtime/restarts"] = self.training.watchdog.restarts
         row["runtime/iteration_time"] = seconds
@@ -213,7 +199,7 @@ class LogCallback:
         hardware, model = (neox_flops(args, count, self.length, self.row_length) for count in (factor, 3))
         return hardware / (seconds * world), model / (seconds * world)
 
-    def _line(self, step: Step, loss: float, seconds: float, means: Mapping[str, float]) -> str:
+    def _line(self, step: Step, loss: float, seconds: float, means: Mapping[str, float], skipped: int) -> str:
         args, row = self.training.args, step.row
         line = f" samples/sec: {row['runtime/samples_per_sec']:.3f} |"
         line += f" iteration {step.iteration:8d}/{args.train_iters:8d} |"
@@ -227,7 +213,7 @@ class LogCallback:
         line += "".join(f" {name}: {value:.6E} |" for name, value in means.items())
         if "train/loss_scale" in row:
             line += f" loss scale: {row['train/loss_scale']:.1f} |"
-        line += f" number of skipped iterations: {self.skipped:3d} |"
+        line += f" number of skipped iterations: {skipped:3d} |"
         line += f" number of nan iterations: {int(math.isnan(loss)):3d} |"
         return line
 

@@ -19,6 +19,7 @@ from megatron.checkpointing import (
     OptimizerFiles,
     check_model,
     describe_files,
+    load_tensors,
     load_weights,
     model_file,
     read_manifest,
@@ -33,6 +34,7 @@ from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weights import describe_source
 from megatron.model import layer_params, trained_parameters
+from megatron.model.init import stage_parameters
 from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
 from megatron.training.same_run import check_same_run
@@ -135,33 +137,35 @@ class Checkpointer(Saver):
         if takes_optimizer:
             self._check_layout(path, manifest)
         rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
-        state = together_local(self.groups, lambda: self.engine.files.load(str(path / model_file(rank))))
+        state = together_local(self.groups, lambda: load_tensors(path / model_file(rank)))
         if manifest is None:
             if "consumed_samples" in state:  # ours, which never are without
                 raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
             check_model(state.get("args", {}), args, str(path))
             self.logger.info(f"{path} has no manifest, as GPT-NeoX's: its files are not verified")
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
+        scaler: dict[str, float] = {}
         if takes_optimizer:
             given = manifest.config if manifest is not None else {}
             self._resume_schedule(state.get("lr_scheduler"), str(path), given)
             if manifest is None:
                 theirs = together_local(self.groups, lambda: NeoXOptimizer(path, args))
                 self._load_by_parameter(theirs)
-                self.engine.state.set_loss_scaler(theirs.loss_scaler())
+                scaler = theirs.loss_scaler()
             elif files := OptimizerFiles(path):
                 self._load_by_parameter(files)
-                self.engine.state.set_loss_scaler(state.get("loss_scaler", {}))
-            else:
-                together_local(self.groups, lambda: self._load_optimizer(path, state))
+                scaler = state.get("loss_scaler", {})
+            else:  # as earlier versions wrote it, and for 8-bit Adam
+                name = zero_file(self.groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
+                together_local(self.groups, lambda: self.engine.load_layout_state(state, path / name))
         self._check_forward(path, manifest)
         if not args.no_load_rng:
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
         consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
         skipped = int(state.get("skipped_steps", 0))
-        self.engine.set_progress(iteration, consumed, skipped)
-        if self.engine.spikes is not None:
-            self.engine.spikes.restore(state.get("spike_window", []))
+        counters = {"iteration": iteration, "consumed_samples": consumed, "skipped_steps": skipped}
+        window = state.get("spike_window", [])
+        self.engine.load_model_state({**counters, "loss_scaler": scaler, "spike_window": window})
         if goes_on:
             self.saved_at = iteration
             if manifest is not None:
@@ -260,19 +264,17 @@ class Checkpointer(Saver):
         def moments(layer: int, name: str) -> dict[str, Tensor]:
             return {key: value for key, value in read(layer, name).items() if key != MASTER}
 
-        together_local(self.groups, lambda: self.engine.state.parts.restore(moments))
+        together_local(self.groups, lambda: self.engine.restore_state(moments))
         if self.args.params_dtype != "fp32":
-            masters = self.engine.read_each(lambda layer, name: read(layer, name)[MASTER])
-            self.engine.set_weights(masters)
+            masters: dict[int, dict[str, Tensor]] = {}
+            trained = [item for item in stage_parameters(self.engine.stage) if item[2].requires_grad]
 
-    def _load_optimizer(self, path: Path, state: dict[str, Any]) -> None:
-        """This rank's optimizer state as earlier versions wrote it, and for 8-bit Adam."""
-        engine = self.engine
-        if engine.zero_stage == 0:
-            engine.state.load_optimizer_state(state["optimizer"])
-            return
-        name = zero_file(self.groups.rank("data"), self.model_rank, self.args.params_dtype == "bf16")
-        engine.state.load_optimizer_state(engine.files.load(str(path / name))["optimizer_state_dict"])
+            def read_masters() -> None:
+                for layer, name, _ in trained:
+                    masters.setdefault(layer, {})[name] = read(layer, name)[MASTER]
+
+            together_local(self.groups, read_masters)
+            self.engine.set_weights(masters)
 
 
 def _check_precision(path: Path, now: str) -> None:

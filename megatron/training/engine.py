@@ -1,22 +1,152 @@
-"""What a training engine is asked for, and what it answers."""
+"""What a training engine is asked for, and what it answers. Loop, evaluation and checkpoints know no more of one than
+this; which engine there is, is said where a run is built (`setup.start`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model import Stage
+from megatron.mpu import HeadInput, ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective
+
+Parts = list[tuple[tuple[int, str], Tensor]]
+"""((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
+
+OnGradients = Callable[[Parts], None]
+"""Asked between backward and update with the gradients of the whole batch that this rank owns (`Engine.owned_weights`),
+not clipped, without fp16's loss scale; no wait for the device."""
+
+State = dict[str, Tensor]
+"""A parameter's optimizer state by key (`exp_avg`), and its number of updates, `step`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. loss: scalar fp32 tensor, the mean over the step's weighted tokens or pairs (not yet read
-    from the device); grad_norm: before clipping; skipped: weights are unchanged, because gradients were not finite or
-    because none of the step's tokens is trained (untrained)."""
+    """One optimizer step, not waited for: tensors are read when the next step has been started. What an engine knows
+    without asking the device may be a plain number.
+
+    loss: scalar fp32, the mean over the step's weighted tokens or pairs; grad_norm: before clipping; skipped: weights
+    are unchanged, because gradients were not finite or because none of the step's tokens is trained (untrained); spike:
+    left out by skip_step_above_sigma; metrics: the objective's means, NaN where nothing counted; loss_scale: fp16's
+    after the step, None in other precisions; finding: what this rank saw that was not finite, in words, to be asked for
+    when the step is known to be skipped.
+    """
 
     loss: Tensor
     grad_norm: Tensor | float | None
-    skipped: bool
-    spike: bool = False  # left out by skip_step_above_sigma
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # the objective's means; NaN where nothing counted
-    untrained: bool = False
+    skipped: Tensor | bool
+    spike: Tensor | bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    untrained: Tensor | bool = False
+    loss_scale: Tensor | float | None = None
+    finding: Callable[[], str | None] = lambda: None
+
+
+class Engine(Protocol):
+    """A model under training in one layout. All ranks call every method together; weights go in and out by layer and
+    name of the weight map, each rank with its own part.
+
+    dtype: of weights and hidden states; zero_stage: what is cut over data ranks, as ZeRO counts it (1: optimizer state,
+    2: gradients too, 3: weights too).
+    """
+
+    args: NeoXArgs
+    groups: ParallelGroups
+    stage: Stage
+    objective: Objective
+    dtype: torch.dtype
+    zero_stage: int
+
+    def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
+        """One optimizer step over this rank's micro-batches of it, without a wait for the device that the update does
+        not need.
+
+        The caller knows of a step when it has begun the next. After more skipped steps in a row than the run may have
+        (`guards.most_skips`) no step changes anything any more, so that it finds the weights before the first of them.
+        """
+        ...
+
+    def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
+        """From now on `complete` gives micro-batches (on this rank's device) their `reference`, and `kl.reference`."""
+        ...
+
+    def complete(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches on this rank's device with what the objective wants to know of them before their forward
+        pass; `train_step` does it by itself."""
+        ...
+
+    def forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        """Read something off hidden states and head of each micro-batch, without gradients; the same on every pipeline
+        rank."""
+        ...
+
+    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor rank."""
+        ...
+
+    def scores(self, batches: list[Batch]) -> list[Tensor]:
+        """The sums `[n]` fp32 of `token_logprobs` over each answer of each micro-batch."""
+        ...
+
+    def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Give parameters of this stage their values (local part, any float type), fp32 master weights included."""
+        ...
+
+    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+        """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if asked for.
+        One that does not `keep` them only helps to gather."""
+        ...
+
+    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+        """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) of the layers that this data rank
+        writes, on CPU, one after another. writer_of: layer -> data rank; all iterate to the end."""
+        ...
+
+    def restore_state(self, read: Callable[[int, str], State]) -> None:
+        """Set moments and step counts. read: state of a parameter's local part by layer and name, `MASTER` left out;
+        parameters without state leave a fresh optimizer."""
+        ...
+
+    def model_state(self) -> dict[str, Any]:
+        """What a run must know beside weights and moments to go on bit for bit, for the file of each model-parallel
+        rank: `loss_scaler`, `spike_window`, and what the engine's library keeps."""
+        ...
+
+    def load_model_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with `loss_scaler` and `spike_window` of `model_state`, as far as they are there, and with the run's
+        `iteration`, `consumed_samples` and `skipped_steps`."""
+        ...
+
+    def layout_state(self) -> dict[str, Any] | None:
+        """This rank's optimizer state as only its own layout can read it, for optimizers whose state is not kept by
+        parameter; None where `model_state` holds it."""
+        ...
+
+    def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
+        """Restore the optimizer's state from `model_state`, or from the `file` with `layout_state`."""
+        ...
+
+    def owned_weights(self) -> Parts:
+        """fp32 values of trained parameters, such that every element of the model is owned by exactly one rank."""
+        ...
+
+    def owned_states(self) -> dict[str, Parts]:
+        """Tensors of the optimizer's state by key, likewise; {} before the first step."""
+        ...
+
+    def close(self) -> None:
+        """Release hooks and buffers."""
+        ...

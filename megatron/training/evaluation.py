@@ -15,7 +15,7 @@ from megatron.data import Batch, SampleSet, collation, eval_batches, holds_answe
 from megatron.mpu import HeadInput, ParallelGroups, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.model import Stage, layer_params
-from megatron.model.init import stage_parameters
+from megatron.model.init import is_copy, stage_parameters
 from megatron.mpu import ParallelGroups, on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.probes import sum_over_ranks
@@ -39,11 +39,21 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     own = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for layer, name, param in stage_parameters(stage):
-            if not getattr(param, "ds_pipe_replicated", False):
+            if not is_copy(layer, specs[layer, name], groups):
                 size = torch.Size(specs[layer, name].shape).numel()
                 own += torch.tensor([size, size * param.requires_grad], device=groups.device)
     total, trainable = sum_over_ranks(own, groups).tolist()
     return total, trainable
+
+
+def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
+    """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
+    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
+    sizes = [
+        (torch.Size(specs[layer, name].local_shape(groups.size("tensor"))).numel(), param.requires_grad)
+        for layer, name, param in stage_parameters(stage)
+    ]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def run_facts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, Manifest
+from megatron.checkpointing import CheckpointError, Manifest, load_tensors
 from megatron.data import Batch
 from megatron.mpu import HeadInput, ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.engine import Engine
 
 LOGITS = "checkpoint_validation_logits"
 # In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is far above.
@@ -53,7 +53,7 @@ def check_forward(
     def compare() -> tuple[float, float] | None:
         """(largest difference, largest logit) over this rank's part of the vocabulary."""
         files = sorted(path.glob("mp_rank_*_model_states.pt"))
-        parts = _stored([engine.files.load(str(file)) for file in files], manifest) if ours is not None else []
+        parts = _stored([load_tensors(file) for file in files], manifest) if ours is not None else []
         if ours is None or not parts:
             return None
         rank, size = groups.rank("tensor"), groups.size("tensor")

@@ -13,18 +13,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu import ParallelGroups, together
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import UserError
+
+# As upstream: a dynamic loss scale that never finds a step it can take is a broken run.
+FP16_OVERFLOWS_IN_A_ROW = 50
 
 
 class NonFiniteError(UserError, RuntimeError):
     """A step gave NaN or Inf; no rank's weights were changed by it."""
 
 
-class GradientWatch:
-    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this rank."""
+def most_skips(args: NeoXArgs) -> int:
+    """Steps in a row that may be left out because they are not finite; one more ends the run."""
+    if args.params_dtype == "fp16":
+        return FP16_OVERFLOWS_IN_A_ROW
+    return args.nonfinite_limit if args.on_nonfinite == "skip" else 0
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
-        self._names = [name for name, _ in named]
+
+class GradientWatch:
+    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this rank.
+
+    limit: `most_skips`; the verdict of steps after more is against them, until the loop knows and ends the run.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, limit: int) -> None:
+        self._names, self._limit = [name for name, _ in named], limit
+        self._skips = torch.zeros((), device=device)  # in a row
         self._marks = torch.zeros(len(named), device=device)  # NaN marks a parameter
         self.verdict = torch.zeros((), device=device)  # of the step, over all ranks: 0, or NaN
         self._loss = torch.zeros((), device=device)
@@ -60,13 +75,29 @@ class GradientWatch:
         self.verdict.copy_(self._marks.sum() + self._loss)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.verdict)
+        self.verdict += torch.where(self._skips > self._limit, math.nan, 0.0)
 
-    def finding(self) -> str | None:
-        """What this rank saw, in words; waits for the device."""
-        if math.isnan(float(self._loss)):
-            return "loss is not finite"
-        marked = self._marks.isnan().nonzero()
-        return f"gradient of {self._names[int(marked[0])]} is not finite" if len(marked) else None
+    def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
+        """Count the step as what became of it. What this rank saw in it, in words, which waits for the device."""
+        device, skips = self._skips.device, self._skips
+        counted = (skips + 1) * on_device(skipped, device)
+        skips.copy_(torch.where(on_device(untrained, device) > 0, skips, counted))
+        loss, marks = self._loss.clone(), self._marks.clone()
+
+        def finding() -> str | None:
+            if math.isnan(float(loss)):
+                return "loss is not finite"
+            marked = marks.isnan().nonzero()
+            return f"gradient of {self._names[int(marked[0])]} is not finite" if len(marked) else None
+
+        return finding
+
+
+def on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """A scalar as fp32 on the device, without a wait for it."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32, non_blocking=True)
+    return torch.full((), float(value), device=device)
 
 
 class SpikeGuard:
@@ -101,9 +132,9 @@ class SpikeGuard:
             self._losses.append(loss)
 
 
-def report(watch: GradientWatch, iteration: int, groups: ParallelGroups) -> str:
+def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:
     """One line that names rank, step and what was found; all ranks call it together."""
-    found = [(rank, text) for rank, text in enumerate(together(groups, watch.finding)) if text]
+    found = [(rank, text) for rank, text in enumerate(together(groups, finding)) if text]
     where = "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]) or "the gradient norm is not finite"
     more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
     return f"step {iteration}: {where}{more}"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.checkpointing import CheckpointError, NonFiniteStateError, replace_file
 from megatron.data import (
     Batch,
     DataError,
@@ -21,22 +18,20 @@ from megatron.data import (
     step_length,
     train_loader,
 )
-from megatron.mpu import on_rank_zero, together_local
+from megatron.mpu import together_local
 from megatron.training.best import BestCallback
 from megatron.training.callbacks import Callback, LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback
-from megatron.training.engine import StepResult
 from megatron.training.facts import facts_line, run_facts
 from megatron.training.fullness import Fullness
-from megatron.training.guards import NonFiniteError, report
+from megatron.training.guards import NonFiniteError
 from megatron.training.history import write_history
 from megatron.training.loggers import build_loggers
 from megatron.training.measuring import build_probes
+from megatron.training.outcomes import Outcomes
 from megatron.training.profiling import StepProfiler
 from megatron.training.setup import Training
+from megatron.training.status import note_failure, write_status
 from megatron.training.stopping import StopCondition
-
-# As upstream: a dynamic loss scale that never finds a step it can take is a broken run.
-FP16_OVERFLOWS_IN_A_ROW = 50
 
 
 def batches_of(training: Training) -> Iterator[list[Batch]]:
@@ -86,41 +81,29 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     facts = run_facts(args, training.groups, training.engine.stage)
     logger.info(facts_line(facts))
     fullness = Fullness(args, training.groups)
-    probes = [*build_probes(training), fullness]
+    probes, on_gradients = build_probes(training)
     profiler = StepProfiler(args, training.groups, logger, stop.settle)
     loggers = together_local(
         training.groups,
         lambda: build_loggers(args, progress.iteration, run_id, facts, training.groups.world_rank, logger.warning),
     )
     stopwatch = Stopwatch()
-    log = LogCallback(training, bar, stopwatch, loggers, probes)
-    save = SaveCallback(training)
+    log = LogCallback(training, bar, stopwatch, loggers, [*probes, fullness])
+    save, outcomes = SaveCallback(training), Outcomes(training)
     callbacks = [ValidationCallback(training, bar), *callbacks, *best]
     reason: str | None = None
-    _write_status(training, "running", None)
+    write_status(training, "running", None)
     try:
         if progress.iteration == 0:
             _before_first_step(training, callbacks, log, save, bar, stop)
         batches = fullness.watch(batches_of(training))
         training.watchdog.now("in the first step")
-        overflows = untrained = 0
         while progress.iteration < args.train_iters and reason is None:
             profiler.before_step(progress.iteration)
-            result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
-            if result.spike:
-                logger.info(
-                    f"step {progress.iteration + 1}: loss far above the recent ones, left out (skip_step_above_sigma)"
-                )
-            if result.untrained:
-                untrained += 1
-                _say_untrained(training, untrained)
-            elif result.skipped:
-                log.settle()  # the step before has its line before this one ends the run
-                overflows += 1
-                _check_skip(training, overflows)
-            else:
-                overflows = 0
-            _advance(training, result)
+            result = training.engine.train_step(next(batches), training.schedule(progress.iteration), on_gradients())
+            outcomes.settle()  # of the step before
+            outcomes.begin(result)
+            _advance(training)
             training.watchdog.step_done(progress.iteration)
             length = step_length(args, progress.iteration)
             row = row_length(args, progress.iteration)
@@ -136,6 +119,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
             for_now = not saves and save.is_due_for_now(step.iteration)
             due = [callback for callback in callbacks if callback.is_due(step)]
             if saves or for_now or due:
+                outcomes.settle()
                 log.settle(write=False)
                 with stopwatch.pause():
                     _call(due, step, bar)
@@ -156,7 +140,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     except Exception as problem:
         cause = cause_of(problem, args)
         if is_chief:
-            _note_failure(training, f"{type(cause).__name__}: {cause}".splitlines()[0])
+            note_failure(training, f"{type(cause).__name__}: {cause}".splitlines()[0])
         if cause is not problem:
             raise cause from problem
         raise
@@ -199,7 +183,7 @@ def _call(due: Sequence[Callback], step: Step, bar: tqdm) -> None:
     bar.refresh()
 
 
-def _advance(training: Training, result: StepResult) -> None:
+def _advance(training: Training) -> None:
     progress = training.progress
     progress.iteration += 1
     progress.validation_loss = None
@@ -215,76 +199,8 @@ def _advance(training: Training, result: StepResult) -> None:
                 f"seq_curriculum: {progress.row_tokens[row]} tokens were read in rows of {row}; "
                 f"rows of {following} from iteration {progress.iteration + 1} on"
             )
-    progress.skipped += int(result.skipped)
-
-
-def _say_untrained(training: Training, so_far: int) -> None:
-    """Of a step that was left out because its labels mask all tokens: the 1st, 2nd, 4th, 8th, ... of this start."""
-    if so_far & (so_far - 1) == 0:
-        training.logger.info(
-            f"step {training.progress.iteration + 1}: none of its tokens is trained (labels mask all of them), left "
-            f"out; {so_far} such step{'s' * (so_far > 1)} so far"
-        )
-
-
-def _check_skip(training: Training, in_a_row: int) -> None:
-    """Decide on a step that the optimizer left out; all ranks come here together."""
-    args, iteration = training.args, training.progress.iteration + 1
-    if training.engine.loss_scale is not None:
-        if in_a_row <= FP16_OVERFLOWS_IN_A_ROW:
-            return
-        text = f"step {iteration}: {in_a_row} fp16 overflows in a row, the loss scale cannot recover"
-    else:
-        text = report(training.engine.watch, iteration, training.groups)
-        if args.on_nonfinite == "skip" and in_a_row <= args.nonfinite_limit:
-            most = args.nonfinite_limit
-            training.logger.info(f"{text}; left out (on_nonfinite: skip, {in_a_row} of at most {most} in a row)")
-            return
-    outcome = f"weights are those of step {training.progress.iteration}"
-    if args.save is not None:
-        try:
-            with training.watchdog.phase("saving"):
-                training.checkpointer.save(training.progress)
-                training.checkpointer.wait()
-        except NonFiniteStateError as problem:  # an earlier step's update, of finite gradients
-            outcome = str(problem)
-    limit = f", {in_a_row} steps in a row" if in_a_row > 1 else ""
-    text = f"{text}; {outcome} (on_nonfinite: {args.on_nonfinite}{limit})"
-    on_rank_zero(training.groups, lambda: _note_failure(training, text))
-    raise NonFiniteError(text)
 
 
 def _finish(training: Training, text: str, status: str, reason: str | None) -> None:
-    _write_status(training, status, reason)
+    write_status(training, status, reason)
     training.logger.info(text)
-
-
-def _write_status(training: Training, status: str, reason: str | None) -> None:
-    """`<save>/status.json`, which launchers read: running, finished, stopped (start again to go on) or failed, and why.
-    All ranks call it together."""
-    on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
-
-
-def _note_failure(training: Training, reason: str) -> None:
-    """Rank 0's status.json of a run that ends of `reason`, which stays the one that is told: the disk may be full."""
-    try:
-        _status_file(training, "failed", reason)
-    except (OSError, CheckpointError) as problem:
-        training.logger.warning(str(problem))
-
-
-def _status_file(training: Training, status: str, reason: str | None) -> None:
-    args = training.args
-    if args.save_dir is None:
-        return
-    state = {
-        "status": status,
-        "reason": reason,
-        "iteration": training.progress.iteration,
-        "train_iters": args.train_iters,
-        "run_id": training.checkpointer.run_id,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    path = Path(args.save_dir) / "status.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (json.dumps(state, indent=1) + "\n").encode())

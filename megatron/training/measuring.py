@@ -1,33 +1,42 @@
-"""The probes that a configuration asks for, and when the engine lets them see a step's gradients."""
+"""The probes that a configuration asks for, and which of them see a step's gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.training.device_metrics import build_device_metrics
-from megatron.training.noise_scale import NoiseScale, NoiseScaleProbe
+from megatron.training.engine import OnGradients, Parts
+from megatron.training.noise_scale import NoiseScale
 from megatron.training.parameter_norms import ParameterNorms
 from megatron.training.probes import Probe
 from megatron.training.setup import Training
 
 
-def build_probes(training: Training) -> list[Probe]:
-    """All ranks together, before the first step."""
-    args, groups, engine = training.args, training.groups, training.engine
-    norms = ParameterNorms(args, groups, engine) if ParameterNorms.wanted(args) else None
-    noise = None
+def build_probes(training: Training) -> tuple[list[Probe], Callable[[], OnGradients | None]]:
+    """The probes, and who looks at the gradients of the next step. All ranks together, before the first step."""
+    args, groups, progress = training.args, training.groups, training.progress
+    probes: list[Probe] = []
+    sees: list[tuple[OnGradients, int]] = []  # every so many steps
+    if ParameterNorms.wanted(args):
+        norms = ParameterNorms(args, groups, training.engine)
+        probes.append(norms)
+        sees += [(norms.on_gradients, args.log_interval)] if args.log_grad_norm or args.log_grad_pct_zeros else []
     if args.log_gradient_noise_scale:
         assert args.train_batch_size is not None
-        scale = NoiseScale(
+        noise = NoiseScale(
             args.train_batch_size, args.gradient_noise_scale_n_batches, groups, args.gradient_noise_scale_cpu_offload
         )
-        noise = NoiseScaleProbe(scale, engine)
+        probes.append(noise)
+        sees.append((noise.add, 1))
 
-    def on_gradients() -> None:
-        if norms is not None and (training.progress.iteration + 1) % args.log_interval == 0:
-            norms.on_gradients()
-        if noise is not None:
-            noise.on_gradients()
+    def on_gradients() -> OnGradients | None:
+        asked = [see for see, every in sees if (progress.iteration + 1) % every == 0]
 
-    if norms is not None or noise is not None:
-        engine.on_gradients = on_gradients
+        def show(parts: Parts) -> None:
+            for see in asked:
+                see(parts)
+
+        return show if asked else None
+
     devices = build_device_metrics(args, groups, training.logger)
-    return [probe for probe in (norms, noise, devices) if probe is not None]
+    return [*probes, *([devices] if devices is not None else [])], on_gradients

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.mpu import ParallelGroups
-from megatron.training.deepspeed.engine import Engine
-from megatron.training.deepspeed.owned import Named
+from megatron.training.engine import Parts
 from megatron.training.probes import sum_of_squares, sum_over_ranks
 
 
@@ -32,8 +31,8 @@ class NoiseScale:
         self._count = 0
         self._averages: Tensor | None = None  # [tr(Sigma), |G|^2]; the start's bias is the same in both and cancels
 
-    def add(self, parts: Named) -> None:
-        """One step's gradient, as the parts that this rank owns of it; all ranks call it together."""
+    def add(self, parts: Parts) -> None:
+        """One step's gradient, as the parts that this rank owns of it; every step, all ranks together."""
         self._count += 1
         self._small += sum_of_squares([part for _, part in parts], self._groups.device) / self._n
         for name, part in parts:
@@ -60,20 +59,7 @@ class NoiseScale:
         """The noise scale, fp64 scalar on the device; None before the first n steps."""
         return None if self._averages is None else self._averages[0] / self._averages[1]
 
-
-class NoiseScaleProbe:
-    """`train/noise_scale`, of every step's gradient."""
-
-    def __init__(self, scale: NoiseScale, engine: Engine) -> None:
-        self.scale, self.engine = scale, engine
-
-    def on_gradients(self) -> None:
-        """Every step, when its gradient is complete and not yet used."""
-        self.scale.add(self.engine.owned.gradients(self.engine.loss_scale or 1.0))
-
     def values(self) -> tuple[list[str], Tensor]:
-        """The estimate, once there is one."""
-        value = self.scale.value()
-        if value is None:
-            return [], torch.zeros(0)
-        return ["train/noise_scale"], value.view(1)
+        """`train/noise_scale`, once there is an estimate."""
+        value = self.value()
+        return ([], torch.zeros(0)) if value is None else (["train/noise_scale"], value.view(1))

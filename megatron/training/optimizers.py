@@ -1,26 +1,24 @@
-"""Parameter groups, optimizers and the gradient norm."""
+"""Parameter groups, optimizers, the gradient norm, and updates that are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.model import Stage, layer_params, trained_parameters
+from megatron.model import Stage, layer_params
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.deepspeed.config import offload
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
     """NeoX's two groups: with weight decay, and without it for norms and biases; in registration order.
 
-    Of trained parameters alone. Where a pipeline stage has none of a group that others have, one zero without gradient
-    stands for them: DeepSpeed refuses an empty group.
+    Of trained parameters alone; groups may be empty.
     """
     specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
     decayed: list[nn.Parameter] = []
@@ -29,89 +27,25 @@ def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
         if not param.requires_grad:
             continue
         (decayed if specs[layer, name].weight_decay else plain).append(param)
-    for group, decays in ((decayed, True), (plain, False)):
-        if not group and any(specs[found].weight_decay == decays for found in trained_parameters(args)):
-            group.append(nn.Parameter(torch.zeros(1, device=stage.device_of_groups)))
-    groups = [
+    return [
         {"name": "weight_decay_params", "params": decayed, "weight_decay": args.weight_decay},
         {"name": "no_weight_decay_params", "params": plain, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
 
 
-def assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
-    """All pipeline stages own the same parameter groups; otherwise DeepSpeed's norm waits for ever."""
-    if groups.group("pipe") is None:
-        return
-    names = [group["name"] for group in groups_of_stage]
-    everyone: list[list[str] | None] = [None] * groups.size("pipe")
-    dist.all_gather_object(everyone, names, group=groups.group("pipe"))
-    if any(other != names for other in everyone):
-        raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}")
+def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
+    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion, over `parameter_groups` that have parameters.
 
-
-def on_cpu_adam(args: NeoXArgs) -> bool:
-    """Whether DeepSpeedCPUAdam makes the updates: asked for, or Adam whose state is kept on the CPU."""
-    offloaded = offload(args, "offload_optimizer") is not None
-    return args.optimizer_name == "cpu_adam" or (args.optimizer_name in ("adam", "adamw") and offloaded)
-
-
-def build_optimizer(
-    stage: Stage, args: NeoXArgs, cpu_adam: Callable[..., torch.optim.Optimizer] | None = None
-) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion. cpu_adam: DeepSpeedCPUAdam, which is compiled at
-    its first use; nothing else is.
-
-    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer; when there is
-    no compiler for CPU_Adam; when an optimizer of the CPU meets weights on a GPU.
+    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer.
     """
-    groups = parameter_groups(stage, args)
-    params = args.optimizer["params"]
-    if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
-        _check_on_cpu(groups, args)
+    groups, params = [group for group in groups if group["params"]], args.optimizer["params"]
     if args.use_bnb_optimizer:
         return _adam_8bit(groups, args)
     if args.optimizer_name == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=params["momentum"])
     if args.optimizer_name == "lion":
         return Lion(groups, lr=args.lr, betas=params["betas"])
-    adam = {"lr": args.lr, "betas": params["betas"], "eps": params["eps"]}
-    if not on_cpu_adam(args):
-        return torch.optim.AdamW(groups, **adam, fused=True)
-    assert cpu_adam is not None
-    try:
-        return cpu_adam(groups, **adam)
-    except RuntimeError as problem:
-        reason = " ".join(str(problem.__cause__ or problem).split())
-        text = f"{args.optimizer['type']} on the CPU is compiled at its first use, and was not ({reason}); install g++ "
-        place = args.origin("optimizer.type")
-        raise ConfigError([f"{place}: optimizer.type: {text}and ninja, or write CPU_Torch_Adam"]) from problem
-
-
-def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
-    on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
-    if on_gpu and offload(args, "offload_optimizer") is None:
-        fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
-        place = args.origin("optimizer.type")
-        raise ConfigError([f"{place}: optimizer.type: {args.optimizer['type']} updates on the CPU; {fix}"])
-
-
-def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured now."""
-    state = {
-        i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in found.items()}
-        for i, found in saved["state"].items()
-    }
-    groups = [
-        {**{key: value for key, value in now.items() if key != "params"}, "params": then["params"]}
-        for now, then in zip(optimizer.param_groups, saved["param_groups"], strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def fitting_step(step: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Updates done as this optimizer counts them: DeepSpeedCPUAdam in int; torch's makes its tensors itself."""
-    return int(step) if hasattr(optimizer, "ds_opt_adam") else step
+    return torch.optim.AdamW(groups, lr=args.lr, betas=params["betas"], eps=params["eps"], fused=True)
 
 
 def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
@@ -154,24 +88,20 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(params: Iterable[nn.Parameter], groups: ParallelGroups) -> Tensor:
-    """2-norm of the whole model's gradient for one pipeline stage: fp32 scalar, the same on every rank.
+def gradient_norm(cut: Iterable[nn.Parameter], whole: Iterable[nn.Parameter], groups: ParallelGroups) -> Tensor:
+    """2-norm of the whole model's gradient, of one pipeline stage: fp32 scalar, the same on every rank.
 
-    Parameters cut over tensor ranks are summed over them; replicated ones count once.
+    cut: parameters of which this tensor rank has a part, summed over the ranks; whole: those that each has, counted
+    once.
     """
-    sharded = torch.zeros((), device=groups.device)
-    replicated = torch.zeros((), device=groups.device)
-    for param in params:
-        if param.grad is None:
-            continue
-        square = param.grad.float().square().sum()
-        if getattr(param, "tensor_model_parallel", False):
-            sharded += square
-        else:
-            replicated += square
+    squares = torch.zeros(2, device=groups.device)
+    for square, params in zip(squares, (cut, whole), strict=True):
+        for param in params:
+            if param.grad is not None:
+                square += param.grad.float().square().sum()
     if groups.group("tensor") is not None:
-        dist.all_reduce(sharded, group=groups.group("tensor"))
-    return (sharded + replicated).sqrt()
+        dist.all_reduce(squares[0], group=groups.group("tensor"))
+    return squares.sum().sqrt()
 
 
 @torch.no_grad()
@@ -181,3 +111,13 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float
     for param in params:
         if param.grad is not None:
             param.grad.mul_(scale.to(param.grad.dtype))
+
+
+def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], skip: Tensor) -> None:
+    """Let the next update change nothing if `skip`. The host does not wait for it where the optimizer reads such a flag
+    on the device; else (SGD, Lion, 8-bit Adam) it drops the gradients."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    elif bool(skip):
+        for param in params:
+            param.grad = None

@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron.model import layer_params, trained_parameters
 from megatron.mpu import ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.deepspeed.engine import Engine
-from megatron.training.deepspeed.owned import Named
+from megatron.training.engine import Engine, Parts
 from megatron.training.probes import sum_over_ranks
 
 
@@ -45,11 +44,8 @@ class ParameterNorms:
         gradients = args.log_grad_norm or args.log_grad_pct_zeros
         return gradients or args.log_param_norm or args.log_optimizer_states
 
-    def on_gradients(self) -> None:
+    def on_gradients(self, parts: Parts) -> None:
         """In a step that will be logged, when its gradients are complete and not yet used."""
-        if not (self.args.log_grad_norm or self.args.log_grad_pct_zeros):
-            return
-        parts = self.engine.owned.gradients(self.engine.loss_scale or 1.0)
         self._gradients = [self._squares(parts), self._by_name(parts, lambda part: (part == 0).sum())]
 
     def values(self) -> tuple[list[str], Tensor]:
@@ -59,10 +55,10 @@ class ParameterNorms:
             squares.append(self._gradients[0])
             labels.append("gradient_norms/{}")
         if args.log_param_norm:
-            squares.append(self._squares(self.engine.owned.weights()))
+            squares.append(self._squares(self.engine.owned_weights()))
             labels.append("parameter_norms/{}")
         if args.log_optimizer_states:
-            states = self.engine.owned.states()
+            states = self.engine.owned_states()
             if not self._states:  # a rank that owns no parameter does not know them
                 self._states = sorted(set().union(*together(self.groups, lambda: list(states))))
             squares += [self._squares(states.get(key, [])) for key in self._states]
@@ -78,10 +74,10 @@ class ParameterNorms:
         names = [label.format(f"{layer}.{name}") for label in labels for layer, name in self._names]
         return names, torch.cat(found)
 
-    def _squares(self, parts: Named) -> Tensor:
+    def _squares(self, parts: Parts) -> Tensor:
         return self._by_name(parts, torch.linalg.vector_norm).square()
 
-    def _by_name(self, parts: Named, measure: Callable[[Tensor], Tensor]) -> Tensor:
+    def _by_name(self, parts: Parts, measure: Callable[[Tensor], Tensor]) -> Tensor:
         """[parameters of the model] fp64, 0 where this rank owns nothing."""
         device = self.groups.device
         own = {name: measure(part).to(device, torch.float64) for name, part in parts}

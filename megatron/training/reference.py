@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,7 +41,8 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.losses import scores_reference
 from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.engine import Engine
+from megatron.training.facts import local_sizes
 from megatron.training.reference_cache import (
     add_scores,
     cache_folder,
@@ -102,7 +102,7 @@ def resume_with_reference(
 
     if args.dpo_reference == "on_the_fly":
         have_weights()
-        engine.fill_reference = frozen_copy(args, groups, engine)
+        engine.use_reference(frozen_copy(args, groups, engine))
         logger.info(_cost_of_copy(engine))
     else:
         folder = cache_folder(args, digest)
@@ -144,15 +144,14 @@ def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> N
 
 
 def _cost_of_copy(engine: Engine) -> str:
-    params = [param for _, _, param in stage_parameters(engine.stage)]
-    size = sum(math.prod(getattr(param, "ds_shape", param.shape)) for param in params) * engine.dtype.itemsize
+    size = local_sizes(engine.args, engine.groups, engine.stage)[0] * engine.dtype.itemsize
     line = "reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly): "
     line += f"{size / 2**30:.2f} GiB on this rank"
     return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
 
 
 def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
-    """`Engine.fill_reference` by the weights that the engine has now."""
+    """For `Engine.use_reference`, by the weights that the engine has now."""
     weights = engine.weights()
     stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
     with torch.no_grad():

@@ -44,6 +44,7 @@ from megatron.checkpointing import (
     readable_size,
     replace_file,
     rng_state,
+    save_tensors,
     step_tag,
     write_bytes,
     zero_file,
@@ -55,11 +56,13 @@ from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.remote import Store, fetch, thin
 from megatron.checkpointing.staging import save_store
 from megatron.data import Datasets, data_fingerprint
+from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.background import BackgroundWriter
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.engine import Engine
+from megatron.training.facts import local_sizes
 from megatron.training.forward_check import LOGITS, fixed_logits
 from megatron.training.same_run import data_record
 from megatron.training.schedules import Schedule
@@ -284,9 +287,7 @@ class Saver:
         """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is written beside
         the steps: where that was asked for, and the copy fits into the memory that every machine has free."""
         optimizer = not self.args.no_save_optim
-        found = together(
-            self.groups, lambda: (platform.node(), self.engine.state.checkpoint_bytes(optimizer), _free_memory())
-        )
+        found = together(self.groups, lambda: (platform.node(), self._bytes(optimizer), _free_memory()))
         needed = sum(size for _, size, _ in found)
 
         def check(needed: int) -> None:
@@ -315,6 +316,14 @@ class Saver:
                 )
                 return False
         return True
+
+    def _bytes(self, optimizer: bool) -> int:
+        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
+        elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
+        first, stage = self.groups.rank("data") == 0, self.engine.zero_stage
+        weights = elements * self.engine.dtype.itemsize if first else 0
+        state = 12 * trained // self.groups.size("data") if stage > 0 else 8 * trained if first else 0
+        return weights + state if optimizer else weights
 
     def lock(self) -> None:
         """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
@@ -345,15 +354,15 @@ class Saver:
             state = {**self._model_state(progress), **extra}
             yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
         if not args.no_save_optim and _by_parameter(args):
-            with_params = {layer for layer, _, _ in engine.state.parts.params}
+            with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
             # Every data rank writes some of them.
             writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
-            for layer, states in engine.state.parts.gather(writers):
+            for layer, states in engine.gather_state(writers):
                 yield optimizer_file(layer, tensor_rank), states
-        elif not args.no_save_optim and engine.zero_stage > 0:
+        elif not args.no_save_optim and (own := engine.layout_state()) is not None:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
-            yield name, _serialised(engine.state.zero_state())
+            yield name, _serialised(own)
         if groups.world_rank == 0 and ephemeral:
             yield EPHEMERAL, b""
 
@@ -374,8 +383,7 @@ class Saver:
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
         """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
-        files = self.engine.files
-        files.records = []
+        records: list[FileRecord] = []
         problem: Exception | None = None
         for name, state in states:
             if problem is not None:
@@ -384,9 +392,9 @@ class Saver:
                 check_finite(name, state)
                 (path / name).parent.mkdir(exist_ok=True)
                 if isinstance(state, bytes):
-                    files.records.append(write_bytes(state, path / name, name))
+                    records.append(write_bytes(state, path / name, name))
                 else:
-                    files.save(state, str(path / name))
+                    records.append(save_tensors(state, path / name))
                 if self._store is not None:
                     self._store.upload(path / name, f"{path.name.removeprefix('.tmp_')}/{name}")
                     if name != EPHEMERAL:
@@ -395,7 +403,7 @@ class Saver:
                 problem = found
         if problem is not None:
             raise problem
-        return files.records
+        return records
 
     def _own_layers(self) -> list[int]:
         """Layers with parameters that this stage writes; a tied copy of the embedding is the first stage's."""
@@ -405,9 +413,8 @@ class Saver:
     def _model_state(self, progress: Progress) -> dict[str, Any]:
         args = self.args
         return {
-            **self.engine.state.model_state(),
+            **self.engine.model_state(),
             **({"optimizer": None} if args.no_save_optim or _by_parameter(args) else {}),
-            "loss_scaler": self.engine.state.loss_scaler(),
             "lr_scheduler": self.schedule.state_dict(progress.iteration),
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -424,7 +431,6 @@ class Saver:
                 "tokenizer_type": args.tokenizer_type,
                 "model_parallel_size": args.model_parallel_size,
             },
-            "spike_window": list(self.engine.spikes.state()) if self.engine.spikes is not None else [],
             **({} if args.no_save_rng else rng_state(self.groups.device)),
         }
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing import seed_generators
+from megatron.checkpointing import restore_rng, rng_state, seed_generators
 from megatron.checkpointing.huggingface import declared_ends, exported_rows
 from megatron.data import (
     DataError,
@@ -22,7 +22,17 @@ from megatron.data import (
     epoch_iterations,
     order_keys,
 )
-from megatron.model import Model, Stage, build_stage, freeze, init_stage, lowest_trained, trained_parameters
+from megatron.model import (
+    Model,
+    Stage,
+    build_stage,
+    for_inference,
+    freeze,
+    init_stage,
+    lowest_trained,
+    reading,
+    trained_parameters,
+)
 from megatron.model.init import stage_parameters
 from megatron.mpu import (
     ParallelGroups,
@@ -43,10 +53,11 @@ from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabu
 from megatron.training.best import check_best
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.deepspeed.optimizers import on_cpu_adam
 from megatron.training.deepspeed.version import check_deepspeed
 from megatron.training.determinism import make_deterministic
-from megatron.training.optimizers import on_cpu_adam
+from megatron.training.engine import Engine
 from megatron.training.profiling import record_memory_history
 from megatron.training.reference import resume_with_reference
 from megatron.training.same_run import begun_of, continued
@@ -69,11 +80,22 @@ class Training:
     logger: logging.Logger
     watchdog: Watchdog
 
-    def inference(self) -> AbstractContextManager[Model]:
-        """The model as it is now, to generate and to score with (`Engine.inference`)."""
-        carried = self.checkpointer.carried
+    @contextmanager
+    def inference(self) -> Iterator[Model]:
+        """The model as it is now, to generate and to score with; training goes on as if it had not been.
+
+        All ranks enter it together. Random generators are what they were afterwards.
+        """
+        carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
         rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
-        return self.engine.inference(self.tokenizer, rows, ends)
+        random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
+        try:
+            with reading(engine.stage, args):
+                yield Model(
+                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
+                )
+        finally:
+            restore_rng(random, self.groups.device, "before inference")
 
     def close(self) -> None:
         """Release the engine and leave the process group."""
@@ -104,7 +126,7 @@ def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger 
         say(f"trainable: {_backward_reach(args)}")
     if say is not None and on_cpu_adam(args):
         say("optimizer: DeepSpeedCPUAdam (AdamW on the CPU)")
-    return Engine(args, groups, stage, build_objective(args))
+    return DeepSpeedEngine(args, groups, stage, build_objective(args))
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:

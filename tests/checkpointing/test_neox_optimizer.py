@@ -62,7 +62,7 @@ def test_state_of_step_0_is_empty() -> None:
 def zero_states(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
     """For the pool: what DeepSpeed saves of its ZeRO optimizer after a run has taken a checkpoint up."""
     training = begin(values)
-    return training.engine.state.zero_state()
+    return training.engine.layout_state()
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -23,13 +23,13 @@ STEPS = 24
 CRASHING = """\
 import os, sys
 import train
-from megatron.training.deepspeed.engine import Engine
-def broken(self, batches, lr, count=[0], step=Engine.train_step):
+from megatron.training.deepspeed.engine import DeepSpeedEngine
+def broken(self, *given, count=[0], step=DeepSpeedEngine.train_step):
     count[0] += 1
     if count[0] == 7 and os.environ["RANK"] == "1":
         raise ValueError("rank one is ill")
-    return step(self, batches, lr)
-Engine.train_step = broken
+    return step(self, *given)
+DeepSpeedEngine.train_step = broken
 sys.exit(train.main())
 """
 # train.py, but in step 3 nothing more goes onto the disk.
@@ -37,14 +37,14 @@ FILLING = """\
 import os, sys
 from pathlib import Path
 import train
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.engine import DeepSpeedEngine
 from tests.disks import fill
-def filled(self, batches, lr, count=[0], step=Engine.train_step):
+def filled(self, *given, count=[0], step=DeepSpeedEngine.train_step):
     count[0] += 1
     if count[0] == 3 and os.environ["RANK"] == "1":
         fill(Path("disk"))
-    return step(self, batches, lr)
-Engine.train_step = filled
+    return step(self, *given)
+DeepSpeedEngine.train_step = filled
 sys.exit(train.main())
 """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.model import layer_params, unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.engine import DeepSpeedEngine
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 
 LR = 0.5
@@ -74,10 +74,10 @@ class Step(NamedTuple):
     weights: Weights
 
 
-def engine_for(values: dict[str, Any], world_size: int) -> Engine:
+def engine_for(values: dict[str, Any], world_size: int) -> DeepSpeedEngine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    return Engine(args, groups, stage_with(args, random_weights(args), groups), LANGUAGE_MODELLING)
+    return DeepSpeedEngine(args, groups, stage_with(args, random_weights(args), groups), LANGUAGE_MODELLING)
 
 
 def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Step]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import publish
-from megatron.training import Training, engine, train
+from megatron.training import Training, saving, train
+from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from tests.training.runs import ADAMW, NEOX, begin, config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -40,10 +41,10 @@ def run_and_get_signal(rank: int, world_size: int, run: dict[str, Any], number: 
     training = begin(run)
     train_step = training.engine.train_step
 
-    def step_with_signal(batches: Any, lr: float) -> Any:
+    def step_with_signal(*given: Any) -> Any:
         if rank == to and training.progress.iteration + 1 == step:
             os.kill(os.getpid(), number)
-        return train_step(batches, lr)
+        return train_step(*given)
 
     training.engine.train_step = step_with_signal  # type: ignore[method-assign]
     train(training)
@@ -88,7 +89,7 @@ def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: 
     if moment == "copy":
         training.engine.weights = second(training.engine.weights, always, before=False)  # type: ignore[method-assign]
     elif moment in ("write", "half a file"):
-        engine.save_tensors = second(engine.save_tensors, always, before=False)
+        saving.save_tensors = second(saving.save_tensors, always, before=False)
     elif moment == "rename":
         os.rename = second(os.rename, lambda source, target: "global_step" in str(target), before=True)
     elif moment == "latest":
@@ -118,9 +119,8 @@ def run_and_die_at(rank: int, world_size: int, run: dict[str, Any], nth: int) ->
 
     # This process is the pool's throw-away fork.
     os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
-    engine.save_tensors = counted(engine.save_tensors)
-    parts = training.engine.state.parts
+    saving.save_tensors = counted(saving.save_tensors)
     training.engine.weights = counted(training.engine.weights)  # type: ignore[method-assign]
-    parts._collect = counted(parts._collect)  # type: ignore[method-assign]
+    OptimizerParts._collect = counted(OptimizerParts._collect)  # type: ignore[method-assign]
     train(training)
     return done[0]

@@ -27,12 +27,12 @@ def train_slowly(
 ) -> list[tuple[str, int]]:
     """For the pool: every file takes a while to write. fails: (rank, file) that meets a full disk. What happened when:
     (what, iteration of the run)."""
-    from megatron.training import engine, saving, train
+    from megatron.training import saving, train
     from tests.training.runs import begin
 
     training = begin(given)
     progress, seen, written = training.progress, [], [0]
-    save, publish, checkpoint = engine.save_tensors, saving.publish, training.checkpointer.save
+    save, publish, checkpoint = saving.save_tensors, saving.publish, training.checkpointer.save
 
     def slow(*args: Any) -> Any:
         written[0] += 1
@@ -52,7 +52,7 @@ def train_slowly(
                      progress.iteration))  # fmt: skip
 
     # This process is the pool's throw-away fork.
-    engine.save_tensors, saving.publish = slow, noted_publish  # type: ignore[assignment]
+    saving.save_tensors, saving.publish = slow, noted_publish  # type: ignore[assignment]
     training.checkpointer.save = noted_save  # type: ignore[assignment, method-assign]
     train(training)
     return seen

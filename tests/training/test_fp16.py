@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +9,10 @@ import torch
 
 import megatron.training.loop as loop
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.deepspeed.attach import attach_deepspeed
+from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.engine import StepResult
-from megatron.training.guards import NonFiniteError
+from megatron.training.guards import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, most_skips
 from tests.pool import run_ranks
 from tests.training.runs import begin, config
 
@@ -79,9 +77,9 @@ class FakeEngine:
     """Overflows in the steps it is told to; changes nothing."""
 
     def __init__(self, overflow: set[int], stage: Any) -> None:
-        self.overflow, self.steps, self.loss_scale, self.stage = overflow, 0, 1.0, stage
+        self.overflow, self.steps, self.stage = overflow, 0, stage
 
-    def train_step(self, batches: Any, lr: float) -> StepResult:
+    def train_step(self, *given: Any) -> StepResult:
         self.steps += 1
         skipped = self.steps in self.overflow
         return StepResult(torch.tensor(float("nan") if skipped else 1.0), torch.tensor(1.0), skipped)
@@ -91,7 +89,8 @@ def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tupl
     """For the pool: the loop over such an engine; what it raised, steps taken and steps left out."""
     from dataclasses import replace
 
-    training = begin(config(train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000))
+    fp16 = {"precision": "fp16", "fp16": {"enabled": True}}
+    training = begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000))
     engine = FakeEngine(overflow, training.engine.stage)
     training = replace(training, engine=engine)  # type: ignore[arg-type]
     try:
@@ -102,22 +101,19 @@ def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tupl
 
 
 def test_the_run_stops_after_fifty_overflows_in_a_row() -> None:
-    limit = loop.FP16_OVERFLOWS_IN_A_ROW
+    limit = FP16_OVERFLOWS_IN_A_ROW
     assert limit == 50, "as GPT-NeoX"
     bearable = {3, *range(10, 10 + limit)}
     assert run_ranks(run_fake, 1, bearable, 70)[0] == (None, 70, limit + 1)
     message, steps, _ = run_ranks(run_fake, 1, set(range(10, 70)), 70)[0]
-    assert steps == 10 + limit
+    assert steps == 11 + limit, "known when the next has begun"
     assert message is not None
-    assert message.startswith(f"step {steps}: 51 fp16 overflows in a row, the loss scale cannot recover; weights are")
+    assert message.startswith(
+        f"step {steps - 1}: 51 fp16 overflows in a row, the loss scale cannot recover; weights are"
+    )
 
 
 def test_an_overflow_is_not_a_step_that_is_not_finite() -> None:
     """`on_nonfinite: stop` is for losses and gradients that no smaller scale would mend."""
-    training = SimpleNamespace(
-        args=SimpleNamespace(on_nonfinite="stop", nonfinite_limit=1, save=None),
-        progress=SimpleNamespace(iteration=4),
-        engine=FakeEngine(set(), None),
-        logger=logging.getLogger("tests.quiet"),
-    )
-    loop._check_skip(training, 1)  # type: ignore[arg-type]
+    assert most_skips(args_of()) == FP16_OVERFLOWS_IN_A_ROW
+    assert most_skips(args_of().replace(precision="bfloat16", fp16=None)) == 0

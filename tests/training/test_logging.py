@@ -53,14 +53,13 @@ def test_line(scale: float | None, peak: float | None) -> None:
         args=args,
         groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
         schedule=lambda step: 1e-4 * step,
-        engine=SimpleNamespace(loss_scale=scale),
         logger=SimpleNamespace(info=lines.append),
         watchdog=SimpleNamespace(restarts=0),
     )
     bar: Any = __import__("tqdm").tqdm(disable=True)
     log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
     for i, loss in ((1, 3.0), (2, 5.0), (3, 4.0), (4, 8.0)):
-        log.on_step_end(step := Step(i, 8 * i, 32, StepResult(torch.tensor(loss), 1.5, skipped=i == 3)))
+        log.on_step_end(step := Step(i, 8 * i, 32, StepResult(torch.tensor(loss), 1.5, i == 3, loss_scale=scale)))
     log.settle()
     flops = neox_flops(args, 3)
     share = (100 * flops / (peak * 1e12),) * 2 if peak else None
@@ -222,7 +221,6 @@ def test_metrics_of_an_objective() -> None:
         args=args,
         groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
         schedule=lambda step: 1e-4 * step,
-        engine=SimpleNamespace(loss_scale=None),
         logger=SimpleNamespace(info=lines.append),
         watchdog=SimpleNamespace(restarts=0),
     )

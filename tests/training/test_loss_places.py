@@ -15,7 +15,7 @@ from megatron.data import Batch
 from megatron.mpu import HeadInput, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.engine import DeepSpeedEngine
 from tests.model.runs import LLAMA, LR, NEOX, SGD
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -70,7 +70,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
     for objective in (LANGUAGE_MODELLING, CHUNKED):
         args = small(**SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
-        engine = Engine(args, groups, stage_with(args, random_weights(args), groups), objective)
+        engine = DeepSpeedEngine(args, groups, stage_with(args, random_weights(args), groups), objective)
         batches = batches_of(args, 3 + 10 * groups.rank("data"))
         if objective is CHUNKED:
             logprobs = engine.forward_only(

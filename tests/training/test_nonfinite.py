@@ -101,18 +101,14 @@ def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: 
 def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
     """For the pool: a loss that is infinite while its gradient is finite."""
     from megatron.objectives import LANGUAGE_MODELLING, Objective
-    from megatron.training import train
-
-    training = begin(values)
+    from megatron.training import setup, train
 
     def loss_sum(head: Any, batch: Any, group: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, metrics = LANGUAGE_MODELLING.loss_sum(head, batch, group)
         return loss + (math.inf if training.progress.iteration == 2 else 0.0), metrics
 
-    objective = Objective(LANGUAGE_MODELLING.weight, loss_sum)
-    training.engine.objective = objective
-    if training.engine._pipe is not None:
-        training.engine._pipe.objective = objective
+    setup.build_objective = lambda args: Objective(LANGUAGE_MODELLING.weight, loss_sum)
+    training = begin(values)
     try:
         train(training)
     except NonFiniteError as problem:
@@ -163,9 +159,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
         if step == 38:
             micro_batches = [replace(b, labels=(b.labels * 7 + 13) % 380) for b in micro_batches]
         before = training.engine.weights()
-        training.engine.train_step(micro_batches, 1e-3)
-        assert training.engine.spikes is not None
-        skips.append(training.engine.spikes.skips)
+        skips.append(bool(training.engine.train_step(micro_batches, 1e-3).spike))
         if skips[-1]:
             unchanged = unchanged and bit_equal(before, training.engine.weights())
     return skips, unchanged
@@ -188,11 +182,11 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
     training = begin(values)
     take_step = training.engine.train_step
 
-    def poisoned_step(batches: Any, lr: float) -> Any:
+    def poisoned_step(*given: Any) -> Any:
         if training.progress.iteration + 1 == step and rank == world_size - 1:
             states = training.engine._ds.basic_optimizer.state.values()
             next(state["exp_avg"] for state in states if "exp_avg" in state).view(-1)[5] = math.nan
-        return take_step(batches, lr)
+        return take_step(*given)
 
     training.engine.train_step = poisoned_step  # type: ignore[method-assign]
     try:

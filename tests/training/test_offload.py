@@ -14,7 +14,7 @@ import torch
 from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.optimizers import build_optimizer, fitting_state
+from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitting_state
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, Part, batches_of, begin, bit_equal, config, curves, furthest, whole
 
@@ -175,4 +175,4 @@ def test_cpu_optimizer_for_weights_on_a_device() -> None:
     args = NeoXArgs.from_dict({**run(0, "CPU_Torch_Adam"), "padded_vocab_size": 384})
     stage = build_stage(args, ParallelGroups.single()).to("meta")
     with pytest.raises(ConfigError, match="CPU_Torch_Adam updates on the CPU; write AdamW, or set zero_optimization"):
-        build_optimizer(stage, args)
+        build_sharded_optimizer(stage, args, ParallelGroups.single())

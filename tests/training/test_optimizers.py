@@ -11,7 +11,7 @@ import torch
 from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.optimizers import Lion, build_optimizer, clip_gradients, gradient_norm
+from megatron.training.optimizers import Lion, build_optimizer, clip_gradients, gradient_norm, parameter_groups
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, config, curves, furthest, whole
 
@@ -48,7 +48,7 @@ def test_lion_in_layouts(ranks: int, layout: dict[str, Any]) -> None:
 
 def _optimizer(**more: Any) -> torch.optim.Optimizer:
     args = NeoXArgs.from_dict(config(NEOX, padded_vocab_size=384, **more))
-    return build_optimizer(build_stage(args, ParallelGroups.single()), args)
+    return build_optimizer(parameter_groups(build_stage(args, ParallelGroups.single()), args), args)
 
 
 def test_no_decay_for_norms_and_biases() -> None:
@@ -81,7 +81,7 @@ def test_norm_and_clip_equal_torch() -> None:
     for twin, param in zip(twins, params, strict=True):
         twin.grad = param.grad.clone()  # type: ignore[union-attr]
     expected = torch.nn.utils.clip_grad_norm_(twins, 0.5)
-    norm = gradient_norm(params, ParallelGroups.single())
+    norm = gradient_norm(params[:1], params[1:], ParallelGroups.single())
     clip_gradients(params, norm, 0.5)
     torch.testing.assert_close(norm, expected)
     for twin, param in zip(twins, params, strict=True):

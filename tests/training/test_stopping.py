@@ -29,10 +29,10 @@ def run_with_signal(rank: int, world_size: int, values: dict[str, Any], number: 
     logging.getLogger("megatron").addHandler(handler)
     train_step = training.engine.train_step
 
-    def step(batches: Any, lr: float) -> Any:
+    def step(*given: Any) -> Any:
         if training.progress.iteration + 1 == at and rank == to:
             os.kill(os.getpid(), number)
-        return train_step(batches, lr)
+        return train_step(*given)
 
     training.engine.train_step = step  # type: ignore[method-assign]
     train(training)
@@ -121,7 +121,7 @@ def breaks(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
     training = begin(values)
 
-    def step(batches: Any, lr: float) -> Any:
+    def step(*given: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
     training.engine.train_step = step  # type: ignore[method-assign]
@@ -135,11 +135,11 @@ def two_signals(rank: int, world_size: int, values: dict[str, Any], later: float
     training = begin(values)
     train_step = training.engine.train_step
 
-    def step(batches: Any, lr: float) -> Any:
+    def step(*given: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(later)
         os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(batches, lr)
+        return train_step(*given)
 
     training.engine.train_step = step  # type: ignore[method-assign]
     train(training)

@@ -20,7 +20,7 @@ from megatron.model.init import initial_value, stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
-from megatron.training.deepspeed.engine import Engine
+from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.flops import model_flops
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
@@ -297,7 +297,7 @@ def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> lis
         stage = stage_with(args, random_weights(args), groups)
         freeze(stage_parameters(stage), args)
         with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):  # by a CPU too
-            engine = Engine(args, groups, stage, LANGUAGE_MODELLING)
+            engine = DeepSpeedEngine(args, groups, stage, LANGUAGE_MODELLING)
         before, skipped = engine.weights(), []
         while skipped[-1:] != [False] and len(skipped) < 40:
             skipped.append(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped)

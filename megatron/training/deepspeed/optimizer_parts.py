@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megatron.checkpointing import MASTER
 from megatron.mpu import ParallelGroups
-from megatron.training.optimizers import fitting_step
+from megatron.training.deepspeed.optimizers import fitting_step
+from megatron.training.engine import State
 
 Named = tuple[int, str, nn.Parameter]
-State = dict[str, Tensor]
 
 
 class OptimizerParts:
@@ -30,7 +30,7 @@ class OptimizerParts:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
-    def gather(self, writer_of: dict[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+    def gather(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
         """(layer, state by name) of the layers that this data rank writes, on the CPU, one after another.
 
         writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group iterate to the

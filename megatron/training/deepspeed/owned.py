@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.model import ParamSpec
+from megatron.model.init import is_copy
 from megatron.mpu import ParallelGroups
-
-Named = list[tuple[tuple[int, str], Tensor]]
-"""((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
+from megatron.training.engine import Parts
 
 
 class OwnedParts:
@@ -22,7 +22,12 @@ class OwnedParts:
     """
 
     def __init__(
-        self, params: Sequence[tuple[int, str, nn.Parameter]], optimizer: Any, groups: ParallelGroups, zero_stage: int
+        self,
+        params: Sequence[tuple[int, str, nn.Parameter]],
+        specs: Mapping[tuple[int, str], ParamSpec],
+        optimizer: Any,
+        groups: ParallelGroups,
+        zero_stage: int,
     ) -> None:
         self._optimizer, self._stage = optimizer, zero_stage
         first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
@@ -30,14 +35,14 @@ class OwnedParts:
             ((layer, name), param)
             for layer, name, param in params
             if param.requires_grad
-            and (first_tensor or getattr(param, "tensor_model_parallel", False))
-            and not getattr(param, "ds_pipe_replicated", False)
+            and (first_tensor or specs[layer, name].axis is not None)
+            and not is_copy(layer, specs[layer, name], groups)
             and (zero_stage > 0 or first_data)
         ]
 
-    def gradients(self, loss_scale: float = 1.0) -> Named:
+    def gradients(self, loss_scale: float = 1.0) -> Parts:
         """Between backward and update; of the whole batch, not clipped, `loss_scale` taken out."""
-        found: Named = []
+        found: Parts = []
         for name, param in self._params:
             grad: Tensor | None
             if self._stage == 0:
@@ -50,7 +55,7 @@ class OwnedParts:
                 found.append((name, grad if loss_scale == 1.0 else grad / loss_scale))
         return found
 
-    def weights(self) -> Named:
+    def weights(self) -> Parts:
         """fp32 master values."""
         if self._stage == 0:
             return [(name, param.detach()) for name, param in self._params]
@@ -58,9 +63,9 @@ class OwnedParts:
             return [(name, self._real(p, self._optimizer.get_local_fp32_param(p))) for name, p in self._params]
         return [(name, mapping.hp_fragment.detach()) for name, mapping in self._mapped()]
 
-    def states(self) -> dict[str, Named]:
+    def states(self) -> dict[str, Parts]:
         """Tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
-        found: dict[str, Named] = {}
+        found: dict[str, Parts] = {}
         if self._stage == 0:
             for name, param in self._params:
                 for key, value in self._optimizer.state[param].items():

@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.data import Batch
 from megatron.model import Hidden, Stage
+from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.step_loss import StepLoss
 
 
@@ -50,6 +54,36 @@ class TiedPipelineModule(PipelineModule):
 
     def get_tied_weights_and_groups(self) -> list[tuple[TiedGradient, Any]]:
         return [(TiedGradient(param), group) for param, group in self.tied]
+
+
+def wrap_pipeline(
+    stage: Stage,
+    loss: StepLoss,
+    groups: ParallelGroups,
+    args: NeoXArgs,
+    optimized: Sequence[nn.Parameter],
+) -> tuple[PipeStage, TiedPipelineModule]:
+    """The stage as DeepSpeed's pipeline engine runs it. optimized: parameters of the optimizer, placeholders too."""
+    own = {id(param) for param in stage.parameters()}
+    pipe = PipeStage(stage, loss, groups)
+    pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
+    topology = PipeModelDataParallelTopology(
+        num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
+    )
+    layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
+    layers[groups.rank("pipe")] = pipe
+    module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
+    params = {(layer, name): param for layer, name, param in stage_parameters(stage)}
+    tied: list[tuple[nn.Parameter, Any]] = []
+    if not args.no_weight_tying and groups.embedding is not None:
+        tied.append((params[0, "word_embeddings.weight"], groups.embedding))
+    if args.pos_emb == "rpe":
+        tied += [(p, groups.group("pipe")) for (_, name), p in params.items() if name == "attention.rpe.weight"]
+    for param, _ in tied:
+        # Counted once in the gradient norm. Set here because PipelineModule clears the mark of what it is given.
+        param.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
+    module.tied = [(param, group) for param, group in tied if param.requires_grad]
+    return pipe, module
 
 
 def cut_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:

@@ -1,57 +1,45 @@
-"""The part of a checkpoint that DeepSpeed holds: its counters, the optimizer's state, fp32 master weights.
-
-By parameter the state goes in and out through `parts`; here is what is bound to the layout it was written in.
-"""
+"""The part of a checkpoint that DeepSpeed holds: its counters, fp16's loss scale, and the optimizer's state where that
+is bound to the layout it was written in. By parameter it goes in and out through `optimizer_parts`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron.checkpointing import load_tensors
 from megatron.mpu import ParallelGroups
-from megatron.training.deepspeed.optimizer_parts import OptimizerParts
-from megatron.training.optimizers import fitting_state
+from megatron.training.deepspeed.optimizers import fitting_state
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class EngineState:
-    """params: (layer, name, trained parameter) in order of the optimizer's groups; with ZeRO, as they were before it.
-    stage_size: elements of this rank's part of its stage, trained or not."""
+    """ds: DeepSpeed's engine."""
 
-    def __init__(
-        self,
-        ds: Any,
-        params: Sequence[tuple[int, str, nn.Parameter]],
-        groups: ParallelGroups,
-        dtype: torch.dtype,
-        zero_stage: int,
-        stage_size: int,
-    ) -> None:
-        self._ds, self.groups, self.dtype, self.zero_stage = ds, groups, dtype, zero_stage
-        self._ordered, self._stage_size = [param for _, _, param in params], stage_size
-        self.parts = OptimizerParts(params, ds.optimizer, groups, dtype, zero_stage)
+    def __init__(self, ds: Any, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int) -> None:
+        self._ds, self._groups, self._zero_stage = ds, groups, zero_stage
+        self._scaler = ds.optimizer.loss_scaler if dtype == torch.float16 else None
 
     def model_state(self) -> dict[str, Any]:
-        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO)."""
-        return self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
+        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO), and
+        fp16's loss scale and where it stands between two changes ({} in other precisions)."""
+        scaler = {key: getattr(self._scaler, key) for key in _SCALER if hasattr(self._scaler, key)}
+        return {**self._ds._common_checkpoint_state(None, self._zero_stage > 0, False), "loss_scaler": scaler}
 
-    def loss_scaler(self) -> dict[str, float]:
-        """fp16's loss scale and where it stands between two changes; {} in other precisions."""
-        scaler = self._ds.optimizer.loss_scaler if self.dtype == torch.float16 else None
-        return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
-
-    def set_loss_scaler(self, saved: Mapping[str, float]) -> None:
-        """Go on with a saved loss scale, where there is one."""
-        scaler = self._ds.optimizer.loss_scaler if self.dtype == torch.float16 else None
-        for key, value in saved.items():
-            if scaler is not None and hasattr(scaler, key):
-                setattr(scaler, key, value)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with the run's counters, and with a saved loss scale where there is one."""
+        self._ds.global_steps, self._ds.global_samples = state["iteration"], state["consumed_samples"]
+        self._ds.skipped_steps = state["skipped_steps"]
+        for key, value in state.get("loss_scaler", {}).items():
+            if hasattr(self._scaler, key):
+                setattr(self._scaler, key, value)
 
     def zero_state(self) -> dict[str, Any]:
         """This rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; only with ZeRO."""
@@ -61,27 +49,18 @@ class EngineState:
             "ds_version": version("deepspeed"),
         }
 
-    def checkpoint_bytes(self, optimizer: bool = True) -> int:
-        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
-        elements = sum(math.prod(getattr(p, "ds_shape", p.shape)) for p in self._ordered)
-        first = self.groups.rank("data") == 0
-        weights = self._stage_size * torch.finfo(self.dtype).bits // 8 if first else 0
-        if not optimizer:
-            return weights
-        if self.zero_stage == 0:
-            return weights + (8 * elements if first else 0)
-        return weights + 12 * elements // self.groups.size("data")
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Restore this rank's optimizer state: `model_state()["optimizer"]` without ZeRO, else `zero_state()`'s
-        `optimizer_state_dict`, fp32 master weights included."""
+    def load_optimizer_state(self, model_state: Mapping[str, Any], file: Path) -> None:
+        """Restore this rank's optimizer state: `model_state["optimizer"]` without ZeRO, else that of the `file` with
+        `zero_state`, fp32 master weights included."""
         optimizer = self._ds.optimizer
-        if self.zero_stage == 0:
-            optimizer.load_state_dict(fitting_state(state, optimizer))
+        if self._zero_stage == 0:
+            optimizer.load_state_dict(fitting_state(model_state["optimizer"], optimizer))
             return
-        base = "optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"
-        everyone: list[Any] = [None] * self.groups.size("data")
-        everyone[self.groups.rank("data")] = {**state, base: fitting_state(state[base], optimizer.optimizer)}
+        safe = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)
+        state = load_tensors(file, extra_safe=safe)["optimizer_state_dict"]
+        base = "optimizer_state_dict" if self._zero_stage == 3 else "base_optimizer_state"
+        everyone: list[Any] = [None] * self._groups.size("data")
+        everyone[self._groups.rank("data")] = {**state, base: fitting_state(state[base], optimizer.optimizer)}
         optimizer.load_state_dict(
             state_dict_list=everyone,
             load_optimizer_states=True,

@@ -1,0 +1,55 @@
+"""What happens between backward and update, put into DeepSpeed's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.training.guards import SpikeGuard
+
+
+def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
+    """Call `judge` before each update, and let DeepSpeed's own check of the norm see its `verdict`, 0 or NaN, without
+    another wait for the device."""
+    optimizer, take_step = ds.optimizer, ds._take_model_step
+
+    def judged_step(*args: Any, **kwargs: Any) -> None:
+        judge()
+        take_step(*args, **kwargs)
+
+    def on_its_device(norm: Tensor) -> Tensor:
+        return norm + verdict.to(norm.device)  # offloaded gradients have theirs on the CPU
+
+    ds._take_model_step = judged_step
+    if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
+        norm = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda *args, **kwargs: on_its_device(norm(*args, **kwargs))
+    elif hasattr(optimizer, "_get_norm_groups"):  # stage 3
+        norms = optimizer._get_norm_groups
+        optimizer._get_norm_groups = lambda: [on_its_device(norm) for norm in norms()]
+    else:  # stage 1 in bf16
+        grads = optimizer.get_grads_for_norm
+
+        def with_verdict(for_clipping: bool = False) -> Any:
+            found = grads(for_clipping=for_clipping)
+            return found if for_clipping else ([*found[0], verdict.view(1)], found[1])
+
+        optimizer.get_grads_for_norm = with_verdict
+
+
+def guard_steps(ds: Any, optimizer: torch.optim.Optimizer, guard: SpikeGuard, loss: Callable[[], float]) -> None:
+    """Ask the guard between backward and update; DeepSpeed goes through the same motions, weights stay."""
+    update, take_step = optimizer.step, ds._take_model_step
+
+    def guarded_update(closure: Any = None) -> Any:
+        return None if guard.skips else update(closure)
+
+    def guarded_step(*args: Any, **kwargs: Any) -> None:
+        guard.decide(loss())
+        take_step(*args, **kwargs)
+
+    optimizer.step = guarded_update  # type: ignore[method-assign]
+    ds._take_model_step = guarded_step

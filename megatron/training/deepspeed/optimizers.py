@@ -1,0 +1,93 @@
+"""Optimizers under DeepSpeed: of the CPU, for offloaded state, and in groups that every pipeline stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import nn
+
+from megatron.model import Stage, layer_params, trained_parameters
+from megatron.mpu import ParallelGroups, together_local
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.deepspeed.config import offload
+from megatron.training.optimizers import build_optimizer, parameter_groups
+
+
+def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> torch.optim.Optimizer:
+    """`build_optimizer`, or DeepSpeedCPUAdam.
+
+    Where a pipeline stage has no parameter of a group that others have, one zero without gradient stands for them:
+    DeepSpeed refuses an empty group. Raises ConfigError beside those of `build_optimizer` when there is no compiler for
+    CPU_Adam, and when an optimizer of the CPU meets weights on a GPU.
+    """
+    found = parameter_groups(stage, args)
+    specs = {(layer, spec.name): spec for layer, own in layer_params(args).items() for spec in own}
+    decays = {specs[name].weight_decay for name in trained_parameters(args)}
+    for group, decayed in zip(found, (True, False), strict=True):
+        if not group["params"] and decayed in decays:
+            group["params"].append(nn.Parameter(torch.zeros(1, device=groups.device)))
+    found = [group for group in found if group["params"]]
+    _assert_same_groups(found, groups)
+    if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
+        _check_on_cpu(found, args)
+    build = _cpu_adam if on_cpu_adam(args) and not args.use_bnb_optimizer else build_optimizer
+    return together_local(groups, lambda: build(found, args))
+
+
+def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
+    """All pipeline stages own the same parameter groups; otherwise DeepSpeed's norm waits for ever."""
+    if groups.group("pipe") is None:
+        return
+    names = [group["name"] for group in groups_of_stage]
+    everyone: list[list[str] | None] = [None] * groups.size("pipe")
+    dist.all_gather_object(everyone, names, group=groups.group("pipe"))
+    if any(other != names for other in everyone):
+        raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}")
+
+
+def on_cpu_adam(args: NeoXArgs) -> bool:
+    """Whether DeepSpeedCPUAdam makes the updates: asked for, or Adam whose state is kept on the CPU."""
+    offloaded = offload(args, "offload_optimizer") is not None
+    return args.optimizer_name == "cpu_adam" or (args.optimizer_name in ("adam", "adamw") and offloaded)
+
+
+def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
+    """Compiled at its first use; nothing else is."""
+    params = args.optimizer["params"]
+    try:
+        return DeepSpeedCPUAdam(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])
+    except RuntimeError as problem:
+        reason = " ".join(str(problem.__cause__ or problem).split())
+        text = f"{args.optimizer['type']} on the CPU is compiled at its first use, and was not ({reason}); install g++ "
+        place = args.origin("optimizer.type")
+        raise ConfigError([f"{place}: optimizer.type: {text}and ninja, or write CPU_Torch_Adam"]) from problem
+
+
+def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
+    on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
+    if on_gpu and offload(args, "offload_optimizer") is None:
+        fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
+        place = args.origin("optimizer.type")
+        raise ConfigError([f"{place}: optimizer.type: {args.optimizer['type']} updates on the CPU; {fix}"])
+
+
+def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured now."""
+    state = {
+        i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in found.items()}
+        for i, found in saved["state"].items()
+    }
+    groups = [
+        {**{key: value for key, value in now.items() if key != "params"}, "params": then["params"]}
+        for now, then in zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def fitting_step(step: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Updates done as this optimizer counts them: DeepSpeedCPUAdam in int; torch's makes its tensors itself."""
+    return int(step) if hasattr(optimizer, "ds_opt_adam") else step

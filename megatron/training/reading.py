@@ -1,0 +1,24 @@
+"""Values on their way from the device to the host."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Reading:
+    """Values on their way from the device to the host; nobody waits until they are read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = values
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """The values; waits for the work that makes them, not for what was queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
