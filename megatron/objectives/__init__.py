@@ -1,7 +1,7 @@
 """Objectives: pure functions, a batch's weight and its summed loss. Normalising by the optimizer step's total weight,
 reference models and logging are the engine's and the loop's work; they see tensors and return tensors."""
 
-from megatron.objectives.answers import answer_lengths, answer_sums, label_logprobs
+from megatron.objectives.answers import answer_sums, label_logprobs
 from megatron.objectives.build import build_objective
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
@@ -14,7 +14,6 @@ __all__ = [
     "KtoSettings",
     "Objective",
     "PairSettings",
-    "answer_lengths",
     "answer_sums",
     "build_objective",
     "dpo",

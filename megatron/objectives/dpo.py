@@ -15,7 +15,7 @@ from megatron.data import Batch
 from megatron.mpu import HeadInput
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_pairs, match_gaps, match_sides
-from megatron.objectives.objective import Objective, loss_function
+from megatron.objectives.objective import Objective, Sums, loss_function
 from megatron.objectives.pair_losses import Pairs, PairSettings, log_odds
 from megatron.objectives.preference import (
     TOKEN_METRICS,
@@ -124,7 +124,7 @@ def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs
 
 def _loss_sum(
     head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind, columns: int | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Sums:
     labels = _with_prompts(batch)[0] if "orpo" in kind.weights else batch.labels
     answers = read_answers(head, batch, labels, group, columns)
     real = _chosen(batch)[0::2]

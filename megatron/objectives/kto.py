@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from megatron.data import Batch
 from megatron.mpu import HeadInput
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_kl
-from megatron.objectives.objective import Objective, loss_function
+from megatron.objectives.objective import Objective, Sums, loss_function
 from megatron.objectives.preference import TOKEN_METRICS, mean_of, read_answers, reference_scores, token_metrics
 
 DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
@@ -37,18 +36,8 @@ AnswerLoss = Callable[[Tensor, Tensor, Tensor, KtoSettings], Tensor]
 
 
 def prospect(above: Tensor, kl: Tensor, direction: Tensor, s: KtoSettings) -> Tensor:
-    """arXiv 2402.01306, equation 8; without a KL, apo_zero of arXiv 2408.06266 for single answers."""
+    """arXiv 2402.01306; without a KL, apo_zero of arXiv 2408.06266 for single answers."""
     return 1 - (s.beta * direction * (above - kl)).sigmoid()
-
-
-def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
-    """The objective; its weight is the number of examples."""
-    has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].couples
-    metrics = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if has_kl else ()))
-    loss_sum = partial(
-        _loss_sum, settings=settings, loss=loss_function("kto", settings.loss_type), has_kl=has_kl, columns=columns
-    )
-    return Objective(_weight, loss_sum, metrics, DIFFERENCES, couple_kl if has_kl and not settings.neox else None)
 
 
 def _weight(batch: Batch) -> Tensor:
@@ -56,35 +45,33 @@ def _weight(batch: Batch) -> Tensor:
     return (batch.signs != 0).sum().float().view(1)
 
 
-def _loss_sum(
-    head: HeadInput,
-    batch: Batch,
-    group: dist.ProcessGroup | None,
-    *,
-    settings: KtoSettings,
-    loss: AnswerLoss,
-    has_kl: bool,
-    columns: int | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert batch.signs is not None
-    answers = read_answers(head, batch, batch.labels, group, columns)
-    good, bad = batch.signs > 0, batch.signs < 0
-    above = answers.score - reference_scores(batch)
-    weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()
-    direction = batch.signs.sign()
-    kl = torch.zeros_like(above)
-    if settings.neox:
-        kl, weights, direction = _neox(above.detach(), batch, weights)
-    elif has_kl:
-        assert batch.anchor is not None, "Objective.couple comes before the loss"
-        kl = batch.anchor
-    losses = weights * loss(above, kl, direction, settings)
-    rewards = settings.beta * above
-    metrics = {"rewards/chosen": mean_of(rewards, good), "rewards/rejected": mean_of(rewards, bad)}
-    metrics |= token_metrics(answers, answers.score, good, bad)
-    if has_kl:
-        metrics["kl"] = mean_of(kl, good | bad)
-    return losses.sum().view(1), metrics
+def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
+    """The objective; its weight is the number of examples."""
+    has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].couples
+    loss: AnswerLoss = loss_function("kto", settings.loss_type)
+
+    def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Sums:
+        assert batch.signs is not None
+        answers = read_answers(head, batch, batch.labels, group, columns)
+        good, bad = batch.signs > 0, batch.signs < 0
+        above = answers.score - reference_scores(batch)
+        weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()
+        direction, kl = batch.signs.sign(), torch.zeros_like(above)
+        if settings.neox:
+            kl, weights, direction = _neox(above.detach(), batch, weights)
+        elif has_kl:
+            assert batch.anchor is not None, "Objective.couple comes before the loss"
+            kl = batch.anchor
+        losses = weights * loss(above, kl, direction, settings)
+        rewards = settings.beta * above
+        metrics = {"rewards/chosen": mean_of(rewards, good), "rewards/rejected": mean_of(rewards, bad)}
+        metrics |= token_metrics(answers, answers.score, good, bad)
+        if has_kl:
+            metrics["kl"] = mean_of(kl, good | bad)
+        return losses.sum().view(1), metrics
+
+    names = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if has_kl else ()))
+    return Objective(_weight, loss_sum, names, DIFFERENCES, couple_kl if has_kl and not settings.neox else None)
 
 
 def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistics, token_logprobs_and_sums
 from megatron.mpu.cross_entropy import TokenStatistics
-from megatron.objectives.objective import Objective
+from megatron.objectives.objective import Objective, Sums
 
 TokenLoss = Callable[[Tensor], Tensor]  # from log p(label) of tokens to their losses, fp32
 METRICS = ("entropy", "mean_token_accuracy")
@@ -33,34 +32,6 @@ def _weight(batch: Batch) -> Tensor:
     return batch.loss_weights.sum().float().view(1)
 
 
-def _loss_sum(
-    head: HeadInput,
-    batch: Batch,
-    group: dist.ProcessGroup | None,
-    *,
-    loss: TokenLoss,
-    z_loss: float,
-    statistics: bool,
-    columns: int | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`loss` of the labels that count, summed in fp32.
-
-    z_loss: times logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5): in the gradient, while the value
-    stays `loss` alone, which is what runs are compared by. columns: as of `token_logprobs`.
-    """
-    logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
-    if z_loss != 0.0:
-        logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
-        found = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
-        extra = z_loss * (sums.square() * weights).sum()
-        return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(found, weights)
-    if statistics:
-        logprobs, found = token_logprobs_and_statistics(logits, labels, group, columns)
-    else:
-        logprobs, found = token_logprobs(logits, labels, group, columns), None
-    return (loss(logprobs) * weights).sum().view(1), _metrics(found, weights)
-
-
 def _metrics(found: TokenStatistics | None, weights: Tensor) -> dict[str, Tensor]:
     if found is None:
         return {}
@@ -72,8 +43,25 @@ def _metrics(found: TokenStatistics | None, weights: Tensor) -> dict[str, Tensor
 def language_modelling(
     z_loss: float = 0.0, *, loss: TokenLoss = nll, statistics: bool = False, columns: int | None = None
 ) -> Objective:
-    """The objective of this loss and with this much z-loss; with statistics, also `METRICS`."""
-    loss_sum = partial(_loss_sum, loss=loss, z_loss=z_loss, statistics=statistics, columns=columns)
+    """The objective of this loss, summed in fp32 over the labels that count; with statistics, also `METRICS`.
+
+    z_loss: times logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5): in the gradient, while the value
+    stays `loss` alone, which is what runs are compared by. columns: as of `token_logprobs`.
+    """
+
+    def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Sums:
+        logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
+        if z_loss != 0.0:
+            logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
+            found = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
+            extra = z_loss * (sums.square() * weights).sum()
+            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(found, weights)
+        if statistics:
+            logprobs, found = token_logprobs_and_statistics(logits, labels, group, columns)
+        else:
+            logprobs, found = token_logprobs(logits, labels, group, columns), None
+        return (loss(logprobs) * weights).sum().view(1), _metrics(found, weights)
+
     return Objective(_weight, loss_sum, METRICS if statistics else ())
 
 

@@ -15,6 +15,8 @@ from megatron.data import Batch
 from megatron.mpu import HeadInput
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 
+# Parts of a loss, fp32 `[k]`; for each metric fp32 `[2]`, a sum and the number it is to be divided by.
+Sums = tuple[Tensor, dict[str, Tensor]]
 # Scores `[n]` of the answers of batches under the model as it is, without gradients; all ranks ask together.
 Score = Callable[[list[Batch]], list[Tensor]]
 
@@ -27,15 +29,15 @@ class Objective:
 
     weight: of a batch, fp32 `[k]` (tokens, or pairs); known before the forward pass, since every micro-batch's
     gradient is scaled by the step's total.
-    loss_sum: of hidden states with their head, batch and tensor group (None for one rank): fp32 `[k]`, and for each of
-    `metrics` fp32 `[2]`, a sum and the number it is to be divided by, without gradients.
+    loss_sum: of hidden states with their head, batch and tensor group (None for one rank); `metrics` of it are without
+    gradients.
     differences: further metrics, each one mean less another.
     couple: for losses in which the examples of a step meet: from the micro-batches of this rank, their scores and the
     data group, the same micro-batches with `anchor`, before their forward passes.
     """
 
     weight: Callable[[Batch], Tensor]
-    loss_sum: Callable[[HeadInput, Batch, dist.ProcessGroup | None], tuple[Tensor, dict[str, Tensor]]]
+    loss_sum: Callable[[HeadInput, Batch, dist.ProcessGroup | None], Sums]
     metrics: tuple[str, ...] = ()
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     couple: Callable[[list[Batch], Score, dist.ProcessGroup | None], list[Batch]] | None = None
