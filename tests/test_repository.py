@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.deepspeed.private_names import PRIVATE_NAMES
+
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "process": 0,
@@ -62,6 +64,31 @@ def test_imports_point_down(path):
 def test_one_package_imports_deepspeed():
     users = [path.relative_to(ROOT) for path in SOURCES if any(re.match(r"deepspeed\b", n) for n in imports(path))]
     assert users and {path.parent for path in users} == {ENGINE}
+
+
+def attributes(path: Path) -> Iterator[tuple[str, int]]:
+    """Names that a file asks objects for, or gives them, by a point or by text."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            yield from ((a.value, node.lineno) for a in node.args if isinstance(a, ast.Constant))
+
+
+def test_one_package_knows_deepspeeds_objects():
+    names = {private.name.removesuffix("()") for private in PRIVATE_NAMES}
+    inside = {name for path in ROOT.glob(f"{ENGINE}/*.py") for name, _ in attributes(path)}
+    assert {"_take_model_step", "ds_numel", "_hp_mapping"} <= names & inside
+    for path in SOURCES:
+        if path.relative_to(ROOT).parent != ENGINE:
+            theirs = [at for at in attributes(path) if at[0] in names or re.match(r"_?ds_|_ds$", str(at[0]))]
+            assert not theirs, path
+
+
+def test_one_file_chooses_the_engine():
+    users = {p.name for p in SOURCES if any(n.startswith("megatron.training.deepspeed") for n in imports(p))
+             if p.relative_to(ROOT).parent != ENGINE}  # fmt: skip
+    assert users == {"setup.py"}
 
 
 def test_configuration_imports_no_torch():

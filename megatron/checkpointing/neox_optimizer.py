@@ -101,7 +101,7 @@ class NeoXOptimizer:
         wanted = set(layers)
         return {(layer, name) for layer, name in self._places if layer in wanted}
 
-    def loss_scaler(self) -> dict[str, float]:
+    def scaler(self) -> dict[str, float]:
         """fp16's loss scale and where it stands between two changes; {} in other precisions."""
         scaler = getattr(self._ranks[0], "scaler", None)
         return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}

@@ -91,7 +91,7 @@ def reshard(
         if with_state:
             records += _reshard_state(state, temporary, layer, specs[layer], to.tensor)
     if isinstance(state, NeoXOptimizer):
-        states = _model_states(source, to, ours, {"loss_scaler": state.loss_scaler()})
+        states = _model_states(source, to, ours, {"loss_scaler": state.scaler()})
     elif manifest is None:
         states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
     else:

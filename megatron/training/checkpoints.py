@@ -151,7 +151,7 @@ class Checkpointer(Saver):
             if manifest is None:
                 theirs = together_local(self.groups, lambda: NeoXOptimizer(path, args))
                 self._load_by_parameter(theirs)
-                scaler = theirs.loss_scaler()
+                scaler = theirs.scaler()
             elif files := OptimizerFiles(path):
                 self._load_by_parameter(files)
                 scaler = state.get("loss_scaler", {})

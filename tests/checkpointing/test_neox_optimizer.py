@@ -50,7 +50,7 @@ def test_golden_state_is_found_by_parameter(run: str) -> None:
                 pieces = [saved[rank][number][key] for rank in range(size)]
                 assert torch.equal(state[key], unshard(pieces, spec))
                 assert torch.equal(found.read(layer, spec, size - 1, size)[key], pieces[-1])
-    assert found.loss_scaler() == {}
+    assert found.scaler() == {}
 
 
 def test_state_of_step_0_is_empty() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.training.deepspeed.private_names import PRIVATE_NAMES, is_there
 from megatron.training.deepspeed.version import check_deepspeed, check_version
 from tests.pool import run_ranks
 
@@ -35,6 +36,21 @@ def test_right_versions_pass() -> None:
     check_deepspeed()
     check_version("0.19.3")
     check_version("0.20.0+cu130")
+
+
+def test_what_is_relied_on_is_there() -> None:
+    assert not [private for private in PRIVATE_NAMES if not is_there(private)]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    monkeypatch.delattr(DeepSpeedEngine, "_take_model_step")
+    wanted = r"has no deepspeed.runtime.engine.DeepSpeedEngine._take_model_step\(\), which is needed to look at grad"
+    with pytest.raises(RuntimeError, match=wanted):
+        check_deepspeed()
+    assert not is_there(PRIVATE_NAMES[0]._replace(name="_grads_of_old"))
+    assert not is_there(PRIVATE_NAMES[0]._replace(where="deepspeed.gone:Engine"))
 
 
 def _layers(bias: bool = False) -> list[nn.Linear]:

@@ -1,10 +1,11 @@
-"""DeepSpeed versions that are refused because they compute wrong gradients."""
+"""The DeepSpeed that is installed: refused if it computes wrong gradients, or lacks what is relied on."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
 from megatron.neox_arguments.deepspeed_versions import FIX, wrong_deepspeed
+from megatron.training.deepspeed.private_names import check_private_names
 
 
 def check_version(installed: str) -> None:
@@ -15,5 +16,6 @@ def check_version(installed: str) -> None:
 
 
 def check_deepspeed() -> None:
-    """`check_version` of the installed DeepSpeed."""
+    """`check_version` and `check_private_names` of the installed DeepSpeed."""
     check_version(version("deepspeed"))
+    check_private_names()
