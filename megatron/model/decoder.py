@@ -103,38 +103,28 @@ class Embedding(nn.Module):
         return dropout(x, self.dropout, seed + self.part, self.training)
 
 
-class ColumnInput(nn.Module):
-    """How hidden states enter a head that is cut over tensor ranks: once, whatever it makes logits of."""
+class Head(nn.Module):
+    """Final projection to this rank's vocabulary, of `HeadInput`; parameter `final_linear.weight`."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         super().__init__()
         self.group, self.sequence_parallel = groups.group("tensor"), args.sequence_parallel
-
-    def enter(self, x: Tensor) -> Tensor:
-        """`[seq/T, batch, hidden]` under sequence parallelism, else whole; to `HeadInput.hidden_states`."""
-        return (gather_from_sequence if self.sequence_parallel else copy_to_tensor)(x, self.group)
-
-
-class Head(ColumnInput):
-    """Final projection to this rank's vocabulary; parameter `final_linear.weight`."""
-
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
-        super().__init__(args, groups)
         self.final_linear = Linear(
             args.hidden_size, args.padded_vocab_size, parallel="column", bias=False, groups=groups
         )
-        self.final_linear.group = None  # its input has entered already
+        self.final_linear.group = None  # what it gets has entered the tensor ranks
 
     def forward(self, x: Tensor) -> Tensor:
         return self.final_linear(x)
 
 
-class TiedHead(ColumnInput):
+class TiedHead(nn.Module):
     """Final projection with the embedding's weight: the embedding's own parameter where both are on one stage, else
     a copy whose gradient is summed with the first stage's."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, weight: nn.Parameter | None) -> None:
-        super().__init__(args, groups)
+        super().__init__()
+        self.group, self.sequence_parallel = groups.group("tensor"), args.sequence_parallel
         self.word_embeddings = nn.Module()
         if weight is None:
             rows = args.padded_vocab_size // groups.size("tensor")
@@ -419,7 +409,8 @@ class Stage(nn.Module):
         if scoring is not None and scoring.wanted is not None:
             x = x.transpose(0, 1).flatten(0, 1)[scoring.wanted].unsqueeze(1)
         norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
-        return finish(HeadInput(head.enter(norm.norm(x)), head))  # type: ignore[operator]
+        enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
+        return finish(HeadInput(enter(norm.norm(x), head.group), head))  # type: ignore[operator,arg-type]
 
 
 def _check_compiler(args: NeoXArgs, device: torch.device) -> None:

@@ -1,21 +1,17 @@
 """Keys of post-training: labels, preferences, rewards, unlearning."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, TypeAlias
 
 from megatron.neox_arguments.declare import key
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 
 _RL, _UNLEARN = TRAIN_IMPLS["reinforce"].later, "unlearning"
 Paths = tuple[str, ...] | None
-if TYPE_CHECKING:
-    Impl = str
-    TextLoss = str
-    PairLoss = str
-    AnswerLoss = str
-else:
-    Impl = Literal[tuple(TRAIN_IMPLS)]
-    TextLoss, PairLoss, AnswerLoss = (Literal[tuple(TRAIN_IMPLS[name].losses)] for name in ("normal", "dpo", "kto"))
+Impl: TypeAlias = Literal[tuple(TRAIN_IMPLS)]  # type: ignore[valid-type]
+TextLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["normal"].losses)]  # type: ignore[valid-type]
+PairLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["dpo"].losses)]  # type: ignore[valid-type]
+AnswerLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["kto"].losses)]  # type: ignore[valid-type]
 _SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
 
 
