@@ -175,7 +175,9 @@ def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dty
             rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": args.rotary_pct}
             model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, use_parallel_residual=True, rope_parameters=rope))
         else:
-            model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=args.kv_heads))
+            model = LlamaForCausalLM(
+                LlamaConfig(**shape, num_key_value_heads=args.num_kv_heads or args.num_attention_heads)
+            )
     model.set_attn_implementation("sdpa")
     model.to(dtype).train()
     if args.compile:
@@ -192,7 +194,8 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
 
     from megatron.launch import process_info
     from megatron.model import layer_params
-    from megatron.model.attention import choose_backend
+    from megatron.model.attention import choose_backends
+    from megatron.model.specs import attention_spec
     from megatron.mpu import join
 
     args = settings(options, options.zero[0])
@@ -205,7 +208,8 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
     ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
     if count != ours:
         raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
-    return found, args, choose_backend(args, device).name
+    kernels = choose_backends(args, device, [attention_spec(args, 0)])
+    return found, args, kernels[args.attention_backend].name
 
 
 def wait(device: torch.device) -> None:

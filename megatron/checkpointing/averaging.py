@@ -17,7 +17,8 @@ from megatron.checkpointing.files import FileRecord, load_tensors, readable_size
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.weights import load_weights, local_layer_state
-from megatron.model.weight_map import layer_params, shard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
 
 _LOGITS = "checkpoint_validation_logits"  # of one checkpoint, not of the mean

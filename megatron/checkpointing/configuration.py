@@ -10,6 +10,7 @@ from megatron.checkpointing.manifest import read_manifest, saved_model
 from megatron.checkpointing.weights import SourceFacts, describe_source
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.ffn import READINGS
+from megatron.neox_arguments.frozen import each
 
 
 def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> tuple[NeoXArgs, SourceFacts]:
@@ -29,7 +30,7 @@ def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> 
         raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
     try:
         args = load(files, known)
-        if args.compat_ffn_width is not None or args.ffn_size == facts.ffn_size:
+        if args.compat_ffn_width is not None or each(args.ffn_size)[0] == facts.ffn_size:
             return args, facts
     except ConfigError as problem:
         if "compat_ffn_width" not in str(problem):
@@ -39,6 +40,6 @@ def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> 
             args = load(files, {**known, "compat_ffn_width": reading})
         except ConfigError:
             continue
-        if args.ffn_size == facts.ffn_size:
+        if each(args.ffn_size)[0] == facts.ffn_size:
             return args, facts
     return load(files, known), facts

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.weight_map import is_tied, unused_params
+from megatron.model.specs import AttentionSpec, is_tied
+from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.weight_names import GENERATIONS
 
@@ -69,12 +70,14 @@ def generation(names: Collection[str]) -> str:
     return next(found, GENERATIONS["neox"])
 
 
-def has_old_rows(names: Collection[str], args: NeoXArgs, rows: str | None) -> bool:
+def has_old_rows(names: Collection[str], attention: AttentionSpec | None, rows: str | None) -> bool:
     """Whether a block's grouped queries, keys and values stand as before #1315.
 
     names: of the block; the older ones tell. rows: `compat_gqa_rows`, which overrules them.
     """
-    if args.kv_heads == args.num_attention_heads or any(name.startswith("attention.qkv.") for name in names):
+    if attention is None or attention.kv_heads == attention.heads:
+        return False
+    if any(name.startswith("attention.qkv.") for name in names):
         return False
     return generation(names) in _OLD_ROWS if rows is None else rows == "pre1315"
 
@@ -96,14 +99,20 @@ def _renamed(name: str, table: Pairs) -> str:
 
 
 def to_our_names(
-    tensors: Mapping[str, Tensor], expected: Collection[str], args: NeoXArgs, where: str, rows: str | None = None
+    layer: int,
+    tensors: Mapping[str, Tensor],
+    expected: Collection[str],
+    args: NeoXArgs,
+    where: str,
+    rows: str | None = None,
 ) -> dict[str, Tensor]:
-    """One layer of one tensor rank under our names, its rows in our order.
+    """One layer (by its NeoX index) of one tensor rank under our names, its rows in our order.
 
     expected: our names of that layer. rows: as in `has_old_rows`.
     Raises CheckpointError for two names of one tensor, and for trained values of a norm that gpt_j_tied leaves out.
     """
-    tensors, old = dict(tensors), has_old_rows(tensors, args, rows)
+    tensors, attention = dict(tensors), attention_of(args, layer)
+    old = has_old_rows(tensors, attention, rows)
     out: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
         up, gate = f"mlp.w3.{kind}", f"mlp.w1.{kind}"
@@ -120,18 +129,20 @@ def to_our_names(
             continue
         if ours in out:
             raise CheckpointError(f"{where}: {name} and another tensor both stand for {ours}; remove one of them")
-        if name.startswith("attention.qkv."):
-            tensor = _groups_apart(tensor, args)
+        if name.startswith("attention.qkv.") and attention is not None:
+            tensor = _groups_apart(tensor, attention)
         elif name.startswith("mlp.fc1_"):
             tensor = _halves_swapped(tensor, args)
-        elif old and name.startswith("attention.query_key_value."):
-            tensor = _slices_apart(tensor, args)
+        elif old and attention is not None and name.startswith("attention.query_key_value."):
+            tensor = _slices_apart(tensor, attention)
         out[ours] = tensor
     return out
 
 
-def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None) -> dict[str, Tensor]:
-    """One layer of one tensor rank as GPT-NeoX writes it, unused norms and buffers too.
+def to_file_names(
+    layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
+) -> dict[str, Tensor]:
+    """One layer (by its NeoX index) of one tensor rank as GPT-NeoX writes it, unused norms and buffers too.
 
     naming: of GENERATIONS; None: those that this configuration has in GPT-NeoX. Raises CheckpointError where it has
     none of these names.
@@ -144,8 +155,8 @@ def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | N
         *_MLP[mlp],
         *(_TE_NORMS if args.norm.startswith("te_") else ()),
     )
-    old = has_old_rows((), args, "pre1315" if GENERATIONS[mlp] in _OLD_ROWS else "post1315")
-    tensors = dict(tensors)
+    tensors, attention = dict(tensors), attention_of(args, layer)
+    old = has_old_rows((), attention, "pre1315" if GENERATIONS[mlp] in _OLD_ROWS else "post1315")
     like = tensors.get("attention.query_key_value.weight")  # None outside blocks
     if like is not None:
         for spec in unused_params(args):
@@ -153,8 +164,8 @@ def to_file_names(tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | N
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         kind = name.removeprefix("mlp.linear1.")
-        if name.startswith("attention.query_key_value."):
-            tensor = _groups_together(tensor, args) if te_attention else _slices_together(tensor, args, old)
+        if attention is not None and name.startswith("attention.query_key_value."):
+            tensor = _groups_together(tensor, attention) if te_attention else _slices_together(tensor, attention, old)
         elif mlp == "te" and kind != name:
             tensor = _halves_swapped(tensor, args)
         elif mlp == "llama" and kind != name:
@@ -183,21 +194,21 @@ def _check_names(mlp: str, args: NeoXArgs) -> None:
 # keys, all values of a rank. With one query a key-value head both are NeoX's [q|k|v] per head.
 
 
-def _groups_apart(qkv: Tensor, args: NeoXArgs) -> Tensor:
-    queries = args.num_attention_heads // args.kv_heads
-    if queries == 1 or len(qkv) % ((queries + 2) * args.head_dim):  # of another model: its shape is told later
+def _groups_apart(qkv: Tensor, attention: AttentionSpec) -> Tensor:
+    queries = attention.heads // attention.kv_heads
+    if queries == 1 or len(qkv) % ((queries + 2) * attention.head_dim):  # of another model: its shape is told later
         return qkv
-    groups = qkv.unflatten(0, (-1, queries + 2, args.head_dim))
+    groups = qkv.unflatten(0, (-1, queries + 2, attention.head_dim))
     return torch.cat([part.flatten(0, 2) for part in groups.split([queries, 1, 1], 1)])
 
 
-def _groups_together(qkv: Tensor, args: NeoXArgs) -> Tensor:
-    queries = args.num_attention_heads // args.kv_heads
+def _groups_together(qkv: Tensor, attention: AttentionSpec) -> Tensor:
+    queries = attention.heads // attention.kv_heads
     if queries == 1:
         return qkv
     kv = len(qkv) // (queries + 2)
-    parts = qkv.split([queries * kv, kv, kv])
-    return torch.cat([part.unflatten(0, (kv // args.head_dim, -1, args.head_dim)) for part in parts], 1).flatten(0, 2)
+    parts, width = qkv.split([queries * kv, kv, kv]), attention.head_dim
+    return torch.cat([part.unflatten(0, (kv // width, -1, width)) for part in parts], 1).flatten(0, 2)
 
 
 # Before #1315 GPT-NeoX's gqa_project viewed its rows as `[heads, head_dim + 2 * slice]`: a query, then equal slices of
@@ -205,27 +216,27 @@ def _groups_together(qkv: Tensor, args: NeoXArgs) -> Tensor:
 # convert_raw_llama_weights_to_neox.py writes w1, w2, w3 beside rows of this order.
 
 
-def _slice(args: NeoXArgs) -> int:
-    if args.head_dim * args.kv_heads % args.num_attention_heads:
+def _slice(attention: AttentionSpec) -> int:
+    if attention.head_dim * attention.kv_heads % attention.heads:
         raise CheckpointError(
-            f"there were no rows of before #1315 for {args.kv_heads} key-value heads of {args.head_dim} and "
-            f"{args.num_attention_heads} queries; compat_gqa_rows: post1315 takes them as since then"
+            f"there were no rows of before #1315 for {attention.kv_heads} key-value heads of {attention.head_dim} and "
+            f"{attention.heads} queries; compat_gqa_rows: post1315 takes them as since then"
         )
-    return args.head_dim * args.kv_heads // args.num_attention_heads
+    return attention.head_dim * attention.kv_heads // attention.heads
 
 
-def _slices_apart(qkv: Tensor, args: NeoXArgs) -> Tensor:
-    width, slices = args.head_dim, _slice(args)
+def _slices_apart(qkv: Tensor, attention: AttentionSpec) -> Tensor:
+    width, slices = attention.head_dim, _slice(attention)
     if len(qkv) % (width + 2 * slices):  # of another model: its shape is told later
         return qkv
     heads = qkv.unflatten(0, (-1, width + 2 * slices))
     return torch.cat([part.flatten(0, 1) for part in heads.split([width, slices, slices], 1)])
 
 
-def _slices_together(qkv: Tensor, args: NeoXArgs, old: bool) -> Tensor:
+def _slices_together(qkv: Tensor, attention: AttentionSpec, old: bool) -> Tensor:
     if not old:
         return qkv
-    width, slices = args.head_dim, _slice(args)
+    width, slices = attention.head_dim, _slice(attention)
     heads = len(qkv) // (width + 2 * slices)
     parts = qkv.split([heads * width, heads * slices, heads * slices])
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)

@@ -22,7 +22,8 @@ from megatron.checkpointing.files import load_tensors
 from megatron.checkpointing.names import GENERATIONS, has_old_rows, to_our_names
 from megatron.checkpointing.optimizer_files import MASTER, State
 from megatron.checkpointing.weights import describe_source
-from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
+from megatron.model.weight_map import attention_of, layer_params, shared_params
+from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
 _FIX = "set no_load_optim: true (--no-optimizer of tools/ckpts) to go on with the weights alone"
@@ -58,7 +59,7 @@ class NeoXOptimizer:
     def _check_kind(self) -> None:
         kinds = {
             GENERATIONS["te"]: self._facts.names == GENERATIONS["te"],
-            "blocks that share a table (pos_emb: rpe)": any(spec.shared for spec in self._specs[2]),
+            "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
         for unknown in (words for words, found in kinds.items() if found):
             raise CheckpointError(f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}")
@@ -115,11 +116,14 @@ class NeoXOptimizer:
         if not parts[0]:
             return {}
         found: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
-        rows = "pre1315" if has_old_rows(self._facts.block, self.args, self.args.compat_gqa_rows) else "post1315"
+        old = has_old_rows(self._facts.block, attention_of(self.args, layer), self.args.compat_gqa_rows)
+        rows = "pre1315" if old else "post1315"
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
                 continue
-            pieces = [to_our_names({spec.name: part[key]}, {spec.name}, self.args, where, rows) for part in parts]
+            pieces = [
+                to_our_names(layer, {spec.name: part[key]}, {spec.name}, self.args, where, rows) for part in parts
+            ]
             found[key] = self._cut(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
         return found
 

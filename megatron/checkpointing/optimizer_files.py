@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import load_tensors
 from megatron.checkpointing.layout import optimizer_file, optimizer_files
-from megatron.model.weight_map import ParamSpec, shard, unshard
+from megatron.mpu import ParamSpec, shard, unshard
 
 MASTER = "master"
 State = dict[str, Tensor]

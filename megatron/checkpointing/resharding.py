@@ -27,7 +27,8 @@ from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, local_layer_state
-from megatron.model.weight_map import ParamSpec, layer_params, shard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -135,7 +136,7 @@ def _samples(source: Path, args: NeoXArgs) -> int:
 
 def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
     """What the tensors of a block will be called. Raises CheckpointError where they have no such names."""
-    return to_file_names({spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
+    return to_file_names(2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
 
 
 def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:

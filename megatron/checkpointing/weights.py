@@ -19,7 +19,8 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import load_tensors
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.names import generation, has_old_rows, our_name, to_file_names, to_our_names
-from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
+from megatron.model.weight_map import attention_of, layer_params, shared_params
+from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
 _SHOWN = 6  # shape mismatches told in full; a wrong hidden_size would otherwise name every tensor
@@ -128,9 +129,10 @@ def describe_files(path: str | Path, args: NeoXArgs) -> str:
     """Layout, names and order of rows of a checkpoint directory, in words. Raises CheckpointError."""
     facts = describe_source(path)
     words = f"{facts.layout}, {facts.tensor_size} tensor ranks, names {facts.names}"
-    if args.kv_heads == args.num_attention_heads:
+    grouped = [a for a in (attention_of(args, n + 2) for n in range(args.num_layers)) if a and a.kv_heads < a.heads]
+    if not grouped:
         return words
-    old = has_old_rows(facts.block, args, _rows_key(Path(path), args))
+    old = has_old_rows(facts.block, grouped[0], _rows_key(Path(path), args))
     return f"{words}, rows of grouped queries as {'before' if old else 'since'} #1315"
 
 
@@ -160,9 +162,10 @@ def load_weights(
         loaded[layer] = {}
         if specs:
             loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
-    if any(spec.shared for spec in expected[2]):
-        first = _load_layer(source, args, 2, expected[2], tensor_rank, tensor_size, [], [])
-        problems += _shared_problems(first, loaded, expected[2])
+    for name, owner in shared_params(args).items():
+        spec = [spec for spec in expected[owner] if spec.name == name]
+        first = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
+        problems += _shared_problems(owner, first, loaded)
     problems += mismatches[:_SHOWN]
     if len(mismatches) > _SHOWN:
         problems.append(f"and {len(mismatches) - _SHOWN} more tensors of another shape")
@@ -170,15 +173,13 @@ def load_weights(
     return loaded
 
 
-def _shared_problems(
-    first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]], specs: Sequence[ParamSpec]
-) -> list[str]:
-    """Copies of what all blocks share that differ from layer 2's."""
-    names = [spec.name for spec in specs if spec.shared and spec.name in first]
+def _shared_problems(owner: int, first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]) -> list[str]:
+    """Copies of what blocks share that differ from that of layer `owner`."""
     return [
-        f"layer {layer}: {name} is another than layer 2's (GPT-NeoX trained one a pipeline stage); the blocks share one"
+        f"layer {layer}: {name} is another than layer {owner}'s (GPT-NeoX trained one a pipeline stage); the blocks "
+        "share one"
         for layer, tensors in loaded.items()
-        for name in names
+        for name in first
         if name in tensors and not torch.equal(tensors[name], first[name])
     ]
 
@@ -226,7 +227,7 @@ def _load_layer(
     for rank in range(source.tensor_size) if need_all else (tensor_rank,):
         file = source.file(layer, rank)
         rows = _rows_key(source.path, args)
-        state = to_our_names(source.tensors(layer, rank), names, args, str(file), rows)
+        state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
                 fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
@@ -319,7 +320,7 @@ def local_layer_state(
             rest = tensor - share.double() * (tensor_size - 1)
             tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
         state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return to_file_names(state, args, naming)
+    return to_file_names(layer, state, args, naming)
 
 
 def gather_layers(path: Path, tensor_rank: int) -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.model import Model
-from megatron.model.attention import has_bias
+from megatron.model import Model, block_specs
 from megatron.mpu import together
 
 # More than this gains no speed, whatever memory there is.
@@ -43,11 +42,12 @@ def forward_budget(model: Model, batch_size: int | None = None) -> Budget:
     """The same on every rank: that of the one with the least memory. batch_size: rows, instead."""
     args, groups = model.args, model.groups
     tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
-    assert args.padded_vocab_size is not None and args.ffn_size is not None
-    heads = args.num_attention_heads // tensor
-    inner = (3 * args.ffn_size + 4 * args.num_attention_heads * args.head_dim) // tensor
+    assert args.padded_vocab_size is not None
+    blocks = block_specs(args)
+    heads = max(block.mixer.heads for block in blocks) // tensor
+    inner = max(3 * b.feed_forward.width + 4 * b.mixer.heads * b.mixer.head_dim for b in blocks) // tensor
     values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
-    scores = (_SCORES_AT_ONCE if has_bias(args) or device.type == "cpu" else 1) * heads * 4
+    scores = (_SCORES_AT_ONCE if blocks[0].mixer.biased or device.type == "cpu" else 1) * heads * 4
     share = int(_SHARE[device.type] * free_memory(device))
     ranks_here = groups.world_size if device.type == "cpu" else 1
     least = min(together(groups, lambda: share // ranks_here))

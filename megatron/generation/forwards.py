@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.generation.requests import Logprob
 from megatron.generation.sampling import Chooser
-from megatron.model import Hidden, KVCache, Model, forward_only
+from megatron.model import Hidden, KVCache, Model, Reading, forward_only
 from megatron.mpu import HeadInput, gather_from_tensor
 
 
@@ -63,9 +63,9 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[Found]]:
             yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
 
     def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
-        return model.stage(
-            hidden, batch, finish, cache=current.cache, last=current.last, every=current.targets is not None
-        )
+        rows = torch.arange(len(current.last), device=current.last.device)
+        wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
+        return model.stage(hidden, batch, finish, Reading(cache=current.cache, last=current.last, wanted=wanted))
 
     numbers = forward_only(
         stage,
@@ -88,10 +88,10 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[Found]]:
 
 
 def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
-    """`[rows, width]` of `[1 or seq, rows, vocab/T]`."""
+    """`[rows, width]` of `[rows, 1, vocab/T]`, or with targets `[seq, rows, vocab/T]`."""
     group = model.groups.group("tensor")
     whole = gather_from_tensor(logits, group)[..., : model.columns].float()
-    logits = whole[0] if forward.targets is None else whole[forward.last, torch.arange(len(forward.last))]
+    logits = whole[:, 0] if forward.targets is None else whole[forward.last, torch.arange(len(forward.last))]
     vocab = model.tokenizer.vocab_size
     chosen = forward.chooser.choose(logits[:, :vocab], forward.uniforms)
     parts = [chosen.unsqueeze(1).float()]

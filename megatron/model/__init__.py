@@ -1,21 +1,23 @@
 """The model: one decoder built from a flat list of layer specs (NeoX's layer indices), its attention, norms and MLPs,
 the weight map that names and shapes every parameter, and forward-only execution over pipeline stages.
-Layers take `NeoXArgs` and `ParallelGroups`; nothing is global."""
+Layers take their spec and `ParallelGroups`; nothing is global."""
 
 from megatron.model.cache import KVCache
-from megatron.model.decoder import Hidden, Stage, build_stage, layer_specs, partition_layers
 from megatron.model.forward import forward_only
 from megatron.model.inference import Model, for_inference, reading
 from megatron.model.init import init_stage
+from megatron.model.partitioning import partition_layers
+from megatron.model.stage import Hidden, Reading, Stage, build_stage
 from megatron.model.trainable import freeze, lowest_trained, trained_parameters
-from megatron.model.weight_map import ParamSpec, layer_params, shard, unshard
+from megatron.model.weight_map import block_specs, layer_params, layer_specs, shared_params
 
 __all__ = [
     "Hidden",
     "KVCache",
     "Model",
-    "ParamSpec",
+    "Reading",
     "Stage",
+    "block_specs",
     "build_stage",
     "for_inference",
     "forward_only",
@@ -26,7 +28,6 @@ __all__ = [
     "lowest_trained",
     "partition_layers",
     "reading",
-    "shard",
+    "shared_params",
     "trained_parameters",
-    "unshard",
 ]

@@ -1,64 +1,143 @@
-"""One transformer block."""
+"""One transformer block: a mixer and a feed-forward, their norms, and the residual form around them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
 from torch import Tensor, nn
 
-from megatron.model.attention import AttentionInputs, Backend, SelfAttention
+from megatron.model.attention import AttentionInputs, Backends, SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
-from megatron.model.norms import build_norm
-from megatron.model.weight_map import is_tied
-from megatron.mpu import ParallelGroups, dropout
+from megatron.model.norms import NORMS, Norm, build_norm
+from megatron.model.specs import BlockSpec
+from megatron.mpu import Linear, ParallelGroups, ParamSpec, dropout, under
 from megatron.neox_arguments import NeoXArgs
+
+Mix = Callable[[Tensor], Tensor]
+
+
+class Part(Protocol):
+    """A mixer, which lets tokens see each other, or a feed-forward, which works on each alone.
+
+    Spec: the frozen type of its specs. `spec` makes that of a block (by its number, from 0), None where the block has
+    another. `params`: what the constructor allocates. The constructor takes (spec, groups, sequence_parallel), a mixer
+    also `backends`, of attention. `core`: everything before the row-parallel linear `output`; a mixer is given, beside
+    `[seq, batch, hidden]`, its `AttentionInputs` (None if it is no attention), the seed of its dropout and its cache.
+    """
+
+    Spec: Any
+    core: Any
+
+    @classmethod
+    def spec(cls, args: NeoXArgs, block: int) -> Any: ...
+
+    @classmethod
+    def params(cls, spec: Any) -> tuple[ParamSpec, ...]: ...
+
+    @property
+    def output(self) -> Linear: ...
+
+
+# Asked in turn what a block has. A new kind is a class in a file of its own, and its place here.
+MIXERS: tuple[type[Any], ...] = (SelfAttention,)
+FEED_FORWARDS: tuple[type[Any], ...] = (MLP,)
+# What a block consists of, in NeoX's order and under its names.
+_PARTS = (
+    "input_layernorm", "attention", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "post_feedforward_layernorm", "mlp",
+)  # fmt: skip
+
+
+def part_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
+    """What the first of a table that has something for this block makes of it."""
+    return next(spec for kind in table if (spec := kind.spec(args, block)) is not None)
 
 
 class Block(nn.Module):
-    """One block, `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism).
+    """One block, `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
 
-    Sequential: h = x + attn(ln1 x); h + mlp(ln2 h). gpt_j_residual: x + attn(ln1 x) + mlp(ln2 x), where both
-    row-parallel sums travel in one all-reduce; with gpt_j_tied the MLP reads ln1 x too.
-    norm_placement: olmo3: h = x + ln1(attn x); h + ln2(mlp h). sandwich: h = x + ln2(attn(ln1 x)); h + ln4(mlp(ln3 h)).
-    """
+    attention: Part
+    mlp: Part
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
+    pre_feedforward_layernorm: Norm
+    post_feedforward_layernorm: Norm
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
+    def __init__(
+        self, spec: BlockSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: Backends | None
+    ) -> None:
         super().__init__()
-        self.parallel_residual = args.gpt_j_residual
-        self.hidden_dropout = args.hidden_dropout
+        self.residual = spec.residual
+        self.hidden_dropout = spec.dropout
         # Activations are whole on every tensor rank, except under sequence parallelism, where masks must differ.
-        self.seed_offset = groups.rank("tensor") if args.sequence_parallel else 0
-        placement = args.norm_placement
-        self.input_layernorm = None if placement == "olmo3" else build_norm(args, groups)
-        self.attention = SelfAttention(args, groups, backend)
-        in_te_mlp = args.te_layernorm_mlp
-        self.post_attention_layernorm = None if is_tied(args) else build_norm(args, groups, in_te_mlp=in_te_mlp)
-        self.pre_feedforward_layernorm = build_norm(args, groups) if placement == "sandwich" else None
-        after = placement in ("olmo3", "sandwich")
-        self.post_feedforward_layernorm = build_norm(args, groups) if after else None
-        self.mlp = MLP(args, groups)
+        self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
+        self.one_norm = "post_attention_layernorm" not in spec.norms
+        for name in _PARTS:
+            if name == "attention":
+                self.attention = _kind(MIXERS, spec.mixer)(spec.mixer, groups, sequence_parallel, backends=backends)
+            elif name == "mlp":
+                self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(spec.feed_forward, groups, sequence_parallel)
+            elif name in spec.norms:
+                setattr(self, name, build_norm(spec.norms[name], groups, sequence_parallel))
+
+    @staticmethod
+    def params(spec: BlockSpec) -> tuple[ParamSpec, ...]:
+        """Its parameters, in NeoX's registration order."""
+        found = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
+        found["attention"] = _kind(MIXERS, spec.mixer).params(spec.mixer)
+        found["mlp"] = _kind(FEED_FORWARDS, spec.feed_forward).params(spec.feed_forward)
+        return tuple(param for name in _PARTS for param in under(name, found.get(name, ())))
+
+    def forward(
+        self, x: Tensor, inputs: AttentionInputs | None, seeds: tuple[int, int, int], cache: LayerCache | None = None
+    ) -> Tensor:
+        """seeds: of attention probabilities, attention output and MLP output. cache: in generation."""
+
+        def mix(x: Tensor) -> Tensor:
+            return self.attention.core(x, inputs, seeds[0], cache)
+
+        return _FORMS[self.residual](self, x, mix, seeds)
 
     def _drop(self, x: Tensor, seed: int) -> Tensor:
         return dropout(x, self.hidden_dropout, seed + self.seed_offset, self.training)
 
-    def forward(
-        self, x: Tensor, inputs: AttentionInputs, seeds: tuple[int, int, int], cache: LayerCache | None = None
-    ) -> Tensor:
-        """seeds: of attention probabilities, attention output and MLP output. cache: in generation."""
-        dense, linear2 = self.attention.dense, self.mlp.linear2
-        norm1, norm2, norm3 = self.input_layernorm, self.post_attention_layernorm, self.post_feedforward_layernorm
-        normed = x if norm1 is None else norm1(x)
-        attention = self.attention.core(normed, inputs, seeds[0], cache)
-        if norm3 is not None:
-            assert norm2 is not None
-            x = x + self._drop(norm2(dense(attention)), seeds[1])
-            inner = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x)
-            return x + self._drop(norm3(linear2(self.mlp.core(inner))), seeds[2])
-        if not self.parallel_residual:
-            assert norm2 is not None
-            x = x + self._drop(dense(attention), seeds[1])
-            return x + self._drop(linear2(self.mlp.core(norm2(x))), seeds[2])
-        mlp = self.mlp.core(normed if norm2 is None else norm2(x))
+    def _sequential(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+        """h = x + attn(ln1 x); h + mlp(ln2 h)"""
+        x = x + self._drop(self.attention.output(mix(self.input_layernorm(x))), seeds[1])
+        return x + self._drop(self.mlp.output(self.mlp.core(self.post_attention_layernorm(x))), seeds[2])
+
+    def _olmo3(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+        """h = x + ln1(attn x); h + ln2(mlp h)"""
+        x = x + self._drop(self.post_attention_layernorm(self.attention.output(mix(x))), seeds[1])
+        return x + self._drop(self.post_feedforward_layernorm(self.mlp.output(self.mlp.core(x))), seeds[2])
+
+    def _sandwich(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+        """h = x + ln2(attn(ln1 x)); h + ln4(mlp(ln3 h))"""
+        mixed = self.attention.output(mix(self.input_layernorm(x)))
+        x = x + self._drop(self.post_attention_layernorm(mixed), seeds[1])
+        inner = self.mlp.output(self.mlp.core(self.pre_feedforward_layernorm(x)))
+        return x + self._drop(self.post_feedforward_layernorm(inner), seeds[2])
+
+    def _parallel(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+        """x + attn(ln1 x) + mlp(ln2 x), of ln1 x with gpt_j_tied; both row-parallel sums travel in one all-reduce."""
+        normed, attended, fed = self.input_layernorm(x), self.attention.output, self.mlp.output
+        mixed = mix(normed)
+        inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x))
         if self.training and self.hidden_dropout > 0.0:
-            return x + self._drop(dense(attention), seeds[1]) + self._drop(linear2(mlp), seeds[2])
-        both = dense.sum_over_ranks(dense.partial(attention) + linear2.partial(mlp))
-        return x + linear2.add_bias(dense.add_bias(both))
+            return x + self._drop(attended(mixed), seeds[1]) + self._drop(fed(inner), seeds[2])
+        both = attended.sum_over_ranks(attended.partial(mixed) + fed.partial(inner))
+        return x + fed.add_bias(attended.add_bias(both))
+
+
+_FORMS = {
+    "sequential": Block._sequential,
+    "parallel": Block._parallel,
+    "olmo3": Block._olmo3,
+    "sandwich": Block._sandwich,
+}
+
+
+def _kind(table: Sequence[type[Any]], spec: Any) -> Any:
+    return next(kind for kind in table if isinstance(spec, kind.Spec))

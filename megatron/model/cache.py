@@ -23,7 +23,8 @@ class CacheRows:
     slots: Tensor
     table: Tensor
     parts: Sequence[tuple[int, int, int]]
-    room: list[Tensor | None]  # for keys and values that are read, used by all layers and steps in turn
+    # For keys and values that are read, by which and shape, used by all layers and steps in turn.
+    room: dict[tuple[int, torch.Size], Tensor]
 
 
 class LayerCache(NamedTuple):
@@ -50,10 +51,11 @@ class LayerCache(NamedTuple):
             )
 
     def _gather(self, pool: Tensor, which: int, table: Tensor, blocks: int) -> Tensor:
-        found = self.rows.room[which]
+        shape = pool.shape[1:]
+        found = self.rows.room.get((which, shape))
         if found is None or len(found) < len(table):
-            found = pool.new_empty((len(table) + len(table) // 4, *pool.shape[1:]))
-            self.rows.room[which] = found
+            found = pool.new_empty((len(table) + len(table) // 4, *shape))
+            self.rows.room[which, shape] = found
         out = found[: len(table)]
         torch.index_select(pool, 0, table, out=out)
         return out.view(len(table) // blocks, -1, *pool.shape[2:]).transpose(1, 2)
@@ -68,14 +70,12 @@ class KVCache:
     rows: CacheRows
 
     @staticmethod
-    def empty(
-        layers: Sequence[int], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
-        """Of one shape `[blocks, block_size, kv_heads, head_dim]`, without rows. Zeros: what is masked must still be a
+    def empty(shapes: Mapping[int, tuple[int, int, int, int]], dtype: torch.dtype, device: torch.device) -> KVCache:
+        """By layer `[blocks, block_size, kv_heads, head_dim]`, without rows. Zeros: what is masked must still be a
         number."""
         nothing = torch.empty(0, 0, dtype=torch.long)
-        rows = CacheRows(nothing.flatten(), nothing, (), [None, None])
-        made = {i: [_zeros(shape, dtype, device) for _ in range(2)] for i in layers}
+        rows = CacheRows(nothing.flatten(), nothing, (), {})
+        made = {i: [_zeros(shape, dtype, device) for _ in range(2)] for i, shape in shapes.items()}
         return KVCache({i: LayerCache(keys, values, rows) for i, (keys, values) in made.items()}, rows)
 
     @property

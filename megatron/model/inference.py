@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.model.decoder import Stage
+from megatron.model.stage import Stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -54,14 +54,11 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
 
 
 @contextmanager
-def reading(stage: Stage, args: NeoXArgs) -> Iterator[None]:
-    """A stage that is being trained, as `for_inference` would have built it, until the end of the context.
-
-    args: of `for_inference`. Compiled blocks run as they are written.
-    """
-    before, was_training = stage.args, stage.training
+def reading(stage: Stage) -> Iterator[None]:
+    """A stage that is being trained, as `for_inference` would have built it, until the end of the context: compiled
+    blocks run as they are written."""
+    was_training = stage.training
     cut = [module for module in stage.modules() if getattr(module, "sequence_parallel", False)]
-    stage.args = args
     stage.eval()
     _set(cut, False)
     try:
@@ -69,7 +66,6 @@ def reading(stage: Stage, args: NeoXArgs) -> Iterator[None]:
             yield
     finally:
         _set(cut, True)
-        stage.args = before
         stage.train(was_training)
 
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.model.decoder import Stage
-from megatron.model.weight_map import ParamSpec, layer_params, shard
-from megatron.mpu import ParallelGroups, mix_seed
+from megatron.model.stage import Stage
+from megatron.model.weight_map import layer_params
+from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -57,12 +57,6 @@ def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
         param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
 
 
-def is_copy(layer: int, spec: ParamSpec, groups: ParallelGroups) -> bool:
-    """Whether a parameter of this rank's stage is a copy of one of the first stage, which counts: of a tied embedding,
-    or of what all blocks share."""
-    return not groups.is_first_stage and (layer == 0 or spec.shared)
-
-
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
     """(layer, name in the weight map, parameter) of a stage; the copy of a tied embedding counts as layer 0's.
 
@@ -74,3 +68,9 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
         tied = name == "word_embeddings.weight" and index != "0"
         found[0 if tied else int(index), name] = param
     return [(layer, name, param) for (layer, name), param in found.items()]
+
+
+def specified(stage: Stage, args: NeoXArgs) -> list[tuple[nn.Parameter, ParamSpec]]:
+    """Every parameter of a stage with what the weight map says of it."""
+    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
+    return [(param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]

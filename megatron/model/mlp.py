@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.mpu import Linear, ParallelGroups
+from megatron.model.specs import DenseSpec, dense_spec
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, under
 from megatron.neox_arguments import NeoXArgs
 
-
-def activation_function(args: NeoXArgs) -> Callable[[Tensor], Tensor]:
-    """The nonlinearity of `activation`; for gated ones, that of the gate.
-
-    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's gelu and
-    geglu are the tanh approximation: `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x * x)))` in
-    common/util/math.h, and its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
-    """
-    tanh = partial(F.gelu, approximate="tanh")
-    gelu = tanh if args.bias_gelu_fusion or args.te_layernorm_mlp else F.gelu
-    table: dict[str, Callable[[Tensor], Tensor]] = {
-        "gelu": gelu,
-        "geglu": tanh if args.te_layernorm_mlp else F.gelu,
-        "geglu_tanh": tanh,
-        "relu": F.relu,
-        "reglu": F.relu,
-        "softsign": F.softsign,
-        "swish": F.silu,
-        "silu": F.silu,
-        "swiglu": F.silu,
-        "mish": F.mish,
-        "bilinear": lambda x: x,
-        "glu": torch.sigmoid,
-    }
-    return table[args.activation]
+FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "softsign": F.softsign,
+    "silu": F.silu,
+    "mish": F.mish,
+    "identity": lambda x: x,
+    "sigmoid": torch.sigmoid,
+}
 
 
 class MLP(nn.Module):
     """linear2(act(linear1 x)), or linear2(act(gate) * up) with linear1's rows [up; gate]; `[seq, batch, hidden]`."""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+    Spec = DenseSpec
+
+    def __init__(self, spec: DenseSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.gated = args.is_gated
-        self.activation = activation_function(args)
-        width = args.ffn_size * (2 if self.gated else 1)
-        self.linear1 = Linear(
-            args.hidden_size, width, parallel="column", bias=args.use_bias_in_mlp, groups=groups,
-            sequence_parallel=args.sequence_parallel,
-        )  # fmt: skip
-        self.linear2 = Linear(
-            args.ffn_size, args.hidden_size, parallel="row", bias=args.use_bias_in_mlp, groups=groups,
-            sequence_parallel=args.sequence_parallel,
-        )  # fmt: skip
+        self.gated = spec.gated
+        self.activation = FUNCTIONS[spec.activation]
+        linear1, linear2 = self._linears(spec)
+        self.linear1 = Linear(linear1, groups, sequence_parallel)
+        self.linear2 = Linear(linear2, groups, sequence_parallel)
+
+    @classmethod
+    def spec(cls, args: NeoXArgs, block: int) -> DenseSpec | None:
+        """What there is in the block with this number, from 0; None where it is another feed-forward."""
+        return dense_spec(args, block)
+
+    @staticmethod
+    def _linears(spec: DenseSpec) -> tuple[LinearSpec, LinearSpec]:
+        rows = (spec.width, spec.width) if spec.gated else (spec.width,)
+        return (
+            LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows),
+            LinearSpec(spec.width, spec.hidden, "row", spec.bias, joined=spec.joined),
+        )
+
+    @classmethod
+    def params(cls, spec: DenseSpec) -> tuple[ParamSpec, ...]:
+        """Its parameters, in NeoX's registration order."""
+        linear1, linear2 = cls._linears(spec)
+        return (*under("linear1", linear1.params()), *under("linear2", linear2.params()))
+
+    @property
+    def output(self) -> Linear:
+        return self.linear2
 
     def core(self, x: Tensor) -> Tensor:
         """Everything before `linear2`: `[seq, batch, local ffn]`."""

@@ -2,64 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.weight_map import has_norm_bias, norm_kind
-from megatron.mpu import ParallelGroups, copy_to_tensor, reduce_from_tensor
-from megatron.neox_arguments import NeoXArgs
-
-# Transformer-Engine's LayerNormMLP has these in GPT-NeoX, whatever the epsilon keys say (transformer_engine.py).
-_TE_EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-8}
+from megatron.model.specs import AttentionSpec, HeadNormSpec, NormSpec
+from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, reduce_from_tensor
 
 
-def _parameter(shape: Sequence[int], groups: ParallelGroups, *, sharded: bool = False) -> nn.Parameter:
-    param = nn.Parameter(torch.empty(tuple(shape), device=groups.device, dtype=torch.float32))
-    param.tensor_model_parallel = sharded and groups.size("tensor") > 1  # type: ignore[attr-defined] # gradient norms read it
-    return param
+def _gain(spec: NormSpec | HeadNormSpec) -> str:
+    """How RMSNorm's weights start."""
+    return "zeros" if spec.zero_centered else "ones"
 
 
-class _Norm(nn.Module):
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, eps: float) -> None:
+class Norm(nn.Module):
+    """Over hidden, `[..., hidden]`."""
+
+    def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.shape = (args.hidden_size,)
-        self.eps = eps
+        self.shape, self.eps, self.zero_centered = (spec.width,), spec.eps, spec.zero_centered
         # Under sequence parallelism a rank sees part of the sequence: gradients of these replicated weights are summed.
-        self.group = groups.group("tensor") if args.sequence_parallel else None
+        self.group = groups.group("tensor") if sequence_parallel else None
+        allocate(self, self.params(spec), groups, "weight", "bias")
+
+    @staticmethod
+    def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
+        raise NotImplementedError
 
     def _whole(self, param: nn.Parameter | None) -> Tensor | None:
         return None if param is None else copy_to_tensor(param, self.group)
 
 
-class LayerNorm(_Norm):
-    """LayerNorm over hidden, `[..., hidden]`; parameters `weight` and, where norms have biases, `bias`.
+class LayerNorm(Norm):
+    """LayerNorm; parameters `weight` and, where norms have biases, `bias`. non_parametric_layernorm has neither."""
 
-    non_parametric_layernorm has neither.
-    """
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, eps: float) -> None:
-        super().__init__(args, groups, eps)
-        plain = norm_kind(args) == "non_parametric_layernorm"
-        self.weight = None if plain else _parameter(self.shape, groups)
-        self.bias = _parameter(self.shape, groups) if has_norm_bias(args) else None
+    @staticmethod
+    def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
+        if spec.kind == "non_parametric_layernorm":
+            return ()
+        bias = (ParamSpec("bias", (spec.width,)),) if spec.bias else ()
+        return (ParamSpec("weight", (spec.width,), init="ones"), *bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.shape, self._whole(self.weight), self._whole(self.bias), self.eps)
 
 
-class RMSNorm(_Norm):
-    """x / sqrt(mean(x^2) + eps) * scale over hidden, `[..., hidden]`; parameter `scale` (arXiv 1910.07467).
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + eps) * scale; parameter `scale` (arXiv 1910.07467).
 
     zero_centered_gamma: times 1 + scale, all in fp32.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, eps: float) -> None:
-        super().__init__(args, groups, eps)
-        self.scale = _parameter(self.shape, groups)
-        self.zero_centered = args.zero_centered_gamma
+    scale: nn.Parameter
+
+    @staticmethod
+    def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("scale", (spec.width,), init=_gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = copy_to_tensor(self.scale, self.group)
@@ -68,37 +71,48 @@ class RMSNorm(_Norm):
         return F.rms_norm(x, self.shape, scale, self.eps)
 
 
-class ScaleNorm(_Norm):
-    """x / max(|x|, eps) * g over hidden, `[..., hidden]`; parameter `g`, a single number (arXiv 1910.05895)."""
+class ScaleNorm(Norm):
+    """x / max(|x|, eps) * g; parameter `g`, a single number (arXiv 1910.05895)."""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, eps: float) -> None:
-        super().__init__(args, groups, eps)
-        self.g = _parameter((1,), groups)
+    g: nn.Parameter
+
+    @staticmethod
+    def params(spec: NormSpec) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("g", (1,), init="ones"),)
 
     def forward(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=self.eps)
         return (x.float() / length * copy_to_tensor(self.g, self.group)).to(x.dtype)
 
 
-def build_norm(args: NeoXArgs, groups: ParallelGroups, *, in_te_mlp: bool = False) -> nn.Module:
-    """The norm that `norm` names. in_te_mlp: with the epsilon of the one inside Transformer-Engine's MLP."""
-    kind = norm_kind(args)
-    if kind == "rmsnorm":
-        return RMSNorm(args, groups, _TE_EPSILON[kind] if in_te_mlp else args.rms_norm_epsilon)
-    if kind == "scalenorm":
-        return ScaleNorm(args, groups, args.scalenorm_epsilon)
-    return LayerNorm(args, groups, _TE_EPSILON[kind] if in_te_mlp else args.layernorm_epsilon)
+NORMS: Mapping[str, type[Norm]] = {
+    "layernorm": LayerNorm,
+    "non_parametric_layernorm": LayerNorm,
+    "rmsnorm": RMSNorm,
+    "scalenorm": ScaleNorm,
+}
+
+
+def build_norm(spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> Norm:
+    return NORMS[spec.kind](spec, groups, sequence_parallel)
 
 
 class _HeadNorm(nn.Module):
-    """Over this rank's heads `[seq, batch, heads, head_dim]`; weights are cut over tensor ranks like the heads."""
+    """Over this rank's heads `[seq, batch, heads, head_dim]`; weights are cut over tensor ranks like the heads.
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, eps: float) -> None:
+    heads: of all ranks.
+    """
+
+    def __init__(self, spec: HeadNormSpec, heads: int, groups: ParallelGroups) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = spec.eps, spec.zero_centered
         self.group, self.size = groups.group("tensor"), groups.size("tensor")
-        self.shape = (args.num_attention_heads // self.size, args.head_dim)
-        self.zero_centered = args.zero_centered_gamma
+        self.shape = (heads // self.size, spec.head_dim)
+        allocate(self, self.params(spec, heads), groups, "bias")
+
+    @staticmethod
+    def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
+        raise NotImplementedError
 
     def _gain(self, scale: Tensor) -> Tensor:
         return 1.0 + scale.float() if self.zero_centered else scale
@@ -116,10 +130,14 @@ class QKLayerNorm(_HeadNorm):
     GPT-NeoX takes the heads of one tensor rank together, so its numbers depend on model_parallel_size; ours do not.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
-        super().__init__(args, groups, args.layernorm_epsilon)
-        self.weight = _parameter(self.shape, groups, sharded=True)
-        self.bias = _parameter(self.shape, groups, sharded=True) if has_norm_bias(args) else None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @staticmethod
+    def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
+        shape = (heads, spec.head_dim)
+        bias = (ParamSpec("bias", shape, 0, (heads,)),) if spec.bias else ()
+        return (ParamSpec("weight", shape, 0, (heads,), _gain(spec)), *bias)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.stack([q, k]).float()
@@ -132,9 +150,11 @@ class QKLayerNorm(_HeadNorm):
 class QKRMSNorm(_HeadNorm):
     """RMSNorm of each head alone, one for queries and keys, as NeoX's; parameter `scale` `[heads, head_dim]`."""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
-        super().__init__(args, groups, args.rms_norm_epsilon)
-        self.scale = _parameter(self.shape, groups, sharded=True)
+    scale: nn.Parameter
+
+    @staticmethod
+    def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("scale", (heads, spec.head_dim), 0, (heads,), _gain(spec)),)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         normed = F.rms_norm(torch.stack([q, k]).float(), self.shape[-1:], None, self.eps)
@@ -145,10 +165,12 @@ class QKRMSNorm(_HeadNorm):
 class WideRMSNorm(_HeadNorm):
     """RMSNorm over the whole width of queries or of keys, as OLMo's; parameter `scale` `[heads * head_dim]`."""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, heads: int) -> None:
-        super().__init__(args, groups, args.rms_norm_epsilon)
-        self.shape = (heads // self.size, args.head_dim)
-        self.scale = _parameter((self.shape[0] * self.shape[1],), groups, sharded=True)
+    scale: nn.Parameter
+
+    @staticmethod
+    def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
+        width = heads * spec.head_dim
+        return (ParamSpec("scale", (width,), 0, (width,), _gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -162,10 +184,31 @@ class PerHeadRMSNorm(_HeadNorm):
     All heads share it, so the gradients of the tensor ranks' heads are summed.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
-        super().__init__(args, groups, args.rms_norm_epsilon)
-        self.scale = _parameter((args.head_dim,), groups)
+    scale: nn.Parameter
+
+    @staticmethod
+    def params(spec: HeadNormSpec, heads: int) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("scale", (spec.head_dim,), init=_gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x.float(), self.scale.shape, None, self.eps)
         return (normed * self._gain(copy_to_tensor(self.scale, self.group))).to(x.dtype)
+
+
+_HEAD_NORMS: Mapping[str, type[_HeadNorm]] = {
+    "layernorm": QKLayerNorm,
+    "rmsnorm": QKRMSNorm,
+    "wide": WideRMSNorm,
+    "per_head": PerHeadRMSNorm,
+}
+
+
+def head_norms(attention: AttentionSpec) -> dict[str, tuple[type[_HeadNorm], HeadNormSpec, int]]:
+    """The norms of queries and keys by their names in attention: class, spec and heads of each."""
+    spec = attention.norms
+    if spec is None:
+        return {}
+    heads = {"q_norm": attention.heads, "k_norm": attention.kv_heads}
+    if spec.form in ("layernorm", "rmsnorm"):
+        heads = {"qk_layernorm": attention.heads}
+    return {name: (_HEAD_NORMS[spec.form], spec, count) for name, count in heads.items()}

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.mpu import ParallelGroups
+from megatron.model.specs import RelativeSpec, RotarySpec
+from megatron.mpu import ParallelGroups, ParamSpec, allocate
 from megatron.neox_arguments import NeoXArgs
 
 Rope = tuple[Tensor, Tensor]
@@ -29,23 +30,16 @@ def dynamic_ntk_limit(args: NeoXArgs) -> int | None:
     return scaling["original_max_position_embeddings"] or args.max_position_embeddings
 
 
-def rope_frequencies(
-    args: NeoXArgs, length: int | Tensor, device: torch.device, local: bool = False
-) -> tuple[Tensor, float]:
-    """Angles a position `[dim / 2]` fp32 and the factor of cos and sin, under `rope_scaling` (HuggingFace's formulas).
+def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.device) -> tuple[Tensor, float]:
+    """Angles a position `[width / 2]` fp32 and the factor of cos and sin, under its scaling (HuggingFace's formulas).
 
-    local: those of `rope_local_base_freq`, unscaled.
-    length: of the text, for dynamic NTK alone: a number, or one a row, `[batch, 1]`; then `[batch, 1, dim / 2]`.
+    length: of the text, for dynamic NTK alone: a number, or one a row, `[batch, 1]`; then `[batch, 1, width / 2]`.
     """
-    # NeoX rounds the rotated width down to an even number of dimensions.
-    dim, base = int(args.head_dim * args.rotary_pct) // 2 * 2, args.rotary_emb_base
-    scaling = args.rope_scaling
-    if local and args.rope_local_base_freq is not None:
-        return _frequencies(dim, args.rope_local_base_freq, device), 1.0
+    dim, base, scaling = rotary.width, rotary.base, rotary.scaling
     if scaling is None:
         return _frequencies(dim, base, device), 1.0
     factor = scaling["factor"]
-    trained = scaling["original_max_position_embeddings"] or args.max_position_embeddings
+    trained = scaling["original_max_position_embeddings"] or rotary.positions
     if scaling["rope_type"] == "dynamic":
         stretch = factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
         longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
@@ -168,14 +162,18 @@ class RelativePositionBias(nn.Module):
     As in NeoX they are scaled by sqrt(head_dim), beside logits that are divided by it.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
+    weight: nn.Parameter
+
+    def __init__(self, spec: RelativeSpec, groups: ParallelGroups) -> None:
         super().__init__()
-        self.buckets, self.max_distance = args.rpe_num_buckets, args.rpe_max_distance
-        self.scale = math.sqrt(args.head_dim)
-        size = groups.size("tensor")
-        shape = (self.buckets, args.num_attention_heads // size)
-        self.weight = nn.Parameter(torch.empty(shape, device=groups.device, dtype=torch.float32))
-        self.weight.tensor_model_parallel = size > 1  # type: ignore[attr-defined]
+        self.buckets, self.max_distance = spec.buckets, spec.max_distance
+        self.scale = math.sqrt(spec.head_dim)
+        allocate(self, self.params(spec), groups)
+
+    @staticmethod
+    def params(spec: RelativeSpec) -> tuple[ParamSpec, ...]:
+        shape, cut = (spec.buckets, spec.heads), (spec.heads,)
+        return (ParamSpec("weight", shape, 1, cut, "xavier_normal", weight_decay=True, shared=True),)
 
     def forward(self, seq: int, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
         """What is added to attention logits, future keys masked: shapes and arguments as `alibi_bias`."""

@@ -75,8 +75,9 @@ class AttentionSpec:
 
     window: keys before itself that a query sees, flash attention's `window_size=(W, 0)`, so W + 1 keys with its own;
     transformers' `sliding_window` counts the token itself: W + 1 there is W here. None: all are seen.
-    kind: of `attention_config`; backend: `attention_backend`. scale: of logits, None: 1 / sqrt(head_dim). bias: of its
-    linears. joined: its output is summed over tensor ranks together with the feed-forward's (gpt_j_residual).
+    backend: `attention_backend`; flash where `attention_config` names it beside global. scale: of logits, None:
+    1 / sqrt(head_dim). bias: of its linears. joined: its output is summed over tensor ranks together with the
+    feed-forward's (gpt_j_residual).
     """
 
     hidden: int
@@ -91,7 +92,6 @@ class AttentionSpec:
     scale: float | None
     bias: bool
     dropout: float
-    kind: str
     backend: str
     joined: bool
 
@@ -101,9 +101,9 @@ class AttentionSpec:
         return self.alibi or self.relative is not None
 
     @property
-    def inputs(self) -> tuple[int | None, RotarySpec | None]:
+    def inputs(self) -> tuple[int | None, RotarySpec | None, str]:
         """What the inputs of attention depend on: blocks in which it is equal share them."""
-        return self.window, self.rotary
+        return self.window, self.rotary, self.backend
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,11 @@ class DenseSpec:
     gated: bool
     bias: bool
     joined: bool
+
+
+# Unions of what there is.
+MixerSpec = AttentionSpec
+FeedForwardSpec = DenseSpec
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,8 @@ class BlockSpec:
 
     kind: ClassVar[str] = "block"
     index: int
-    mixer: Any
-    feed_forward: Any
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
     norms: Mapping[str, NormSpec]
     residual: Residual
     dropout: float
@@ -213,6 +218,10 @@ def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
     return HeadNormSpec(form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma)
 
 
+def _of(value: int | tuple[int, ...], block: int) -> int:
+    return value[block] if isinstance(value, tuple) else value
+
+
 def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     """Of the block with this number, from 0."""
     slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
@@ -220,36 +229,24 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     # A window as wide as the longest sequence is none.
     window = width if width is not None and width < args.max_position_embeddings - 1 else None
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
+    named_flash = args.attention_config[block] == "flash" and len(set(args.attention_config)) > 1
     relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
     return AttentionSpec(
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        window=window,
-        rotary=rotary_spec(args, local=slides) if turns else None,
-        alibi=args.pos_emb == "alibi",
-        relative=relative if args.pos_emb == "rpe" else None,
-        norms=head_norm_spec(args),
+        hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
+        head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
+        alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
         scale=None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5,
-        bias=args.use_bias_in_attn_linear,
-        dropout=args.attention_dropout,
-        kind=args.attention_config[block],
-        backend=args.attention_backend,
-        joined=args.gpt_j_residual,
-    )
+        bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
+        backend="flash" if named_flash else args.attention_backend, joined=args.gpt_j_residual,
+    )  # fmt: skip
 
 
 def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
     """Of the block with this number, from 0."""
     return DenseSpec(
-        hidden=args.hidden_size,
-        width=args.ffn_size,
-        activation=activation_name(args),
-        gated=args.is_gated,
-        bias=args.use_bias_in_mlp,
-        joined=args.gpt_j_residual,
-    )
+        hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
+        gated=args.is_gated, bias=args.use_bias_in_mlp, joined=args.gpt_j_residual,
+    )  # fmt: skip
 
 
 def activation_name(args: NeoXArgs) -> str:
@@ -281,19 +278,13 @@ def residual_form(args: NeoXArgs) -> Residual:
     """gpt_j_residual, else norm_placement's."""
     if args.gpt_j_residual:
         return "parallel"
-    return "sequential" if args.norm_placement == "pre" else args.norm_placement
+    return args.norm_placement if args.norm_placement in ("olmo3", "sandwich") else "sequential"
 
 
 def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:
     return EmbeddingSpec(
-        index=0,
-        vocab=args.padded_vocab_size,
-        hidden=args.hidden_size,
-        learned=args.max_position_embeddings if args.pos_emb == "learned" else 0,
-        offset=args.opt_pos_emb_offset,
-        sinusoidal=args.pos_emb == "sinusoidal",
-        multiplier=args.embedding_multiplier,
-        dropout=args.hidden_dropout,
-        noise=args.neftune_noise_alpha,
-        tied=not args.no_weight_tying,
-    )
+        index=0, vocab=args.padded_vocab_size, hidden=args.hidden_size,
+        learned=args.max_position_embeddings if args.pos_emb == "learned" else 0, offset=args.opt_pos_emb_offset,
+        sinusoidal=args.pos_emb == "sinusoidal", multiplier=args.embedding_multiplier, dropout=args.hidden_dropout,
+        noise=args.neftune_noise_alpha, tied=not args.no_weight_tying,
+    )  # fmt: skip

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from megatron.model.weight_map import layer_params
+from megatron.model.weight_map import layer_params, shared_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 Name = tuple[int, str]
-"""(NeoX's layer index, name in the weight map); what all blocks share is layer 2's."""
+"""(NeoX's layer index, name in the weight map); what blocks share is the first one's."""
 
 EMBEDDING: Name = (0, "word_embeddings.weight")
 _NEAR = 4  # names shown for a pattern that finds none
@@ -23,19 +23,14 @@ def trained_parameters(args: NeoXArgs) -> frozenset[Name]:
 
     Raises ConfigError for a pattern that finds no parameter, and where none is left to train.
     """
-    every = [
-        (layer, spec.name)
-        for layer, specs in layer_params(args).items()
-        for spec in specs
-        if layer <= 2 or not spec.shared
-    ]
+    shared, params = shared_params(args), layer_params(args)
+    every = [(i, p.name) for i, specs in params.items() for p in specs if shared.get(p.name, i) == i]
     asked = args.trainable
     if asked is None:
         return frozenset(every)
     found: set[Name] = set()
     if asked["last_layers"]:
         blocks = range(args.num_layers + 2 - asked["last_layers"], args.num_layers + 2)
-        shared = {spec.name for spec in layer_params(args)[2] if spec.shared}
         found |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
     if asked["head"]:
         found.add((args.num_layers + 4, "final_linear.weight") if args.no_weight_tying else EMBEDDING)
@@ -81,7 +76,6 @@ def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> N
     """Mark what is not trained among a stage's parameters; before an optimizer or an engine sees them."""
     if args.trainable is None:
         return
-    trained = trained_parameters(args)
-    shared = {spec.name for spec in layer_params(args)[2] if spec.shared}
+    trained, shared = trained_parameters(args), shared_params(args)
     for layer, name, param in params:
-        param.requires_grad_((2 if name in shared else layer, name) in trained)
+        param.requires_grad_((shared.get(name, layer), name) in trained)

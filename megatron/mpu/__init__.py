@@ -1,6 +1,7 @@
 """Model parallelism: the frozen object of process groups, the autograd-aware collectives of tensor and sequence
-parallelism, the one linear layer, vocab-parallel cross-entropy, the random seeds of dropout, meeting and comparing
-ranks, joining the process group, work that ranks do for each other, and the watch over ranks that do not move.
+parallelism, what a parameter is, the one linear layer, vocab-parallel cross-entropy, the random seeds of dropout,
+meeting and comparing ranks, joining the process group, work that ranks do for each other, and the watch over ranks that
+do not move.
 Everything takes its groups as an argument; nothing here is global."""
 
 from megatron.mpu.cross_entropy import (
@@ -13,7 +14,7 @@ from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.handshake import meet
 from megatron.mpu.head import HeadInput
-from megatron.mpu.layers import Linear, VocabParallelEmbedding
+from megatron.mpu.layers import Linear, LinearSpec, VocabParallelEmbedding
 from megatron.mpu.mappings import (
     copy_to_tensor,
     gather_from_sequence,
@@ -22,6 +23,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
     scatter_to_sequence,
 )
+from megatron.mpu.parameters import ParamSpec, allocate, shard, under, unshard
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
 from megatron.mpu.rendezvous import Process, StartError
 from megatron.mpu.transport import check_transport
@@ -32,11 +34,14 @@ __all__ = [
     "DTYPES",
     "HeadInput",
     "Linear",
+    "LinearSpec",
+    "ParamSpec",
     "ParallelGroups",
     "Process",
     "StartError",
     "VocabParallelEmbedding",
     "Watchdog",
+    "allocate",
     "build_groups",
     "check_transport",
     "configure_logging",
@@ -53,9 +58,12 @@ __all__ = [
     "reduce_scatter_to_sequence",
     "scatter_to_sequence",
     "seeded",
+    "shard",
     "together",
     "together_local",
     "token_logprobs",
     "token_logprobs_and_statistics",
     "token_logprobs_and_sums",
+    "under",
+    "unshard",
 ]

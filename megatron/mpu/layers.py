@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,15 +15,31 @@ from megatron.mpu.mappings import (
     reduce_from_tensor,
     reduce_scatter_to_sequence,
 )
+from megatron.mpu.parameters import ParamSpec, allocate
 
 Parallel = Literal["column", "row", "none"]
 
 
-def _parameter(shape: tuple[int, ...], groups: ParallelGroups, sharded: bool) -> nn.Parameter:
-    # Memory only: values come from the weight map (model.init), the same for any layout.
-    param = nn.Parameter(torch.empty(shape, device=groups.device, dtype=torch.float32))
-    param.tensor_model_parallel = sharded and groups.size("tensor") > 1  # type: ignore[attr-defined] # DeepSpeed's norm reads it
-    return param
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer and how it is cut. blocks: as of `ParamSpec`, of the output; joined: its bias is a sum over tensor
+    ranks on disk."""
+
+    in_features: int
+    out_features: int
+    parallel: Parallel
+    bias: bool
+    blocks: tuple[int, ...] = ()
+    joined: bool = False
+
+    def params(self) -> tuple[ParamSpec, ...]:
+        shape, column = (self.out_features, self.in_features), self.parallel == "column"
+        parts = self.blocks or (self.out_features,)
+        axis = {"column": 0, "row": 1, "none": None}[self.parallel]
+        cut = parts if column else (self.in_features,) if axis is not None else ()
+        weight = ParamSpec("weight", shape, axis, cut, "input" if column else "output", weight_decay=True)
+        bias = ParamSpec("bias", shape[:1], 0, parts) if column else ParamSpec("bias", shape[:1])
+        return (weight, replace(bias, sum_over_tensor=self.joined)) if self.bias else (weight,)
 
 
 class Linear(nn.Module):
@@ -34,25 +50,15 @@ class Linear(nn.Module):
     `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds and computes everything.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        parallel: Parallel,
-        bias: bool,
-        groups: ParallelGroups,
-        sequence_parallel: bool = False,
-    ) -> None:
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, spec: LinearSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
-        size = groups.size("tensor")
-        out_local = out_features // size if parallel == "column" else out_features
-        in_local = in_features // size if parallel == "row" else in_features
-        self.parallel = parallel
-        self.group = groups.group("tensor") if parallel != "none" else None
+        self.parallel = spec.parallel
+        self.group = groups.group("tensor") if spec.parallel != "none" else None
         self.sequence_parallel = sequence_parallel
-        self.weight = _parameter((out_local, in_local), groups, sharded=parallel != "none")
-        self.bias = _parameter((out_local,), groups, sharded=parallel == "column") if bias else None
+        allocate(self, spec.params(), groups, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says)."""
@@ -85,13 +91,16 @@ class Linear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token embedding with the vocabulary cut over tensor ranks."""
 
-    def __init__(self, vocab: int, hidden: int, *, groups: ParallelGroups, sequence_parallel: bool) -> None:
+    weight: nn.Parameter
+
+    def __init__(self, spec: ParamSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
+        """spec: of the weight `[vocab, hidden]`."""
         super().__init__()
         self.group = groups.group("tensor")
         self.sequence_parallel = sequence_parallel
-        self.rows = vocab // groups.size("tensor")
+        self.rows = spec.shape[0] // groups.size("tensor")
         self.first_row = self.rows * groups.rank("tensor")
-        self.weight = _parameter((self.rows, hidden), groups, sharded=True)
+        allocate(self, [spec], groups)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[seq, batch]` int64 to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""

@@ -155,13 +155,14 @@ def _coerce_one(member: Any, value: Any) -> Any:
 
 
 def _check_bounds(key: Key, value: Any) -> None:
-    inside = isinstance(value, str) or (  # a number or auto
-        (key.ge is None or value >= key.ge)
-        and (key.gt is None or value > key.gt)
-        and (key.le is None or value <= key.le)
-        and (key.lt is None or value < key.lt)
-    )
-    if not inside:
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, str) or (  # a number or auto
+            (key.ge is None or one >= key.ge)
+            and (key.gt is None or one > key.gt)
+            and (key.le is None or one <= key.le)
+            and (key.lt is None or one < key.lt)
+        ):
+            continue
         raise _Mismatch(f"a number {key.bounds}")
 
 

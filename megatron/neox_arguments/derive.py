@@ -51,6 +51,11 @@ def derive(
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
         for name in ("layer_types", "no_rope_layers"):
             values[name] = _each_layer(name, values[name], values["num_layers"], problems)
+        for name in ("num_kv_heads", "intermediate_size"):
+            if isinstance(values[name], tuple):
+                each = _each_layer(name, values[name], values["num_layers"], problems)
+                # Where all are one, it is the model that the number makes.
+                values[name] = each[0] if each is not None and len(set(each)) == 1 else each
     if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values

@@ -1,5 +1,6 @@
 """The inner width of the MLP: one meaning here, three in GPT-NeoX and its fork."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from megatron.neox_arguments.declare import keys_of
@@ -24,7 +25,15 @@ PUBLISHED: Final = {
 }
 
 
-def ffn_width(values: Any, reading: str | None = None) -> int:
+def ffn_width(values: Any, reading: str | None = None) -> int | tuple[int, ...]:
+    """`_width`, of each layer where intermediate_size is a list."""
+    given = values.intermediate_size
+    if isinstance(given, tuple):
+        return tuple(_width(values, one, reading) for one in given)
+    return _width(values, given, reading)
+
+
+def _width(values: Any, given: int | None, reading: str | None) -> int:
     """True inner width: rows of the up projection, columns of the down projection, as `reading` has it.
 
     none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated activations
@@ -34,7 +43,7 @@ def ffn_width(values: Any, reading: str | None = None) -> int:
     Raises ValueError when the keys contradict each other.
     """
     reading = reading or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
-    given, multiple = values.intermediate_size, values.mlp_multiple_of
+    multiple = values.mlp_multiple_of
     gated = values.activation in GATED
     base = given or int((values.expansion_factor or 4) * values.hidden_size)
     if reading != "none" and (values.te_layernorm_mlp or (given and reading == "fork")):
@@ -63,7 +72,7 @@ def ffn_problem(values: Any) -> str | None:
         cannot = str(cause)
     if values.compat_ffn_width is not None or _written_for_the_fork(values):
         return cannot
-    widths: dict[str, int] = {}
+    widths: dict[str, int | tuple[int, ...]] = {}
     for reading in READINGS:
         try:
             widths[reading] = ffn_width(values, reading)
@@ -73,7 +82,7 @@ def ffn_problem(values: Any) -> str | None:
         return cannot
     names = {"none": "as it is", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
     told = ", ".join(f"{width} {names[reading]}" for reading, width in widths.items())
-    published = PUBLISHED.get(values.hidden_size, {})
+    published: Mapping[Any, str] = PUBLISHED.get(values.hidden_size, {})
     fitting = [reading for reading, width in widths.items() if width in published]
     if fitting:
         width = widths[fitting[0]]

@@ -29,6 +29,11 @@ def freeze(value: Any) -> Any:
     return value
 
 
+def each(value: Any) -> tuple[Any, ...]:
+    """The values of a key that may be a list for the layers."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def thaw(value: Any) -> Any:
     """The opposite of `freeze`: plain dicts and lists."""
     if isinstance(value, Mapping):

@@ -22,7 +22,9 @@ class ModelKeys:
     num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1, le=10_000)
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
     num_attention_heads: int = key(REQUIRED, "Number of attention heads", ge=1)
-    num_kv_heads: int | None = key(None, "Number of key-value heads (GQA, MQA); unset: num_attention_heads", ge=1)
+    num_kv_heads: int | tuple[int, ...] | None = key(
+        None, "Number of key-value heads (GQA, MQA), or a list for the layers; unset: num_attention_heads", ge=1
+    )
     compat_gqa_rows: Literal["pre1315", "post1315"] | None = key(
         None,
         "num_kv_heads in GPT-NeoX's checkpoints: query, key and value rows as before its #1315 (November 2024), or as "
@@ -32,9 +34,9 @@ class ModelKeys:
     head_dim: int = key(None, "Width of a head; unset: hidden_size / num_attention_heads", ge=1, source="new")
     seq_length: int = key(REQUIRED, "Tokens of one sample", ge=1)
     max_position_embeddings: int = key(REQUIRED, "Longest sequence the model can read; rows of learned positions", ge=1)
-    intermediate_size: int | None = key(
+    intermediate_size: int | tuple[int, ...] | None = key(
         None,
-        "Inner width of the MLP, as it is",
+        "Inner width of the MLP, as it is, or a list for the layers",
         ge=1,
         differs="GPT-NeoX takes 2/3 of it for gated activations: compat_ffn_width",
     )

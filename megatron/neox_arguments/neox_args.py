@@ -197,12 +197,13 @@ class NeoXArgs(
         return self.activation in GATED
 
     @property
-    def ffn_size(self) -> int:
-        """Inner width of the MLP; a gated MLP has this many gate rows and this many up rows."""
+    def ffn_size(self) -> int | tuple[int, ...]:
+        """Inner width of the MLP, of each layer where they differ; a gated MLP has as many gate rows as up rows."""
         return ffn_width(self)
 
     @property
-    def kv_heads(self) -> int:
+    def kv_heads(self) -> int | tuple[int, ...]:
+        """Key-value heads, of each layer where they differ."""
         return self.num_kv_heads or self.num_attention_heads
 
     @property

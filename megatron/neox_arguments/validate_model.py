@@ -4,13 +4,14 @@ import re
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.frozen import each
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
 
 
 def validate_model(args: "NeoXArgs", problems: Problems) -> None:
-    heads, kv_heads = args.num_attention_heads, args.kv_heads
+    heads = args.num_attention_heads
     attends = any(kind in ("global", "flash") for kind in args.attention_config)
     if not attends:
         pass  # a run refuses the others' layers, and they do not split hidden_size into heads
@@ -27,10 +28,10 @@ def validate_model(args: "NeoXArgs", problems: Problems) -> None:
             f"{int(args.head_dim * args.rotary_pct)} of {args.head_dim} dimensions a head would be rotated; "
             "rotary_pct x head_dim must be even",
         )
-    if heads % kv_heads:
-        problems.add(
-            "num_kv_heads", f"{kv_heads} does not divide num_attention_heads {at(args, 'num_attention_heads')}"
-        )
+    for kv_heads in dict.fromkeys(each(args.kv_heads)):
+        if heads % kv_heads:
+            told = f"{kv_heads} does not divide num_attention_heads {at(args, 'num_attention_heads')}"
+            problems.add("num_kv_heads", told)
     if args.seq_length > args.max_position_embeddings:
         problems.add(
             "seq_length",
@@ -47,11 +48,11 @@ def validate_model(args: "NeoXArgs", problems: Problems) -> None:
         ffn = args.ffn_size
     except ValueError:  # told when a run asks for it: files that cannot run can be read
         return
-    if ffn % args.tp:
-        key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
-        problems.add(
-            key, f"the MLP's width {ffn} is not a multiple of model_parallel_size {at(args, 'model_parallel_size')}"
-        )
+    key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
+    for width in dict.fromkeys(each(ffn)):
+        if width % args.tp:
+            told = f"the MLP's width {width} is not a multiple of model_parallel_size {at(args, 'model_parallel_size')}"
+            problems.add(key, told)
 
 
 def _positions(args: "NeoXArgs", problems: Problems) -> None:
@@ -141,9 +142,9 @@ def _qk_layernorm(args: "NeoXArgs", problems: Problems) -> None:
     key = "use_qk_layernorm"
     if args.norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
         problems.add(key, f"needs norm layernorm or rmsnorm, not {at(args, 'norm')}")
-    elif args.kv_heads < args.num_attention_heads:
+    elif min(each(args.kv_heads)) < args.num_attention_heads:
         problems.add(
-            key, f"one norm cannot serve all heads of queries and {args.kv_heads} of keys "
+            key, f"one norm cannot serve all heads of queries and {min(each(args.kv_heads))} of keys "
             f"(num_kv_heads: {args.origin('num_kv_heads')}); set use_separate_qk_norms: true",
         )  # fmt: skip
     elif args.te_mha:
@@ -151,10 +152,10 @@ def _qk_layernorm(args: "NeoXArgs", problems: Problems) -> None:
 
 
 def validate_parallel(args: "NeoXArgs", problems: Problems) -> None:
-    tp, key = args.tp, "model_parallel_size"
-    if tp > args.kv_heads and args.num_kv_heads is not None:
-        problems.add(key, f"{tp} is more than num_kv_heads {at(args, 'num_kv_heads')}; use at most {args.kv_heads}")
-    elif args.num_attention_heads % tp or args.kv_heads % tp:
+    tp, key, least = args.tp, "model_parallel_size", min(each(args.kv_heads))
+    if tp > least and args.num_kv_heads is not None:
+        problems.add(key, f"{tp} is more than num_kv_heads {at(args, 'num_kv_heads')}; use at most {least}")
+    elif args.num_attention_heads % tp or any(heads % tp for heads in each(args.kv_heads)):
         name = "num_attention_heads" if args.num_attention_heads % tp else "num_kv_heads"
         problems.add(key, f"{tp} does not divide {name} {at(args, name)}")
     if args.padded_vocab_size is not None and args.padded_vocab_size % tp:

@@ -33,7 +33,7 @@ from megatron.checkpointing import (
 from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weights import describe_source
-from megatron.model import layer_params, trained_parameters
+from megatron.model import layer_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
 from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
@@ -238,9 +238,8 @@ class Checkpointer(Saver):
 
     def _check_trained(self, files: OptimizerFiles | NeoXOptimizer) -> None:
         """The optimizer's state is that of the parameters trained here, no more and no fewer."""
-        specs = layer_params(self.args)
-        shared = {spec.name for spec in specs[2] if spec.shared}
-        there = {(layer, name) for layer, name in files.names(specs) if layer <= 2 or name not in shared}
+        specs, shared = layer_params(self.args), shared_params(self.args)
+        there = {(layer, name) for layer, name in files.names(specs) if shared.get(name, layer) == layer}
         now = trained_parameters(self.args)
         for names, where in ((now - there, "here"), (there - now, "there")):
             if names:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from megatron.model import Stage
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
+
+PipelineSchedule = Literal["1F1B", "none"]
+"""How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there is one stage."""
 
 Parts = list[tuple[tuple[int, str], Tensor]]
 """((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
@@ -64,6 +67,21 @@ class Engine(Protocol):
     objective: Objective
     dtype: torch.dtype
     zero_stage: int
+
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
+    ) -> None: ...
+
+    @staticmethod
+    def check(args: NeoXArgs) -> None:
+        """Raise ConfigError for what this engine cannot do, and RuntimeError where it cannot work here, before anything
+        is built."""
+        ...
+
+    @staticmethod
+    def notes(args: NeoXArgs) -> list[str]:
+        """What it says of itself at the start."""
+        ...
 
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         """One optimizer step over this rank's micro-batches of it, without a wait for the device that the update does

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.model import Stage, layer_params
-from megatron.model.init import is_copy, stage_parameters
+from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups, on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.probes import sum_over_ranks
@@ -39,7 +39,7 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     own = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for layer, name, param in stage_parameters(stage):
-            if not is_copy(layer, specs[layer, name], groups):
+            if specs[layer, name].is_first_copy(groups):
                 size = torch.Size(specs[layer, name].shape).numel()
                 own += torch.tensor([size, size * param.requires_grad], device=groups.device)
     total, trainable = sum_over_ranks(own, groups).tolist()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from megatron.data import rows_per_sample
-from megatron.model import layer_params, lowest_trained, trained_parameters
+from megatron.model import block_specs, layer_params, lowest_trained, trained_parameters
+from megatron.model.specs import AttentionSpec
 from megatron.model.trainable import EMBEDDING
 from megatron.neox_arguments import NeoXArgs
 
@@ -22,10 +23,12 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     half of its square, packed documents or not; recomputation does not count.
     """
     seq = seq_length or args.seq_length
-    scores_and_values = (row_length or seq) * args.num_attention_heads * args.head_dim  # two products of half a square
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
     multiplications = 0.0
-    for layer in range(2, args.num_layers + 2):
+    for block in block_specs(args):
+        layer, mixer, scores_and_values = block.index, block.mixer, 0.0
+        if isinstance(mixer, AttentionSpec):
+            scores_and_values = (row_length or seq) * mixer.heads * mixer.head_dim  # two products of half a square
         sizes = {(layer, s.name): torch.Size(s.shape).numel() for s in specs[layer] if s.weight_decay and not s.shared}
         forward, own = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
         multiplications += forward + scores_and_values + own

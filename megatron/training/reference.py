@@ -43,6 +43,7 @@ from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.engine import Engine
 from megatron.training.facts import local_sizes
+from megatron.training.parallelize import compile_blocks
 from megatron.training.reference_cache import (
     add_scores,
     cache_folder,
@@ -154,6 +155,7 @@ def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Calla
     """For `Engine.use_reference`, by the weights that the engine has now."""
     weights = engine.weights()
     stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
+    compile_blocks(stage, args)
     with torch.no_grad():
         for layer, name, param in stage_parameters(stage, copies=True):
             param.copy_(weights[layer][name])

@@ -27,13 +27,11 @@ from megatron.model import (
     Stage,
     build_stage,
     for_inference,
-    freeze,
     init_stage,
     lowest_trained,
     reading,
     trained_parameters,
 )
-from megatron.model.init import stage_parameters
 from megatron.mpu import (
     ParallelGroups,
     Process,
@@ -52,12 +50,10 @@ from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
 from megatron.training.best import check_best
 from megatron.training.checkpoints import Checkpointer, Progress
-from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.engine import DeepSpeedEngine
-from megatron.training.deepspeed.optimizers import on_cpu_adam
-from megatron.training.deepspeed.version import check_deepspeed
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
+from megatron.training.parallelize import parallelize
 from megatron.training.profiling import record_memory_history
 from megatron.training.reference import resume_with_reference
 from megatron.training.same_run import begun_of, continued
@@ -90,7 +86,7 @@ class Training:
         rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage, args):
+            with reading(engine.stage):
                 yield Model(
                     args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
                 )
@@ -114,19 +110,21 @@ def _backward_reach(args: NeoXArgs) -> str:
     return "the head is the embedding, so all layers run backwards; trainable.embedding_gradient: false leaves that out"
 
 
-def build_engine(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger | None = None) -> Engine:
+def build_engine(
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    logger: logging.Logger | None = None,
+    engine: type[Engine] = DeepSpeedEngine,
+) -> Engine:
     """A freshly initialised model under its engine; `args` knows its world and vocabulary."""
     say = logger.info if logger is not None else None
     stage: Stage = build_stage(args, groups, log=say)
     init_stage(stage, args, groups)
-    freeze(stage_parameters(stage), args)
-    if say is not None and zero_stage_used(args) != args.zero_stage:
-        say("ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)")
-    if say is not None and args.trainable is not None:
-        say(f"trainable: {_backward_reach(args)}")
-    if say is not None and on_cpu_adam(args):
-        say("optimizer: DeepSpeedCPUAdam (AdamW on the CPU)")
-    return DeepSpeedEngine(args, groups, stage, build_objective(args))
+    notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
+    for note in [*engine.notes(args), *notes]:
+        if say is not None:
+            say(note)
+    return parallelize(stage, build_objective(args), args, groups, engine)
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
@@ -151,12 +149,11 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
-def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
+def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[Engine] = DeepSpeedEngine) -> Training:
     """Build a run up to its first step, on every rank."""
-    check_deepspeed()
     logger = configure_logging(process.rank)
     args = configuration.frozen().check_training().for_world(process.world_size)
-    deepspeed_config(args)  # raises for what DeepSpeed cannot do, before anything is built
+    engine.check(args)
     check_curriculum(args)
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
@@ -198,15 +195,15 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process) -> Training:
         logger.info(note)
     record_memory_history(args, groups)
     watchdog.now("building the model")
-    engine = build_engine(args, groups, logger)
-    check_best(args, engine.objective, datasets.valid)
+    built = build_engine(args, groups, logger, engine)
+    check_best(args, built.objective, datasets.valid)
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))
     order = order_keys(args, epochs)
-    checkpointer = Checkpointer(args, groups, engine, schedule, tokenizer, datasets, order, source, logger)
+    checkpointer = Checkpointer(args, groups, built, schedule, tokenizer, datasets, order, source, logger)
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
-    datasets, progress = resume_with_reference(args, groups, datasets, engine, checkpointer, logger, watchdog)
+    datasets, progress = resume_with_reference(args, groups, datasets, built, checkpointer, logger, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
-    return Training(args, groups, tokenizer, datasets, engine, schedule, checkpointer, progress, logger, watchdog)
+    return Training(args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog)

@@ -30,7 +30,8 @@ from megatron.checkpointing import (
 from megatron.checkpointing.layout import layer_file, layer_files
 from megatron.checkpointing.names import generation
 from megatron.checkpointing.weights import describe_files, describe_source
-from megatron.model.weight_map import layer_params, shard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.weight_names import GENERATIONS
 from tests.checkpointing.golden import RUNS, assert_same, checkpoint, golden_args, raw_layer, whole
@@ -254,5 +255,3 @@ def test_rows_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert manifest is not None and manifest.config.get("compat_gqa_rows") is None
     text = refused(reshard_command, "--input_dir", new, "--output_dir", tmp_path / "no", "--gqa-rows", "pre1315")
     assert "has a manifest.json, and so rows that are known" in text
-
-

@@ -24,7 +24,8 @@ from megatron.checkpointing.huggingface.folder import write_weights
 from megatron.checkpointing.huggingface.parity import check_parity
 from megatron.checkpointing.layout import layer_file, layer_files
 from megatron.checkpointing.weights import load_weights, local_layer_state
-from megatron.model.weight_map import layer_params, shard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, random_model
 from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, NeoXOptimizer, load_tensors, read_manifest, save_tensors, zero_file
-from megatron.model.weight_map import layer_params, unshard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import unshard
 from tests.checkpointing.golden import checkpoint, golden_args
 from tests.pool import run_ranks
 from tests.training.runs import begin

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.layout import layer_file
 from megatron.model import build_stage
-from megatron.model.weight_map import layer_params, shard
-from megatron.mpu import ParallelGroups
+from megatron.model.weight_map import layer_params
+from megatron.mpu import ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, whole, write_at
 from tests.checkpointing.test_names import LAYERS, TE, renamed

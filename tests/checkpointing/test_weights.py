@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.layout import layer_file
-from megatron.model.weight_map import layer_params, shard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import shard
 from tests.checkpointing.golden import (
     RUNS,
     Weights,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask, window_mask
+from megatron.model.attention import AttentionInputs, Options, document_mask, window_mask
 from megatron.mpu import token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import GPU, WIDE, stage_on
-from tests.model.stages import document_batch, random_batch, small
+from tests.model.stages import chosen, document_batch, inputs_of, random_batch, small
 
 pytestmark = pytest.mark.gpu
 # bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or twice.
@@ -29,8 +29,8 @@ def qkv(heads: int, kv_heads: int, seq: int = 128) -> list[Tensor]:
 def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: torch.dtype, **run: Any) -> list[Tensor]:
     """Output and gradients, fp32."""
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[dtype]
-    backend = choose_backend(small(attention_backend=name, precision=precision, **WIDE, **run), GPU)
-    out = attend(*(leaf.to(dtype) for leaf in leaves), inputs, backend=backend)
+    backend = chosen(small(attention_backend=name, precision=precision, **WIDE, **run), "cuda")
+    out = backend.attend(*(leaf.to(dtype) for leaf in leaves), inputs, Options())
     return [out.detach().float(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
@@ -78,7 +78,7 @@ def test_a_packed_batch_takes_the_varlen_kernel() -> None:
     batch = document_batch(plain).to(GPU)
     stage = stage_on(small(**values), GPU)
     assert batch.positions is not None
-    assert stage._attention_inputs(batch, batch.positions).cu_seqlens is not None
+    assert inputs_of(stage, batch, batch.positions).cu_seqlens is not None
     found = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
     expected = token_logprobs(stage_on(plain, GPU)(None, batch), batch.labels.t(), None)
     # Logits of size ten from two blocks of bf16: 2^-8 of them, and twice that for good measure.
@@ -86,15 +86,16 @@ def test_a_packed_batch_takes_the_varlen_kernel() -> None:
 
 
 def test_auto_chooses_no_math_for_bf16_and_no_flash_for_fp32() -> None:
-    bf16 = choose_backend(small(precision="bfloat16", **WIDE), GPU).kernels
-    assert bf16["plain"] in ("cudnn", "flash") and bf16["from a cache"] in ("cudnn", "flash", "efficient")
-    assert choose_backend(small(**WIDE), GPU).kernels["plain"] in ("efficient", "math")
+    bf16 = chosen(small(precision="bfloat16", **WIDE), "cuda").by_kind
+    assert bf16["plain"].name in ("cudnn", "flash")
+    assert bf16["from a cache"].name in ("cudnn", "flash", "efficient")
+    assert chosen(small(**WIDE), "cuda").by_kind["plain"].name in ("efficient", "math")
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_fp32_is_refused_by_16_bit_kernels(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend: {name} cannot do this run"):
-        choose_backend(small(attention_backend=name, **WIDE), GPU)
+        chosen(small(attention_backend=name, **WIDE), "cuda")
 
 
 @torch.no_grad()

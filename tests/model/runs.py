@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.model import layer_params, unshard
+from megatron.model import layer_params
+from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.engine import Engine
+from megatron.training.parallelize import parallelize
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 
 LR = 0.5
@@ -47,6 +50,16 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 11,
     "embedding_multiplier": 3.0,
 }
+# Blocks that differ in all that a list can say.
+MIXED: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    "num_kv_heads": [2, 4],
+    "intermediate_size": [48, 48, 32],
+    "sliding_window_width": 3,
+    "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "no_rope_layers": [1, 0, 0, 1],
+    "attention_config": [[["flash"], 2], [["global"], 2]],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "llama": LLAMA,
@@ -55,6 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rpe": RPE,
     "window": WINDOW,
     "gemma": GEMMA,
+    "mixed": MIXED,
 }
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": LR}},
@@ -74,10 +88,12 @@ class Step(NamedTuple):
     weights: Weights
 
 
-def engine_for(values: dict[str, Any], world_size: int) -> DeepSpeedEngine:
+def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    return DeepSpeedEngine(args, groups, stage_with(args, random_weights(args), groups), LANGUAGE_MODELLING)
+    return parallelize(
+        stage_with(args, random_weights(args), groups), LANGUAGE_MODELLING, args, groups, DeepSpeedEngine
+    )
 
 
 def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Step]:

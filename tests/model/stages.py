@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model import Stage, build_stage, layer_params, shard
+from megatron.model import Reading, Stage, build_stage, layer_params
+from megatron.model.attention import AttentionInputs, Backends, choose_backends
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, build_groups
+from megatron.model.specs import attention_spec
+from megatron.mpu import ParallelGroups, build_groups, shard
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.parallelize import compile_blocks, recompute_blocks
 
 Weights = dict[int, dict[str, Tensor]]
 
@@ -30,6 +33,12 @@ SMALL: dict[str, Any] = {
 
 def small(**changes: Any) -> NeoXArgs:
     return NeoXArgs.from_dict({**SMALL, **changes})
+
+
+def chosen(args: NeoXArgs, device: str = "cpu") -> Backends:
+    """The attention of a model whose layers all ask for the same."""
+    mixers = [attention_spec(args, block) for block in range(args.num_layers)]
+    return choose_backends(args, torch.device(device), mixers)[mixers[0].backend]
 
 
 def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
@@ -50,10 +59,17 @@ def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None =
     """This rank's stage with its part of `weights`, in evaluation mode."""
     groups = groups or ParallelGroups.single()
     stage, specs = build_stage(args, groups), layer_params(args)
+    recompute_blocks(stage, args)
+    compile_blocks(stage, args)
     for layer, name, param in stage_parameters(stage):
         spec = next(s for s in specs[layer] if s.name == name)
         param.copy_(shard(weights[layer][name], spec, groups.rank("tensor"), groups.size("tensor")))
     return stage.eval()
+
+
+def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> AttentionInputs:
+    """What the attention of a block is given in training."""
+    return stage.attention_inputs(stage.blocks[block], batch, positions, Reading())
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:

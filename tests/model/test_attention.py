@@ -9,15 +9,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from megatron.model.attention import AttentionInputs, attend, choose_backend, document_mask
+from megatron.model.attention import AttentionInputs, Options, document_mask
+from megatron.model.attention.backends import Backend
 from megatron.model.positions import alibi_bias
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import document_batch, documents, random_batch, random_weights, small, stage_with
+from tests.model.stages import (
+    chosen,
+    document_batch,
+    documents,
+    inputs_of,
+    random_batch,
+    random_weights,
+    small,
+    stage_with,
+)
 
 CPU = torch.device("cpu")
-BACKEND = choose_backend(small(), CPU)
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
 
 
@@ -44,13 +52,14 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
         slopes = alibi_bias(SEQ, HEADS, 0, HEADS, CPU)
         bias = bias + slopes.double()
         mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
-    out = attend(q, k, v, AttentionInputs(mask=mask), backend=choose_backend(small(attention_backend=name), CPU))
+    out = chosen(small(attention_backend=name)).attend(q, k, v, AttentionInputs(mask=mask), Options())
     torch.testing.assert_close(out.double(), by_formula(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_stays_bf16_with_a_bias() -> None:
     q = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16)
-    out = attend(q, q, q, AttentionInputs(mask=alibi_bias(SEQ, HEADS, 0, HEADS, CPU)), backend=BACKEND)
+    inputs = AttentionInputs(mask=alibi_bias(SEQ, HEADS, 0, HEADS, CPU))
+    out = chosen(small()).attend(q, q, q, inputs, Options())
     assert out.dtype == torch.bfloat16
 
 
@@ -75,6 +84,11 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
     assert not any(is_causal for _, is_causal in seen)
 
 
+def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let backends be chosen for a GPU where there is none: whatever would be tried works."""
+    monkeypatch.setattr(Backend, "supports", lambda self, call: None)
+
+
 @pytest.mark.parametrize(
     "changes, varlen",
     [
@@ -86,12 +100,15 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
         ({"attention_dropout": 0.1}, False),
     ],
 )
-def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(changes: dict[str, Any], varlen: bool) -> None:
+def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(
+    changes: dict[str, Any], varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = small(**{"precision": "bfloat16", **changes})
     stage, batch = stage_with(args, random_weights(args)), document_batch(args)
-    stage.device_of_groups = torch.device("cuda")  # only asked for its type
+    no_gpu_is_tried(monkeypatch)
+    stage.backends = {args.attention_backend: chosen(args, "cuda")}
     assert batch.positions is not None and batch.cu_seqlens is not None
-    inputs = stage._attention_inputs(batch, batch.positions)
+    inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (varlen, varlen)
     if inputs.cu_seqlens is not None:
         flat = sorted(set(inputs.cu_seqlens.tolist()))
@@ -121,7 +138,7 @@ def test_documents_on_a_cpu_run_by_themselves(
 
     stage, batch = stage_with(args, random_weights(args)), document_batch(args)
     assert batch.positions is not None
-    inputs = stage._attention_inputs(batch, batch.positions)
+    inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)
     if alone:
         monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
@@ -132,23 +149,25 @@ def test_documents_on_a_cpu_run_by_themselves(
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend: {name} needs a GPU"):
-        choose_backend(small(attention_backend=name), CPU)
+        chosen(small(attention_backend=name))
 
 
 def test_a_kernel_that_cannot_do_this_run_is_refused_at_start() -> None:
     words = r"attention_backend: flash cannot do this run \(.*dropout.*\); set attention_backend: auto"
     with pytest.raises(ConfigError, match=words):
-        choose_backend(small(attention_backend="flash", attention_dropout=0.1), CPU)
+        chosen(small(attention_backend="flash", attention_dropout=0.1))
 
 
 def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
-    assert choose_backend(small(), CPU).name == "flash"
-    assert choose_backend(small(pos_emb="alibi", num_kv_heads=2), CPU).name == "flash"
-    dropping = choose_backend(small(attention_dropout=0.1), CPU)
+    assert chosen(small()).name == "flash"
+    assert chosen(small(pos_emb="alibi", num_kv_heads=2)).name == "flash"
+    dropping = chosen(small(attention_dropout=0.1))
     assert dropping.name == "flash, with dropout math, with a mask and dropout math"
-    assert dropping.kernel(masked=False, dropping=False, cached=False) == SDPBackend.FLASH_ATTENTION
-    assert dropping.kernel(masked=True, dropping=True, cached=False) == SDPBackend.MATH
+    assert {kind: backend.name for kind, backend in dropping.by_kind.items()} == {
+        "plain": "flash", "with a mask": "flash", "with dropout": "math", "with a mask and dropout": "math",
+        "from a cache": "flash",
+    }  # fmt: skip
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -156,5 +175,5 @@ def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:
 def test_the_named_kernel_runs(name: str, flash: bool) -> None:
     q = torch.randn(SEQ, BATCH, HEADS, DIM)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        attend(q, q, q, AttentionInputs(), backend=choose_backend(small(attention_backend=name), CPU))
+        chosen(small(attention_backend=name)).attend(q, q, q, AttentionInputs(), Options())
     assert any("flash_attention" in event.key for event in profile.key_averages()) == flash

@@ -51,16 +51,16 @@ def test_recomputation_is_bit_equal(layout: str) -> None:
 def test_blocks_are_run_again_in_the_backward_pass(
     together: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import megatron.model.decoder as decoder_module
+    import megatron.model.stage as stage_module
 
     pieces, runs = [], []
-    real = decoder_module.checkpoint
+    real = stage_module.checkpoint
 
     def count(*args: Any, **kwargs: Any) -> Tensor:
         pieces.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(decoder_module, "checkpoint", count)
+    monkeypatch.setattr(stage_module, "checkpoint", count)
     args = small(num_layers=4, checkpoint_activations=together > 0, checkpoint_num_layers=together or 1)
     stage = stage_with(args, random_weights(args)).train()
     for index in range(2, 6):
@@ -112,7 +112,7 @@ def test_masks_differ_between_tensor_ranks_only_where_their_values_do(sequence: 
 def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.model.attention.backends as attention_module
     import megatron.model.block as block_module
-    import megatron.model.decoder as decoder_module
+    import megatron.model.embedding as embedding_module
 
     seeds: list[int] = []
 
@@ -124,11 +124,11 @@ def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytes
         seeds.append(seed)
         return function()
 
-    monkeypatch.setattr(block_module, "dropout", record)
-    monkeypatch.setattr(decoder_module, "dropout", record)
-    monkeypatch.setattr(attention_module, "seeded", record_attention)
     args = small(num_layers=3, **DROPOUT)
     stage = stage_with(args, random_weights(args)).train()
+    monkeypatch.setattr(block_module, "dropout", record)
+    monkeypatch.setattr(embedding_module, "dropout", record)
+    monkeypatch.setattr(attention_module, "seeded", record_attention)
     for seed in (0, 1):
         stage(None, random_batch(args, seed=seed))
     assert len(seeds) == len(set(seeds)) == 2 * (1 + 3 * 3)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model import build_stage, init_stage, layer_params, unshard
+from megatron.model import build_stage, init_stage, layer_params
 from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ParallelGroups, unshard
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import Weights, groups_of, small
 from tests.pool import run_ranks

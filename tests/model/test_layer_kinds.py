@@ -11,43 +11,42 @@ import torch
 
 from megatron.checkpointing import CheckpointError, check_model, local_layer_state, model_keys
 from megatron.checkpointing.names import to_our_names
-from megatron.model import build_stage, init_stage, layer_params
-from megatron.model.attention import LayerKind, choose_backend, layer_kind
+from megatron.model import block_specs, build_stage, init_stage, layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from tests.model.runs import GEMMA, LLAMA
-from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.model.stages import chosen, inputs_of, random_batch, random_weights, small, stage_with
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def kinds(args: NeoXArgs) -> list[LayerKind]:
-    return [layer_kind(args, layer) for layer in range(2, args.num_layers + 2)]
+def kinds(args: NeoXArgs) -> list[tuple[int | None, float | None]]:
+    """Window and rotary base of every block."""
+    mixers = [block.mixer for block in block_specs(args)]
+    return [(mixer.window, None if mixer.rotary is None else mixer.rotary.base) for mixer in mixers]
 
 
 def test_a_pattern_repeats_over_the_layers() -> None:
     args = small(**GEMMA)
     assert args.layer_types == (SLIDING, FULL, SLIDING, FULL) and args.no_rope_layers == (1, 1, 0, 1)
-    assert kinds(args) == [
-        LayerKind(3, True, True), LayerKind(None, True, False), LayerKind(3, False, False), LayerKind(None, True, False)
-    ]  # fmt: skip
-    assert kinds(small(sliding_window_width=3)) == [LayerKind(3, True, False)] * 2
-    assert kinds(small(pos_emb="none")) == [LayerKind(None, False, False)] * 2
+    assert kinds(args) == [(3, 100.0), (None, 10000), (3, None), (None, 10000)]
+    assert kinds(small(sliding_window_width=3)) == [(3, 10000)] * 2
+    assert kinds(small(pos_emb="none")) == [(None, None)] * 2
     # A window as wide as the longest sequence is none, but the layer keeps its base.
     wide = small(**{**GEMMA, "sliding_window_width": 31})
-    assert kinds(wide)[0] == LayerKind(None, True, True)
+    assert kinds(wide)[0] == (None, 100.0)
 
 
 def test_both_kinds_of_calls_get_a_kernel() -> None:
-    assert choose_backend(small(**GEMMA), CPU).kernels.keys() == {"plain", "with a mask", "from a cache"}
+    assert chosen(small(**GEMMA)).by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
 
 
 def test_every_kind_gets_its_own_inputs() -> None:
     args = small(**GEMMA)
     stage, batch = stage_with(args, random_weights(args)), random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
-    near, far, still, _ = (stage._attention_inputs(batch, positions, kind=kind) for kind in kinds(args))
+    near, far, still, _ = (inputs_of(stage, batch, positions, block) for block in range(4))
     assert near.mask is not None and still.mask is not None and far.mask is None
     assert near.mask.sum(-1).flatten().tolist() == [min(i, 3) + 1 for i in range(16)]
     assert near.rope is not None and far.rope is not None and still.rope is None
@@ -89,7 +88,7 @@ def test_files_of_wrapped_norms_come_back() -> None:
     weights = random_weights(args)[2]
     state = local_layer_state(2, weights, args, tensor_rank=0, tensor_size=1)
     assert "pre_feedforward_layernorm.norm.weight" in state
-    back = to_our_names(state, weights.keys(), args, "file")
+    back = to_our_names(2, state, weights.keys(), args, "file")
     assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in weights)
 
 

@@ -48,11 +48,11 @@ def noisy(**keys: Any) -> Stage:
 def test_is_what_transformers_adds(model: dict[str, Any]) -> None:
     """To the embedding as it comes out of Gemma's, multiplied."""
     stage = noisy(**model)
-    batch = random_batch(stage.args, rows=1)
+    batch = random_batch(small(), rows=1)
     module = torch.nn.Embedding(4, 4)
     module.neftune_noise_alpha = ALPHA
     with fork_seed(mix_seed(SEED, "neftune"), torch.device("cpu")):
-        expected = neftune_post_forward_hook(module, (), torch.zeros(1, 16, stage.args.hidden_size))
+        expected = neftune_post_forward_hook(module, (), torch.zeros(1, 16, small().hidden_size))
     torch.testing.assert_close(noise_of(stage, batch), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_depends_on_the_document_not_on_the_row() -> None:
     found = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
     first = 0
     for row, length in enumerate(documents):
-        bound = ALPHA / math.sqrt(length * stage.args.hidden_size)
+        bound = ALPHA / math.sqrt(length * small().hidden_size)
         for own in (found[0][:, first : first + length].flatten(), found[1][row, :length].flatten()):
             assert 0.98 * bound < own.abs().max() <= 1.0001 * bound
             assert own.var() == pytest.approx(bound**2 / 3, rel=0.1)

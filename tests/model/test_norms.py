@@ -11,8 +11,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
-from megatron.model.mlp import activation_function
+from megatron.model.mlp import FUNCTIONS
 from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
+from megatron.model.specs import HeadNormSpec, activation_name, head_norm_spec, norm_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import SGD, assert_same_step, sgd_steps
 from tests.model.stages import small
@@ -26,7 +27,7 @@ WEIGHT, BIAS = 1 + torch.rand(32, generator=GENERATOR), torch.rand(32, generator
 
 
 def test_scalenorm() -> None:
-    norm = build_norm(small(norm="scalenorm", scalenorm_epsilon=0.5), ALONE)
+    norm = build_norm(norm_spec(small(norm="scalenorm", scalenorm_epsilon=0.5)), ALONE)
     norm.load_state_dict({"g": torch.tensor([3.0])})
     x = X.clone()
     x[0] *= 1e-3  # shorter than epsilon: divided by that instead
@@ -35,7 +36,7 @@ def test_scalenorm() -> None:
 
 
 def test_non_parametric_layernorm_equals_olmos() -> None:
-    norm = build_norm(small(norm="non_parametric_layernorm", layernorm_epsilon=1e-5), ALONE)
+    norm = build_norm(norm_spec(small(norm="non_parametric_layernorm", layernorm_epsilon=1e-5)), ALONE)
     assert not list(norm.parameters())
     torch.testing.assert_close(norm(X), OlmoLayerNorm(32)(X))
 
@@ -43,7 +44,7 @@ def test_non_parametric_layernorm_equals_olmos() -> None:
 @pytest.mark.parametrize("keys, bias", [({}, False), ({"compat_norm_bias": True}, True)])
 def test_norms_without_bias(keys: dict[str, Any], bias: bool) -> None:
     args = small(use_bias_in_norms=False, layernorm_epsilon=1e-2, **keys)
-    norm, theirs = build_norm(args, ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
+    norm, theirs = build_norm(norm_spec(args), ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
     state = {"weight": WEIGHT, **({"bias": BIAS} if bias else {})}
     norm.load_state_dict(state)
     theirs.load_state_dict(state)
@@ -55,7 +56,7 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
     keys = {"layernorm_epsilon": 0.5, "rms_norm_epsilon": 0.5}
     for prefix in ("", "te_"):
         args = small(norm=prefix + name, **keys)
-        outside, inside = build_norm(args, ALONE), build_norm(args, ALONE, in_te_mlp=True)
+        outside, inside = build_norm(norm_spec(args), ALONE), build_norm(norm_spec(args, in_te_mlp=True), ALONE)
         for norm, eps in ((outside, 0.5), (inside, fixed)):
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
@@ -67,13 +68,22 @@ def test_gelu_of_transformer_engine_is_the_tanh_approximation() -> None:
     x = torch.linspace(-6, 6, 99)
     for name in ("gelu", "geglu"):
         for te, approximate in ((True, "tanh"), (False, "none")):
-            function = activation_function(small(activation=name, te_layernorm_mlp=te, te_backend="native"))
+            function = FUNCTIONS[activation_name(small(activation=name, te_layernorm_mlp=te, te_backend="native"))]
             torch.testing.assert_close(function(x), nn.GELU(approximate)(x))
+
+
+def heads_of(**changes: Any) -> HeadNormSpec:
+    spec = head_norm_spec(small(**changes))
+    assert spec is not None
+    return spec
 
 
 def test_one_layernorm_of_queries_and_keys() -> None:
     """GPT-NeoX makes it LayerNorm([heads, head_dim])."""
-    norm, theirs = QKLayerNorm(small(layernorm_epsilon=1e-2), ALONE), nn.LayerNorm([4, 8], eps=1e-2)
+    norm, theirs = (
+        QKLayerNorm(heads_of(use_qk_layernorm=True, layernorm_epsilon=1e-2), 4, ALONE),
+        nn.LayerNorm([4, 8], eps=1e-2),
+    )
     for module in (norm, theirs):
         module.load_state_dict({"weight": WEIGHT.view(4, 8), "bias": BIAS.view(4, 8)})
     for ours, x in zip(norm(*QK), QK, strict=True):
@@ -81,7 +91,7 @@ def test_one_layernorm_of_queries_and_keys() -> None:
 
 
 def test_one_rmsnorm_of_queries_and_keys() -> None:
-    norm = QKRMSNorm(small(norm="rmsnorm", rms_norm_epsilon=1e-2), ALONE)
+    norm = QKRMSNorm(heads_of(use_qk_layernorm=True, norm="rmsnorm", rms_norm_epsilon=1e-2), 4, ALONE)
     norm.load_state_dict({"scale": WEIGHT.view(4, 8)})
     heads = [nn.RMSNorm(8, eps=1e-2) for _ in range(4)]
     for head, weight in zip(heads, WEIGHT.view(4, 8), strict=True):
@@ -91,7 +101,7 @@ def test_one_rmsnorm_of_queries_and_keys() -> None:
 
 
 def test_wide_rmsnorm_equals_olmo3() -> None:
-    norm = WideRMSNorm(small(norm="rmsnorm", rms_norm_epsilon=1e-2), ALONE, heads=4)
+    norm = WideRMSNorm(heads_of(**WIDE, rms_norm_epsilon=1e-2), 4, ALONE)
     theirs = Olmo3RMSNorm(32, eps=1e-2)
     norm.load_state_dict({"scale": WEIGHT})
     theirs.load_state_dict({"weight": WEIGHT})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter, PackedDataset, Packing, build_maps
 from megatron.data import collate_samples as collate
-from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.engine import Engine
 from tests.model.runs import LR, MODELS, Step, engine_for, whole_weights
 from tests.model.stages import documents, random_weights, small
 from tests.pool import run_ranks
@@ -58,7 +58,7 @@ def batches(folder: str, labelled: bool, pack_impl: str, **options: Any) -> list
     return [collate([data[i] for i in rows], **options) for rows in (range(half), range(half, len(data)))]
 
 
-def look(engine: DeepSpeedEngine, given: list[Batch]) -> Found:
+def look(engine: Engine, given: list[Batch]) -> Found:
     losses: dict[tuple[int, ...], float] = {}
     logprobs = engine.token_logprobs(given)
     for batch, found in zip(given, logprobs, strict=True):

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from megatron.model.mlp import MLP, activation_function
+from megatron.model.mlp import FUNCTIONS, MLP
 from megatron.model.norms import build_norm
 from megatron.model.positions import alibi_bias, alibi_slopes
+from megatron.model.specs import activation_name, dense_spec, norm_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import random_weights, small
@@ -54,11 +55,11 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_activation(name: str) -> None:
     args = small(activation=name)
     assert args.is_gated == (name in GATES)
-    torch.testing.assert_close(activation_function(args)(X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(FUNCTIONS[activation_name(args)](X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12)
 
 
 def test_fused_gelu_is_the_tanh_approximation() -> None:
-    function = activation_function(small(activation="gelu", bias_gelu_fusion=True))
+    function = FUNCTIONS[activation_name(small(activation="gelu", bias_gelu_fusion=True))]
     torch.testing.assert_close(function(X), gelu_tanh(X), rtol=1e-12, atol=1e-12)
 
 
@@ -67,7 +68,7 @@ def test_fused_gelu_is_the_tanh_approximation() -> None:
 def test_mlp(name: str, bias: bool) -> None:
     args = small(activation=name, intermediate_size=24, use_bias_in_mlp=bias)
     weights = {k.removeprefix("mlp."): v for k, v in random_weights(args)[2].items() if k.startswith("mlp.")}
-    mlp = MLP(args, ALONE)
+    mlp = MLP(dense_spec(args, 0), ALONE)
     mlp.load_state_dict(weights)
     x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(2))
     inner = F.linear(x, weights["linear1.weight"], weights.get("linear1.bias"))
@@ -83,7 +84,7 @@ def test_mlp(name: str, bias: bool) -> None:
 @torch.no_grad()
 def test_rmsnorm_equals_transformers() -> None:
     args = small(norm="rmsnorm", rms_norm_epsilon=1e-2)
-    ours, theirs = build_norm(args, ALONE), LlamaRMSNorm(32, eps=1e-2)
+    ours, theirs = build_norm(norm_spec(args), ALONE), LlamaRMSNorm(32, eps=1e-2)
     x, scale = torch.randn(3, 2, 32), torch.randn(32)
     ours.load_state_dict({"scale": scale})
     theirs.weight.copy_(scale)
@@ -92,7 +93,7 @@ def test_rmsnorm_equals_transformers() -> None:
 
 @torch.no_grad()
 def test_layernorm_equals_its_formula() -> None:
-    norm = build_norm(small(layernorm_epsilon=1e-2), ALONE)
+    norm = build_norm(norm_spec(small(layernorm_epsilon=1e-2)), ALONE)
     x, weight, bias = torch.randn(3, 2, 32), torch.randn(32), torch.randn(32)
     norm.load_state_dict({"weight": weight, "bias": bias})
     wide = x.double()
@@ -136,6 +137,6 @@ def test_alibi_of_a_tensor_rank_is_its_heads() -> None:
 )
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:
     args: NeoXArgs = small(**changes)
-    mlp = MLP(args, ALONE)
+    mlp = MLP(dense_spec(args, 0), ALONE)
     assert tuple(mlp.linear1.weight.shape) == (width * (2 if args.is_gated else 1), 32)
     assert tuple(mlp.linear2.weight.shape) == (32, width)

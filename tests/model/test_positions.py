@@ -16,12 +16,13 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.layout import layer_file
 from megatron.model import build_stage, init_stage
-from megatron.model.attention import AttentionInputs, attend, choose_backend
+from megatron.model.attention import AttentionInputs, Options
 from megatron.model.init import stage_parameters
 from megatron.model.positions import RelativePositionBias, relative_bucket, sinusoidal_embedding
+from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import RPE
-from tests.model.stages import Weights, random_batch, random_weights, small, stage_with
+from tests.model.stages import Weights, chosen, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import by_formula
 from tests.model.test_transformers import assert_equal_logits, both, interleaved, randomised
 
@@ -91,7 +92,9 @@ def test_buckets_are_t5s(buckets: int, furthest: int) -> None:
 
 
 def rpe_table(seed: int = 0) -> RelativePositionBias:
-    table = RelativePositionBias(small(**RPE), ParallelGroups.single())
+    spec = attention_spec(small(**RPE), 0).relative
+    assert spec is not None
+    table = RelativePositionBias(spec, ParallelGroups.single())
     torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(seed))
     return table
 
@@ -116,13 +119,13 @@ def test_biases_are_t5s_times_the_root_of_head_dim() -> None:
 def test_biases_get_their_gradient(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, weight = (torch.randn(10, 2, 4, 8, generator=generator) for _ in range(4))
-    backend = choose_backend(small(**RPE, attention_backend=name), CPU)
+    backend = chosen(small(**RPE, attention_backend=name))
 
     def gradient(out: Tensor, table: RelativePositionBias) -> Tensor:
         return torch.autograd.grad((out * weight).sum(), table.weight)[0]
 
     ours, exact = rpe_table(), rpe_table().double()
-    found = gradient(attend(q, k, v, AttentionInputs(mask=ours(10)), backend=backend), ours)
+    found = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), Options()), ours)
     expected = gradient(by_formula(q, k, v, exact(10).double()), exact)
     assert found[2:].abs().min() > 0
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)

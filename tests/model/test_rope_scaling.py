@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron.data import Batch
 from megatron.generation import Model, Sampling, complete, for_inference
 from megatron.model.positions import rope_frequencies, rope_tables
+from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
@@ -57,9 +58,9 @@ def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int)
     scaling = SCALINGS[name]
     config = config_of(scaling, hidden_size=4 * head_dim)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU, seq_len=length)
-    found, own_factor = rope_frequencies(args_of(scaling, hidden_size=4 * head_dim), length, CPU)
+    found, own_factor = rope_frequencies(rotary_spec(args_of(scaling, hidden_size=4 * head_dim)), length, CPU)
     assert torch.equal(found, expected) and own_factor == factor
-    plain, _ = rope_frequencies(small(rotary_emb_base=500, hidden_size=4 * head_dim), length, CPU)
+    plain, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
     assert torch.equal(found, plain) == (name == "dynamic" and length == 6)
 
 
@@ -83,9 +84,9 @@ def test_logits_are_llamas(name: str) -> None:
 
 def test_a_length_for_each_row() -> None:
     args, positions = args_of(SCALINGS["dynamic"]), torch.arange(5).expand(2, 5)
-    both = rope_tables(positions, *rope_frequencies(args, torch.tensor([[8], [20]]), CPU))
+    both = rope_tables(positions, *rope_frequencies(rotary_spec(args), torch.tensor([[8], [20]]), CPU))
     for row, length in enumerate((8, 20)):
-        alone = rope_tables(positions[:1], *rope_frequencies(args, length, CPU))
+        alone = rope_tables(positions[:1], *rope_frequencies(rotary_spec(args), length, CPU))
         for table, expected in zip(both, alone, strict=True):
             torch.testing.assert_close(table[:, row : row + 1], expected)
     assert not torch.allclose(both[0][:, 0], both[0][:, 1])

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
-from megatron.model.attention import AttentionInputs, attend, choose_backend, sliding_window, window_mask
+from megatron.model.attention import AttentionInputs, Backends, Options, window_mask
+from megatron.model.attention.backends import Varlen
 from megatron.model.cache import CacheRows, LayerCache
-from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
-from tests.model.test_attention import by_formula
+from megatron.model.specs import attention_spec
+from tests.model.stages import chosen, document_batch, inputs_of, random_batch, random_weights, small, stage_with
+from tests.model.test_attention import by_formula, no_gpu_is_tried
 from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
 
 CPU = torch.device("cpu")
@@ -39,10 +41,10 @@ def test_mistral(width: int) -> None:
 
 
 def test_a_window_over_everything_is_none() -> None:
-    assert sliding_window(small(sliding_window_width=31)) is None  # of 32 positions
-    assert sliding_window(small(sliding_window_width=30)) == 30
-    assert choose_backend(small(sliding_window_width=30), CPU).kernels.keys() == {"with a mask", "from a cache"}
-    assert choose_backend(small(sliding_window_width=31), CPU) == choose_backend(small(), CPU)
+    assert attention_spec(small(sliding_window_width=31), 0).window is None  # of 32 positions
+    assert attention_spec(small(sliding_window_width=30), 0).window == 30
+    assert chosen(small(sliding_window_width=30)).by_kind.keys() == {"with a mask", "from a cache"}
+    assert chosen(small(sliding_window_width=31)) == chosen(small())
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "alibi", "rpe"])
@@ -53,7 +55,7 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
     batch = document_batch(args) if packed else random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
     with torch.no_grad():
-        inputs = stage_with(args, random_weights(args))._attention_inputs(batch, positions)
+        inputs = inputs_of(stage_with(args, random_weights(args)), batch, positions)
     assert inputs.mask is not None and inputs.cu_seqlens is None
     shown = inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask > float("-inf")
     for row in range(2):
@@ -85,21 +87,21 @@ def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monke
     args = small(precision="bfloat16", sliding_window_width=width)
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
     positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron.model.decoder.takes_varlen", lambda *_: False)
-        masked = stage._attention_inputs(batch, positions)
-    monkeypatch.setattr("megatron.model.attention.backends.has_varlen_kernel", lambda device: True)
+    stage.backends = {"auto": Backends({})}
+    masked = inputs_of(stage, batch, positions)
+    no_gpu_is_tried(monkeypatch)
+    on_gpu = {kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)}
+    stage.backends = {"auto": Backends({**chosen(args).by_kind, **on_gpu})}
     monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
-    inputs = stage._attention_inputs(batch, positions)
+    inputs = inputs_of(stage, batch, positions)
     assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(16, 3, heads, 8, generator=generator) for heads in (4, 2, 2))
-    backend = choose_backend(args, CPU)
     slots = (20 * torch.arange(3).unsqueeze(1) + torch.arange(16)).flatten()  # a block of 20 tokens each
-    rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], [None, None])
+    rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], {})
     cache = LayerCache(torch.zeros(3, 20, 2, 8), torch.zeros(3, 20, 2, 8), rows)
-    found = attend(q, k, v, inputs, backend=backend, cache=cache)
-    torch.testing.assert_close(found, attend(q, k, v, masked, backend=backend), rtol=1e-5, atol=1e-5)
+    found = stage.backends["auto"].attend(q, k, v, inputs, Options(cache))
+    torch.testing.assert_close(found, chosen(args).attend(q, k, v, masked, Options()), rtol=1e-5, atol=1e-5)
     assert torch.equal(cache.keys[:, :16], k.transpose(0, 1)) and not cache.keys[:, 16:].any()
     assert torch.equal(cache.values[:, :16], v.transpose(0, 1))
 
@@ -118,5 +120,5 @@ def test_the_window_is_seen_in_the_output() -> None:
     q = torch.randn(10, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     bias = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~window_mask(10, 3, CPU)[0, 0], float("-inf"))
     args = small(sliding_window_width=3)
-    out = attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), backend=choose_backend(args, CPU))
+    out = chosen(args).attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), Options())
     torch.testing.assert_close(out.double(), by_formula(q, q, q, bias), rtol=1e-5, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Linear, ParallelGroups, VocabParallelEmbedding, build_groups
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, VocabParallelEmbedding, build_groups
 from megatron.mpu.layers import Parallel
 from tests.pool import run_ranks
 
@@ -45,7 +45,7 @@ def linears(rank: int, world_size: int) -> dict[tuple[Parallel, bool, bool], Res
     for parallel in PARALLEL:
         for bias in (False, True):
             for sequence in (False, True) if parallel != "none" else (False,):
-                layer = Linear(IN, OUT, parallel=parallel, bias=bias, groups=groups, sequence_parallel=sequence)
+                layer = Linear(LinearSpec(IN, OUT, parallel, bias), groups, sequence)
                 x, grad, weight, offset = X, GRAD, WEIGHT, BIAS
                 if parallel == "column":
                     weight, offset, grad = (
@@ -64,10 +64,6 @@ def linears(rank: int, world_size: int) -> dict[tuple[Parallel, bool, bool], Res
                 y.backward(grad)
                 grad_bias = layer.bias.grad if layer.bias is not None else None
                 assert layer.weight.grad is not None
-                marks = {name: param.tensor_model_parallel for name, param in layer.named_parameters()}  # type: ignore[attr-defined]
-                assert marks["weight"] == (world_size > 1 and parallel != "none")
-                if layer.bias is not None:
-                    assert marks["bias"] == (world_size > 1 and parallel == "column")
                 found[parallel, bias, sequence] = Result(y.detach(), x.grad, layer.weight.grad, grad_bias)
     return found
 
@@ -114,7 +110,7 @@ def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     groups, found = _groups(world_size), []
     part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
     for sequence in (False, True):
-        layer = VocabParallelEmbedding(VOCAB, OUT, groups=groups, sequence_parallel=sequence)
+        layer = VocabParallelEmbedding(ParamSpec("weight", (VOCAB, OUT), 0, (VOCAB,)), groups, sequence)
         with torch.no_grad():
             layer.weight.copy_(TABLE.chunk(world_size)[rank])
         y = layer(TOKENS)

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.launch import process_info
-from megatron.model import layer_params, unshard
+from megatron.model import layer_params
+from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, start, train
+from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.engine import Engine
 from megatron.training.loop import batches_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
@@ -108,10 +111,10 @@ def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return merged
 
 
-def begin(values: Mapping[str, Any]) -> Training:
+def begin(values: Mapping[str, Any], engine: type[Engine] = DeepSpeedEngine) -> Training:
     """A run up to its first step, on this rank; quiet."""
     with redirect_stdout(io.StringIO()):
-        training = start(NeoXArgs.from_dict(values), process_info())
+        training = start(NeoXArgs.from_dict(values), process_info(), engine)
     logging.getLogger("megatron").handlers = []
     return training
 

@@ -86,15 +86,16 @@ def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[
     from megatron.training.callbacks import LogCallback, Step, Stopwatch
     from megatron.training.loop import batches_of
     from megatron.training.measuring import build_probes
-    from tests.training.test_host_sync import DROP, ENGINE, READ, forbid
+    from tests.training.test_host_sync import ENGINE, forbid
 
     training = begin(values)
     batches, progress = batches_of(training), training.progress
-    log = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=build_probes(training))
+    probes, on_gradients = build_probes(training)
+    log = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes)
     for i in range(5):
         if i == 2:
-            forbid({**ENGINE, **DROP, **READ}, [])
-        result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+            forbid(ENGINE, [])
+        result = training.engine.train_step(next(batches), training.schedule(progress.iteration), on_gradients())
         progress.iteration += 1
         log.on_step_end(Step(progress.iteration, 8 * progress.iteration, 32, result))
     return log.probed

@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
 from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.engine import Engine
 from megatron.training.evaluation import evaluate_objective
+from megatron.training.parallelize import parallelize
 from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
 from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows
@@ -70,7 +72,7 @@ def kto_batches(packed: bool) -> list[Batch]:
     return found
 
 
-def from_policy(engine: DeepSpeedEngine) -> Any:
+def from_policy(engine: Engine) -> Any:
     def fill(batches: list[Batch]) -> list[Batch]:
         found = [replace(b, reference=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
         return [b if b.kl is None else replace(b, kl=fill([b.kl])[0]) for b in found]
@@ -86,7 +88,8 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, pa
         keys = {**LLAMA, **SGD, **layout, "gradient_accumulation_steps": 4 // data, "seq_length": 32}
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
-        engine = DeepSpeedEngine(args, groups, stage_with(args, random_weights(args), groups), OBJECTIVES[name])
+        stage = stage_with(args, random_weights(args), groups)
+        engine = parallelize(stage, OBJECTIVES[name], args, groups, DeepSpeedEngine)
         batches = (kto_batches if name == "kto" else pair_batches)(packed)[groups.rank("data") :: data]
         engine.use_reference(from_policy(engine))
         start = float(engine.train_step(batches, 0.0).loss)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.model.runs import MIXED
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, bit_equal, config, run_to_end
 
@@ -31,6 +32,18 @@ def test_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
         model, ADAMW, DROPOUT, layout, precision=precision, train_micro_batch_size_per_gpu=2, train_iters=6,
         lr_decay_style="cosine", warmup=0.3, min_lr=1e-5, no_weight_tying=name != "pp2", checkpoint_factor=3,
     )  # fmt: skip
+    assert_goes_on(ranks, common, tmp_path)
+
+
+def test_bit_equal_where_blocks_differ(tmp_path: Path) -> None:
+    common = config(
+        MIXED, ADAMW, pos_emb="rotary", precision="bfloat16", train_micro_batch_size_per_gpu=2, train_iters=6,
+        checkpoint_factor=3, model_parallel_size=2, pipe_parallel_size=2,
+    )  # fmt: skip
+    assert_goes_on(4, common, tmp_path)
+
+
+def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"
     whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
     stopped = {**common, "save": str(resumed), "load": str(resumed)}

@@ -22,6 +22,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.flops import model_flops
+from megatron.training.parallelize import parallelize, recompute_blocks
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -209,6 +210,7 @@ def kept_bytes(**keys: Any) -> int:
     stage = build_stage(args, groups)
     init_stage(stage, args, groups)
     freeze(stage_parameters(stage), args)
+    recompute_blocks(stage, args)
     parameters = {param.data_ptr() for param in stage.parameters()}
     kept: dict[int, int] = {}
 
@@ -297,7 +299,7 @@ def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> lis
         stage = stage_with(args, random_weights(args), groups)
         freeze(stage_parameters(stage), args)
         with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):  # by a CPU too
-            engine = DeepSpeedEngine(args, groups, stage, LANGUAGE_MODELLING)
+            engine = parallelize(stage, LANGUAGE_MODELLING, args, groups, DeepSpeedEngine)
         before, skipped = engine.weights(), []
         while skipped[-1:] != [False] and len(skipped) < 40:
             skipped.append(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped)

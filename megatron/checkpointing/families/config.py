@@ -59,6 +59,9 @@ def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 def size_config(args: NeoXArgs) -> dict[str, Any]:
     """The inverse of `size_keys`."""
+    for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
+        if isinstance(value, tuple):
+            raise CheckpointError(f"layers differ in {name} here, which a config.json of this family cannot say")
     return {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,

@@ -20,7 +20,8 @@ from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
 from megatron.checkpointing.families.meaning import differences, meaning
 from megatron.checkpointing.families.olmo import OLMO2, OLMO3
 from megatron.checkpointing.families.table import Config, Family, Row
-from megatron.model.weight_map import ParamSpec, layer_params
+from megatron.model.weight_map import attention_of, layer_params
+from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 # In the order in which they are tried for a model of ours: the simpler first.
@@ -83,15 +84,16 @@ def _read(
     family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
 ) -> Iterator[tuple[int, str, Tensor]]:
     for layer, specs in layer_params(args).items():
+        attention = attention_of(args, layer)
         for spec, row in _rows(family, layer, specs if layers is None or layer in layers else ()):
             names = _foreign(row, layer)
             parts = [get_tensor(name) for name in names]
             rows = _rows_of(spec, vocab)
-            wanted = [tuple(part.shape) for part in _split(row, torch.empty(rows, device="meta"), args)]
+            wanted = [tuple(part.shape) for part in row.transform.split(torch.empty(rows, device="meta"), attention)]
             for name, part, shape in zip(names, parts, wanted, strict=True):
                 if tuple(part.shape) != shape:
                     raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
-            whole = row.transform.join(parts, args)
+            whole = row.transform.join(parts, attention)
             yield layer, spec.name, whole if rows == spec.shape else _padded(whole, spec.shape[0])
 
 
@@ -151,7 +153,8 @@ def to_hf(
             whole = tensors[spec.name]
             if spec.name in _VOCABULARY:
                 whole = whole[:vocab]
-            for name, part in zip(_foreign(row, layer), _split(row, whole, args), strict=True):
+            parts = row.transform.split(whole, attention_of(args, layer))
+            for name, part in zip(_foreign(row, layer), parts, strict=True):
                 yield name, part.clone(memory_format=torch.contiguous_format)
 
 
@@ -252,10 +255,6 @@ def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tu
 
 def _foreign(row: Row, layer: int) -> list[str]:
     return [name.format(layer - 2) for name in row.theirs]
-
-
-def _split(row: Row, whole: Tensor, args: NeoXArgs) -> tuple[Tensor, ...]:
-    return row.transform.split(whole, args)
 
 
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:

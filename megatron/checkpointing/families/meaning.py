@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from megatron.model.attention import layer_kind, sliding_window
-from megatron.model.weight_map import has_norm_bias, is_tied, norm_kind
+from megatron.model import block_specs
+from megatron.model.specs import AttentionSpec, RotarySpec, is_tied, norm_kind, norm_spec, rotary_spec
 from megatron.neox_arguments import NeoXArgs
 
 _PLAIN = {"swish": "silu"}
@@ -13,26 +14,27 @@ _PLAIN = {"swish": "silu"}
 
 def meaning(args: NeoXArgs) -> dict[str, Any]:
     """Values by key; equal for two configurations whose logits are the same for the same weights."""
-    kind = norm_kind(args)
+    kind, norm = norm_kind(args), norm_spec(args)
     epsilons = {"rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
     epsilon = epsilons.get(kind, "layernorm_epsilon")
-    in_te_mlp = {"rmsnorm": 1e-8}.get(kind, 1e-5) if args.te_layernorm_mlp else getattr(args, epsilon)
     tanh = args.bias_gelu_fusion or args.te_layernorm_mlp
     activation = _PLAIN.get(args.activation, args.activation)
     if (activation == "gelu" and tanh) or (activation == "geglu" and args.te_layernorm_mlp):
         activation += "_tanh"
+    blocks = block_specs(args)
+    mixers = [block.mixer for block in blocks]
     found = {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
-        "num_kv_heads": args.kv_heads,
+        "num_kv_heads": _each(mixer.kv_heads for mixer in mixers),
         "head_dim": args.head_dim,
-        "intermediate_size": args.ffn_size,
+        "intermediate_size": _each(block.feed_forward.width for block in blocks),
         "norm": kind,
-        epsilon: getattr(args, epsilon),
+        epsilon: norm.eps,
         "zero_centered_gamma": args.zero_centered_gamma,
-        "use_bias_in_norms": has_norm_bias(args),
-        "epsilon of the MLP's norm": in_te_mlp,
+        "use_bias_in_norms": norm.bias,
+        "epsilon of the MLP's norm": norm_spec(args, in_te_mlp=args.te_layernorm_mlp).eps,
         "norm_placement": args.norm_placement,
         "activation": activation,
         "pos_emb": args.pos_emb,
@@ -49,28 +51,35 @@ def meaning(args: NeoXArgs) -> dict[str, Any]:
     if args.use_qk_layernorm:
         found["use_separate_qk_norms"] = args.use_separate_qk_norms
         found["qk_norm_per_head"] = args.qk_norm_per_head
-    kinds = [layer_kind(args, layer) for layer in range(2, args.num_layers + 2)]
-    found["layer_types"] = [kind.window is not None for kind in kinds]
-    found["sliding_window_width"] = sliding_window(args)
-    return {**found, **_rotary(args)}
+    found["layer_types"] = [mixer.window is not None for mixer in mixers]
+    found["sliding_window_width"] = _each(mixer.window for mixer in mixers if mixer.window is not None)
+    return {**found, **_rotary(args, mixers)}
 
 
-def _rotary(args: NeoXArgs) -> dict[str, Any]:
+def _each(values: Iterable[Any]) -> Any:
+    """The value of all layers where it is one, else those of each."""
+    found = list(values)
+    return found if len(set(found)) > 1 else next(iter(found), None)
+
+
+def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     if args.pos_emb != "rotary":
         return {}
-    scaling = None
-    if args.rope_scaling is not None:
-        scaling = {name: value for name, value in args.rope_scaling.items() if value is not None}
-        if scaling["rope_type"] != "linear":
-            scaling.setdefault("original_max_position_embeddings", args.max_position_embeddings)
-    full = (float(args.rotary_emb_base), scaling)
-    kinds = [layer_kind(args, layer) for layer in range(2, args.num_layers + 2)]
-    local = (float(args.rope_local_base_freq or args.rotary_emb_base), None)
+    turned, plain = [mixer.rotary for mixer in mixers], rotary_spec(args)
     return {
         "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
-        "no_rope_layers": [int(kind.rotary) for kind in kinds],
-        "rotary_emb_base, rope_scaling, rope_local_base_freq": [local if kind.local else full for kind in kinds],
+        "no_rope_layers": [int(rotary is not None) for rotary in turned],
+        "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or plain) for rotary in turned],
     }
+
+
+def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
+    if rotary.scaling is None:
+        return float(rotary.base), None
+    scaling = {name: value for name, value in rotary.scaling.items() if value is not None}
+    if scaling["rope_type"] != "linear":
+        scaling.setdefault("original_max_position_embeddings", rotary.positions)
+    return float(rotary.base), scaling
 
 
 # What the keys are called where somebody wonders why two models differ; those that are not here speak for themselves.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.model.specs import AttentionSpec
 from megatron.neox_arguments import NeoXArgs
 
 Config = Mapping[str, Any]
@@ -20,31 +21,34 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Transform:
-    """join: whole foreign tensors, in the order of the row, to one of ours; split: its inverse."""
+    """join: whole foreign tensors, in the order of the row, to one of ours; split: its inverse. Both are told the
+    attention of the layer, if it has one."""
 
-    join: Callable[[Sequence[Tensor], NeoXArgs], Tensor]
-    split: Callable[[Tensor, NeoXArgs], tuple[Tensor, ...]]
+    join: Callable[[Sequence[Tensor], AttentionSpec | None], Tensor]
+    split: Callable[[Tensor, AttentionSpec | None], tuple[Tensor, ...]]
 
 
-def _join_qkv(parts: Sequence[Tensor], args: NeoXArgs) -> Tensor:
-    if args.kv_heads < args.num_attention_heads:
+def _join_qkv(parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
+    assert attention is not None
+    if attention.kv_heads < attention.heads:
         return torch.cat(tuple(parts))
-    heads = [part.unflatten(0, (args.num_attention_heads, args.head_dim)) for part in parts]
+    heads = [part.unflatten(0, (attention.heads, attention.head_dim)) for part in parts]
     return torch.stack(heads, 1).flatten(0, 2)
 
 
-def _split_qkv(whole: Tensor, args: NeoXArgs) -> tuple[Tensor, ...]:
-    if args.kv_heads < args.num_attention_heads:
-        query, kv = args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
+def _split_qkv(whole: Tensor, attention: AttentionSpec | None) -> tuple[Tensor, ...]:
+    assert attention is not None
+    if attention.kv_heads < attention.heads:
+        query, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
         return whole.split([query, kv, kv])
-    heads = whole.unflatten(0, (args.num_attention_heads, 3, args.head_dim))
+    heads = whole.unflatten(0, (attention.heads, 3, attention.head_dim))
     return tuple(part.flatten(0, 1) for part in heads.unbind(1))
 
 
-COPY = Transform(lambda parts, args: parts[0], lambda whole, args: (whole,))
+COPY = Transform(lambda parts, attention: parts[0], lambda whole, attention: (whole,))
 # Ours are [q|k|v] of every head where queries and keys have as many heads, else all queries, all keys, all values.
 QKV = Transform(_join_qkv, _split_qkv)
-UP_GATE = Transform(lambda parts, args: torch.cat(tuple(parts)), lambda whole, args: whole.chunk(2))
+UP_GATE = Transform(lambda parts, attention: torch.cat(tuple(parts)), lambda whole, attention: whole.chunk(2))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_m
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.weights import load_weights, local_layer_state
-from megatron.model.weight_map import ParamSpec, layer_params, shard
+from megatron.model.weight_map import layer_params
+from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 

@@ -21,6 +21,7 @@ from megatron.checkpointing.families import FAMILIES, family_of
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.data import Batch
 from megatron.model import build_stage
+from megatron.model.specs import HeadSpec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
@@ -89,18 +90,12 @@ def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], t
     with _without_weights():
         stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
 
-    def load(layer: int, prefix: str = "") -> Callable[[str], Tensor]:
-        found = weights(layer)
-        return lambda name: found[prefix + name]
+    def load(layer: int) -> Callable[[str], Tensor]:
+        return weights(layer).__getitem__
 
     for spec in stage.specs:
-        module = stage.layers[str(spec.index)]
-        if spec.kind == "norm":  # what is called is the module inside
-            assert isinstance(module.norm, nn.Module)
-            _lend(module.norm, partial(load, spec.index, "norm."))
-        else:
-            tied = spec.kind == "head" and not args.no_weight_tying
-            _lend(module, partial(load, 0 if tied else spec.index))
+        tied = isinstance(spec, HeadSpec) and spec.tied
+        _lend(stage.layers[str(spec.index)], partial(load, 0 if tied else spec.index))
     out = stage(None, Batch(tokens, tokens, torch.ones_like(tokens)))
     return out.transpose(0, 1)
 

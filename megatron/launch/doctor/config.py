@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.launch.doctor.check import Check
 from megatron.launch.home import home
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.neox_arguments.frozen import each
 from megatron.neox_arguments.places import is_remote
 from megatron.neox_arguments.presets import files_of
 
@@ -63,11 +64,12 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
 
 def checkpoint_bytes(args: NeoXArgs) -> int:
     """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
-    h, ffn = args.hidden_size, args.ffn_size
-    attention = 2 * h * h + 2 * h * h * args.kv_heads // args.num_attention_heads
-    layer = attention + (3 if args.is_gated else 2) * h * ffn
+    h, blocks = args.hidden_size, range(args.num_layers)
+    kv_heads, widths = each(args.kv_heads), each(args.ffn_size)
+    attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks)
+    dense = sum((3 if args.is_gated else 2) * h * widths[i % len(widths)] for i in blocks)
     embeddings = (args.padded_vocab_size or 50304) * h * (1 if args.no_weight_tying is False else 2)
-    parameters = args.num_layers * layer + embeddings
+    parameters = attention + dense + embeddings
     return parameters * (12 if args.params_dtype == "fp32" else 14)
 
 

@@ -1,21 +1,33 @@
-"""What the attention of blocks is given, and in what it may differ."""
+"""What the attention of blocks is given: rotary tables, masks and document boundaries, made once for alike blocks.
+
+Three functions for three kinds of batches: texts from their beginning, as in training; tokens that continue a cache;
+rows that branch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatron.model.positions import Rope
-from megatron.neox_arguments import NeoXArgs
+from megatron.data import Batch
+from megatron.model.attention.masks import document_mask, window_mask
+from megatron.model.branches import branch_distances, visible
+from megatron.model.positions import Rope, rope_frequencies, rope_tables
+from megatron.model.specs import AttentionSpec
+
+Bias = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
+"""Of a sequence's length, `columns` and `distance` (as `alibi_bias`): what is added to logits, None for nothing."""
 
 
 class AttentionInputs(NamedTuple):
-    """What the attention of all blocks of one `LayerKind` shares for one micro-batch, made once a stage.
+    """What the attention of blocks of equal `AttentionSpec.inputs` shares for one micro-batch, made once a stage.
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where `takes_varlen`.
+    cu_seqlens: int32 document starts over the flattened batch and its end, where `Backends.takes_documents`.
     window: with cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
@@ -27,34 +39,51 @@ class AttentionInputs(NamedTuple):
     columns: Tensor | None = None
 
 
-def has_bias(args: NeoXArgs) -> bool:
-    """Whether positions are added to attention logits, which makes every call one with a mask."""
-    return args.pos_emb in ("alibi", "rpe")
+def text_inputs(
+    spec: AttentionSpec, batch: Batch, positions: Tensor, last: Tensor | None, unmasked: bool, bias: Bias
+) -> AttentionInputs:
+    """Of texts from their beginning. last: `[batch]`, the last token of rows that are padded, None: they are not.
+    unmasked: whether documents and windows run without a mask."""
+    (rows, seq), device, window, documents = batch.tokens.shape, batch.tokens.device, spec.window, batch.cu_seqlens
+    rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
+    if unmasked and (documents is not None or window is not None):
+        offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
+        cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
+        return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
+    mask = None if documents is None else document_mask(documents, seq)
+    if window is not None:
+        near = window_mask(seq, window, device)
+        mask = near if mask is None else mask & near
+    return AttentionInputs(rope, _added(bias(seq, None, None), mask))
 
 
-def sliding_window(args: NeoXArgs) -> int | None:
-    """Keys before itself that a query sees: flash attention's `window_size=(W, 0)`, so W + 1 keys with its own.
-
-    Transformers' `sliding_window` counts the token itself: W + 1 there is W here. None when all of the longest
-    sequence is seen. `layer_types` may say that it holds for some layers alone.
-    """
-    width = args.sliding_window_width
-    return width if width is not None and width < args.max_position_embeddings - 1 else None
-
-
-class LayerKind(NamedTuple):
-    """In what the attention of blocks may differ. window: as `sliding_window`; rotary: whether it turns queries and
-    keys; local: with `rope_local_base_freq`."""
-
-    window: int | None
-    rotary: bool
-    local: bool
+def cached_inputs(
+    spec: AttentionSpec, positions: Tensor, last: Tensor | None, keys: int, dtype: torch.dtype, bias: Bias
+) -> AttentionInputs:
+    """Of tokens that continue texts in a cache of so many columns. dtype: of the weights."""
+    rope = _rope(spec, positions, positions.shape[1] if last is None else (last + 1).unsqueeze(1))
+    mask, added = window_mask(keys, spec.window, positions.device, positions), bias(keys, positions, None)
+    if added is None:  # else every block would make its own of it
+        added = torch.zeros_like(mask, dtype=dtype)
+    return AttentionInputs(rope, _added(added, mask), columns=positions)
 
 
-def layer_kind(args: NeoXArgs, layer: int) -> LayerKind:
-    """Of the block with this NeoX layer index."""
-    index = layer - 2
-    slides = args.layer_types is None or args.layer_types[index] == "sliding_attention"
-    rotary = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[index] == 1)
-    local = rotary and slides and args.rope_local_base_freq is not None
-    return LayerKind(sliding_window(args) if slides else None, rotary, local)
+def branch_inputs(spec: AttentionSpec, positions: Tensor, branches: Tensor, bias: Bias) -> AttentionInputs:
+    """Of rows with branches, as of `Reading`; positions count on from the context in every branch."""
+    rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1)
+    distance, mask = branch_distances(positions), visible(branches)
+    if spec.window is not None:
+        mask = mask & (distance >= -spec.window)
+    return AttentionInputs(rope, _added(bias(positions.shape[1], None, distance), mask))
+
+
+def _rope(spec: AttentionSpec, positions: Tensor, length: int | Tensor) -> Rope | None:
+    if spec.rotary is None:
+        return None
+    return rope_tables(positions, *rope_frequencies(spec.rotary, length, positions.device))
+
+
+def _added(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return bias.masked_fill(~mask, float("-inf"))

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.model.attention.backends import Backend, attend
+from megatron.model.attention.backends import Options
+from megatron.model.attention.choice import Backends
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
-from megatron.model.norms import PerHeadRMSNorm, QKLayerNorm, QKRMSNorm, WideRMSNorm
-from megatron.model.positions import apply_rope
-from megatron.model.weight_map import norm_kind
-from megatron.mpu import Linear, ParallelGroups
+from megatron.model.norms import head_norms
+from megatron.model.positions import RelativePositionBias, apply_rope
+from megatron.model.specs import AttentionSpec, attention_spec
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, under
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -20,37 +21,55 @@ class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
 
     Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
-    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`.
+    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; `rpe`, which blocks share.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, backend: Backend) -> None:
+    Spec = AttentionSpec
+    rpe: RelativePositionBias
+
+    def __init__(
+        self, spec: AttentionSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: Backends
+    ) -> None:
         super().__init__()
         size = groups.size("tensor")
-        self.heads, self.kv_heads = args.num_attention_heads // size, args.kv_heads // size
-        self.head_dim = args.head_dim
-        self.scale = None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5
-        self.dropout_p = args.attention_dropout
+        self.heads, self.kv_heads, self.head_dim = spec.heads // size, spec.kv_heads // size, spec.head_dim
+        self.scale, self.dropout_p = spec.scale, spec.dropout
         self.tensor_rank = groups.rank("tensor")
-        self.backend = backend
-        query, kv = args.num_attention_heads * args.head_dim, args.kv_heads * args.head_dim
-        self.qk_layernorm: nn.Module | None = None
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if args.use_qk_layernorm and args.use_separate_qk_norms and args.qk_norm_per_head:
-            self.q_norm, self.k_norm = PerHeadRMSNorm(args, groups), PerHeadRMSNorm(args, groups)
-        elif args.use_qk_layernorm and args.use_separate_qk_norms:
-            self.q_norm = WideRMSNorm(args, groups, args.num_attention_heads)
-            self.k_norm = WideRMSNorm(args, groups, args.kv_heads)
-        elif args.use_qk_layernorm:
-            self.qk_layernorm = (QKRMSNorm if norm_kind(args) == "rmsnorm" else QKLayerNorm)(args, groups)
-        bias, sequence_parallel = args.use_bias_in_attn_linear, args.sequence_parallel
-        self.query_key_value = Linear(
-            args.hidden_size, query + 2 * kv, parallel="column", bias=bias, groups=groups,
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-        self.dense = Linear(
-            query, args.hidden_size, parallel="row", bias=bias, groups=groups, sequence_parallel=sequence_parallel
+        self.backends = backends
+        self.qk_layernorm = self.q_norm = self.k_norm = None
+        for name, (norm, norm_spec, heads) in head_norms(spec).items():
+            setattr(self, name, norm(norm_spec, heads, groups))
+        qkv, dense = self._linears(spec)
+        self.query_key_value = Linear(qkv, groups, sequence_parallel)
+        self.dense = Linear(dense, groups, sequence_parallel)
+
+    @classmethod
+    def spec(cls, args: NeoXArgs, block: int) -> AttentionSpec | None:
+        """What there is in the block with this number, from 0; None where it is no attention."""
+        return attention_spec(args, block)
+
+    @staticmethod
+    def _linears(spec: AttentionSpec) -> tuple[LinearSpec, LinearSpec]:
+        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per rank.
+        blocks = (3 * query,) if spec.kv_heads == spec.heads else (query, kv, kv)
+        return (
+            LinearSpec(spec.hidden, query + 2 * kv, "column", spec.bias, blocks),
+            LinearSpec(query, spec.hidden, "row", spec.bias, joined=spec.joined),
         )
+
+    @classmethod
+    def params(cls, spec: AttentionSpec) -> tuple[ParamSpec, ...]:
+        """Its parameters, in NeoX's registration order."""
+        found = head_norms(spec).items()
+        norms = [param for name, (norm, own, heads) in found for param in under(name, norm.params(own, heads))]
+        qkv, dense = cls._linears(spec)
+        rpe = () if spec.relative is None else under("rpe", RelativePositionBias.params(spec.relative))
+        return (*norms, *under("query_key_value", qkv.params()), *rpe, *under("dense", dense.params()))
+
+    @property
+    def output(self) -> Linear:
+        return self.dense
 
     def _split(self, qkv: Tensor) -> Sequence[Tensor]:
         if self.kv_heads == self.heads:
@@ -70,5 +89,4 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
         seed += self.tensor_rank
-        out = attend(q, k, v, inputs, backend=self.backend, cache=cache, dropout_p=p, seed=seed, scale=self.scale)
-        return out.flatten(2)
+        return self.backends.attend(q, k, v, inputs, Options(cache, p, seed, self.scale)).flatten(2)

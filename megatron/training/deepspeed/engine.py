@@ -27,20 +27,21 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from megatron.data import Batch
-from megatron.model import Stage, forward_only, layer_params, shard
-from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import DTYPES, HeadInput, ParallelGroups
+from megatron.model import Stage, forward_only, layer_params
+from megatron.model.init import initial_value, specified, stage_parameters
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums, label_logprobs
 from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
-from megatron.training.deepspeed.optimizers import build_sharded_optimizer
+from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
 from megatron.training.deepspeed.owned import OwnedParts
 from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
 from megatron.training.deepspeed.state import EngineState
-from megatron.training.engine import OnGradients, Parts, State, StepResult
+from megatron.training.deepspeed.version import check_deepspeed
+from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
 from megatron.training.step_loss import StepLoss
@@ -49,7 +50,9 @@ from megatron.training.step_loss import StepLoss
 class DeepSpeedEngine:
     """`Engine` in any layout, by DeepSpeed."""
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
+    ) -> None:
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
@@ -64,9 +67,6 @@ class DeepSpeedEngine:
         self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
         self._on_gradients: OnGradients | None = None
         self._params = stage_parameters(stage)
-        specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
-        for layer, name, param in self._params:  # DeepSpeed's norm reads it
-            param.tensor_model_parallel = specs[layer, name].axis is not None  # type: ignore[attr-defined]
         optimizer = build_sharded_optimizer(stage, args, groups)
         ordered = [param for group in optimizer.param_groups for param in group["params"]]
         attach_deepspeed()
@@ -79,8 +79,9 @@ class DeepSpeedEngine:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe: PipeStage | None = None
-            if groups.size("pipe") > 1:
+            if schedule == "1F1B":
                 self._pipe, module = wrap_pipeline(stage, self._loss, groups, args, ordered)
+            self._mark()
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else module,
                 optimizer=optimizer,
@@ -102,9 +103,26 @@ class DeepSpeedEngine:
         trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders
         self._parts = OptimizerParts(trained, self._ds.optimizer, groups, self.dtype, self.zero_stage)
         self._state = EngineState(self._ds, groups, self.dtype, self.zero_stage)
-        self._owned = OwnedParts(self._params, specs, self._ds.optimizer, groups, self.zero_stage)
+        self._owned = OwnedParts(stage, args, self._ds.optimizer, groups, self.zero_stage)
         if self.dtype != torch.float32:
             self._master_from_init()
+
+    @staticmethod
+    def check(args: NeoXArgs) -> None:
+        check_deepspeed()
+        deepspeed_config(args)
+
+    @staticmethod
+    def notes(args: NeoXArgs) -> list[str]:
+        stage_1 = "ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)"
+        found = [stage_1] if zero_stage_used(args) != args.zero_stage else []
+        return [*found, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else found
+
+    def _mark(self) -> None:
+        """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
+        for param, spec in specified(self.stage, self.args):
+            param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
+            param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.model import ParamSpec
-from megatron.model.init import is_copy
+from megatron.model import Stage, layer_params
+from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Parts
 
 
@@ -21,22 +22,16 @@ class OwnedParts:
     Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without ZeRO.
     """
 
-    def __init__(
-        self,
-        params: Sequence[tuple[int, str, nn.Parameter]],
-        specs: Mapping[tuple[int, str], ParamSpec],
-        optimizer: Any,
-        groups: ParallelGroups,
-        zero_stage: int,
-    ) -> None:
+    def __init__(self, stage: Stage, args: NeoXArgs, optimizer: Any, groups: ParallelGroups, zero_stage: int) -> None:
+        specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
         self._optimizer, self._stage = optimizer, zero_stage
         first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
         self._params = [
             ((layer, name), param)
-            for layer, name, param in params
+            for layer, name, param in stage_parameters(stage)
             if param.requires_grad
             and (first_tensor or specs[layer, name].axis is not None)
-            and not is_copy(layer, specs[layer, name], groups)
+            and specs[layer, name].is_first_copy(groups)
             and (zero_stage > 0 or first_data)
         ]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.data import Batch
 from megatron.model import Hidden, Stage
-from megatron.model.init import stage_parameters
+from megatron.model.init import specified
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.step_loss import StepLoss
@@ -73,16 +73,9 @@ def wrap_pipeline(
     layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
     layers[groups.rank("pipe")] = pipe
     module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
-    params = {(layer, name): param for layer, name, param in stage_parameters(stage)}
-    tied: list[tuple[nn.Parameter, Any]] = []
-    if not args.no_weight_tying and groups.embedding is not None:
-        tied.append((params[0, "word_embeddings.weight"], groups.embedding))
-    if args.pos_emb == "rpe":
-        tied += [(p, groups.group("pipe")) for (_, name), p in params.items() if name == "attention.rpe.weight"]
-    for param, _ in tied:
-        # Counted once in the gradient norm. Set here because PipelineModule clears the mark of what it is given.
-        param.ds_pipe_replicated = not groups.is_first_stage  # type: ignore[attr-defined]
-    module.tied = [(param, group) for param, group in tied if param.requires_grad]
+    found = sorted(specified(stage, args), key=lambda item: not item[1].tied)  # one order on all stages
+    copies = [(param, spec.stages(groups)) for param, spec in found]
+    module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module
 
 

@@ -1,0 +1,59 @@
+"""The first layer: tokens, and positions that are added to them, to hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.neftune import add_noise, document_lengths
+from megatron.model.positions import sinusoidal_embedding
+from megatron.model.specs import EmbeddingSpec, HeadSpec
+from megatron.mpu import ParallelGroups, ParamSpec, VocabParallelEmbedding, allocate, dropout, scatter_to_sequence
+
+
+def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
+    """The weight of the embedding, which a tied head has too. Raises ValueError where the vocabulary is not known."""
+    if spec.vocab is None:
+        raise ValueError("padded_vocab_size is not known yet: build the tokenizer first")
+    shape, cut = (spec.vocab, spec.hidden), (spec.vocab,)
+    return ParamSpec("word_embeddings.weight", shape, 0, cut, "embedding", weight_decay=True, tied=spec.tied)
+
+
+class Embedding(nn.Module):
+    """Tokens (and learned or sinusoidal positions) to hidden states."""
+
+    def __init__(self, spec: EmbeddingSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        words, *positions = self.params(spec)
+        self.word_embeddings = VocabParallelEmbedding(words, groups, sequence_parallel)
+        self.group = groups.group("tensor")
+        self.sequence_parallel = sequence_parallel
+        self.multiplier, self.sinusoidal, self.position_offset = spec.multiplier, spec.sinusoidal, spec.offset
+        self.position_embeddings = nn.Module() if positions else None
+        if self.position_embeddings is not None:
+            allocate(self.position_embeddings, positions, groups)
+        self.dropout, self.noise = spec.dropout, spec.noise
+        self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
+
+    @staticmethod
+    def params(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
+        name, shape = "position_embeddings.weight", (spec.learned, spec.hidden)
+        positions = ParamSpec(name, shape, init="embedding", weight_decay=True)
+        return (word_embeddings(spec), positions) if spec.learned else (word_embeddings(spec),)
+
+    def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of `Batch`."""
+        x = self.word_embeddings(tokens.t())
+        cut = self.group if self.sequence_parallel else None
+        if self.multiplier != 1.0:
+            x = x * torch.tensor(self.multiplier, dtype=x.dtype)
+        if self.noise and self.training:
+            x = add_noise(x, document_lengths(tokens, cu_seqlens), self.noise, seed, self.part, self.parts)
+        if self.position_embeddings is not None:
+            rows = positions.t() + self.position_offset
+            added = nn.functional.embedding(rows, self.position_embeddings.weight)  # type: ignore[arg-type]
+            x = x + scatter_to_sequence(added, cut)
+        if self.sinusoidal:
+            added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
+            x = x + scatter_to_sequence(added, cut)
+        return dropout(x, self.dropout, seed + self.part, self.training)

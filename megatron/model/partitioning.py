@@ -1,0 +1,65 @@
+"""Which layers a pipeline stage runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import accumulate, pairwise
+
+from megatron.model.specs import LayerSpec
+from megatron.model.weight_map import layer_params, layer_specs
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+# What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
+_NEOX_CLASSES = {
+    "embedding": "embeddingpipe",
+    "block": "paralleltransformerlayerpipe",
+    "norm": "normpipe",
+    "head": "parallellinearpipe",
+}
+
+
+def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
+    """What `pipe_partition_method` balances, by layer."""
+    method = args.pipe_partition_method.lower()
+    if method == "uniform":
+        return [1] * len(specs)
+    if method == "parameters":
+        sizes = {i: sum(math.prod(p.shape) for p in found) for i, found in layer_params(args).items()}
+        return [sizes.get(spec.index, 0) for spec in specs]
+    if method.startswith("type:"):
+        pattern = re.compile(method.removeprefix("type:"))
+        weights = [int(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
+        if any(weights):
+            return weights
+    raise ConfigError(
+        [
+            f"{args.origin('pipe_partition_method')}: pipe_partition_method: {args.pipe_partition_method}: expected "
+            "uniform, parameters, or type:REGEX that finds a layer, as type:transformer|mlp"
+        ]
+    )
+
+
+def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
+    """Cut the list into contiguous stages whose largest weight is smallest, then whose smallest is largest; what is
+    left over goes to earlier stages, so equal blocks fall as in DeepSpeed's `partition_balanced`.
+
+    Every stage has a block, whatever the weights: all stages must own the same parameter groups.
+    """
+    specs = layer_specs(args)
+    weight = [0, *accumulate(_layer_weights(args, specs))]
+    blocks = [0, *accumulate(spec.kind == "block" for spec in specs)]
+    # By number of layers cut so far: (largest, -smallest weight of a stage, bounds of the stages).
+    cuts: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, -math.inf, (0,))}
+    for _ in range(stages):
+        ways = [
+            (max(largest, weight[stop] - weight[start]), max(smallest, weight[start] - weight[stop]), (*bounds, stop))
+            for start, (largest, smallest, bounds) in cuts.items()
+            for stop in range(start + 1, len(specs) + 1)
+            if blocks[stop] > blocks[start]
+        ]
+        cuts = {}
+        for way in sorted(ways, key=lambda way: (way[0], way[1], -way[2][-2])):
+            cuts.setdefault(way[2][-1], way)
+    bounds = cuts[len(specs)][2]
+    return [specs[start:stop] for start, stop in pairwise(bounds)]

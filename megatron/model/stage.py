@@ -1,0 +1,253 @@
+"""A contiguous part of the decoder, and how a micro-batch runs through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from megatron.data import Batch
+from megatron.model.attention import (
+    AttentionInputs,
+    Backends,
+    SelfAttention,
+    branch_inputs,
+    cached_inputs,
+    choose_backends,
+    text_inputs,
+)
+from megatron.model.block import Block
+from megatron.model.cache import KVCache
+from megatron.model.embedding import Embedding
+from megatron.model.head import FinalNorm, Head, TiedHead
+from megatron.model.partitioning import partition_layers
+from megatron.model.positions import RelativePositionBias, alibi_bias
+from megatron.model.specs import (
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    FinalNormSpec,
+    HeadSpec,
+    LayerSpec,
+    RelativeSpec,
+)
+from megatron.model.trainable import lowest_trained
+from megatron.model.weight_map import block_specs
+from megatron.mpu import HeadInput, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed
+from megatron.neox_arguments import NeoXArgs
+
+
+class Hidden(NamedTuple):
+    """What travels between pipeline stages; later losses and masks can ride here.
+
+    hidden_states: `[seq, batch, hidden]`, or this tensor rank's `[seq/T, batch, hidden]` under sequence parallelism.
+    """
+
+    hidden_states: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a forward without gradients is given besides its batch; training gives none of it.
+
+    cache: filled by a batch without positions (rows padded on the right), continued by batches that have them.
+    last: `[batch]`, indices of the last tokens of rows that are padded.
+    branches: `[batch, seq]` int64, 0 for a row's context, 1, 2, .. for the texts after it; a token sees what is before
+    it in the context and in its own branch. Positions count on from the context in every branch.
+    wanted: `[n]` int64, row * seq + column of the tokens whose logits alone come, as `[n, 1, vocab/T]`; None: all.
+    """
+
+    cache: KVCache | None = None
+    last: Tensor | None = None
+    branches: Tensor | None = None
+    wanted: Tensor | None = None
+
+
+class Stage(nn.Module):
+    """A contiguous part of the decoder: the whole of it without pipeline parallelism.
+
+    Parameters are named `layers.<NeoX index>.<NeoX name>`. recompute: blocks whose activations are made again together
+    in the backward pass, 0: none are; recompute_from_cpu: what that begins with is kept on the CPU.
+    backends: by `AttentionSpec.backend`.
+    """
+
+    recompute = 0
+    recompute_from_cpu = False
+
+    def __init__(
+        self,
+        specs: tuple[LayerSpec, ...],
+        groups: ParallelGroups,
+        backends: Mapping[str, Backends],
+        *,
+        sequence_parallel: bool = False,
+        lowest_trained: int = 0,
+    ) -> None:
+        super().__init__()
+        self.specs = specs
+        self.blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
+        self.device_of_groups = groups.device
+        self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
+        self.lowest_trained, self.backends = lowest_trained, backends
+        self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
+        self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attending)
+        self.layers = nn.ModuleDict()
+        for spec in specs:
+            self.layers[str(spec.index)] = self._build(spec, groups, sequence_parallel)
+        self._share_relative_biases(groups)
+
+    def _build(self, spec: LayerSpec, groups: ParallelGroups, sequence_parallel: bool) -> nn.Module:
+        match spec:
+            case EmbeddingSpec():
+                return Embedding(spec, groups, sequence_parallel)
+            case BlockSpec():
+                chosen = self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
+                return Block(spec, groups, sequence_parallel, backends=chosen)
+            case FinalNormSpec():
+                return FinalNorm(spec, groups, sequence_parallel)
+            case HeadSpec(tied=False):
+                return Head(spec, groups, sequence_parallel)
+        embedding = self.layers["0"] if "0" in self.layers else None
+        weight = embedding.word_embeddings.weight if isinstance(embedding, Embedding) else None
+        return TiedHead(spec, groups, sequence_parallel, weight)
+
+    def _share_relative_biases(self, groups: ParallelGroups) -> None:
+        """One table, which every block holds under NeoX's name; pipeline stages sum its gradient."""
+        made: dict[RelativeSpec, RelativePositionBias] = {}
+        for spec in self.attending:
+            relative, attention = spec.mixer.relative, self.layers[str(spec.index)].attention
+            if relative is not None and isinstance(attention, SelfAttention):
+                if relative not in made:
+                    made[relative] = RelativePositionBias(relative, groups)
+                attention.rpe = made[relative]
+
+    @property
+    def attending(self) -> list[BlockSpec]:
+        """Blocks whose mixer is attention."""
+        return [spec for spec in self.blocks if isinstance(spec.mixer, AttentionSpec)]
+
+    # -- caches --------------------------------------------------------------------------------------------------------
+
+    def empty_cache(self, blocks: int, block_size: int) -> KVCache:
+        """So many blocks of `block_size` tokens each, in the dtype of the weights."""
+        shapes = {layer: (blocks, block_size, *heads) for layer, heads in self._cached.items()}
+        return KVCache.empty(shapes, next(self.parameters()).dtype, self.device_of_groups)
+
+    @property
+    def cache_bytes(self) -> int:
+        """That one token takes in a cache on this rank."""
+        return 2 * sum(heads * width for heads, width in self._cached.values()) * next(self.parameters()).dtype.itemsize
+
+    @property
+    def _cached(self) -> dict[int, tuple[int, int]]:
+        """Key-value heads of this rank, and their width, by layer."""
+        mixers = {spec.index: spec.mixer for spec in self.attending}
+        return {layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()}
+
+    # -- what blocks are given -----------------------------------------------------------------------------------------
+
+    def attention_inputs(self, spec: BlockSpec, batch: Batch, positions: Tensor, reading: Reading) -> AttentionInputs:
+        """Of this block, and of all whose `AttentionSpec.inputs` are the same."""
+
+        def bias(seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
+            return self._bias(spec, seq, columns, distance)
+
+        mixer, cache = spec.mixer, reading.cache
+        if reading.branches is not None:
+            return branch_inputs(mixer, positions, reading.branches, bias)
+        if cache is not None and batch.positions is not None:
+            dtype = next(self.parameters()).dtype
+            return cached_inputs(mixer, positions, reading.last, cache.length, dtype, bias)
+        unmasked = self.backends[mixer.backend].takes_documents(mixer.window)
+        return text_inputs(mixer, batch, positions, reading.last, unmasked, bias)
+
+    def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
+        if spec.mixer.alibi:
+            local = spec.mixer.heads // self.tensor_size
+            heads = spec.mixer.heads, local * self.tensor_rank, local
+            return alibi_bias(seq, *heads, self.device_of_groups, columns, distance)
+        if spec.mixer.relative is not None:
+            return self.layers[str(spec.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
+        return None
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], seed: int, cache: KVCache | None) -> Tensor:
+        specs, dropping = self.blocks, self.training and self.drops
+
+        def run(x: Tensor, first: int, last: int) -> Tensor:
+            for spec in specs[first:last]:
+                layer = spec.index
+                seeds = tuple(mix_seed(seed, layer, i) if dropping else 0 for i in range(3))
+                x = self.layers[str(layer)](x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None)
+            return x
+
+        frozen = sum(spec.index < self.lowest_trained for spec in specs)
+        with torch.no_grad():
+            x = run(x, 0, frozen)
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(x, frozen, len(specs))
+        on_gpu = self.device_of_groups.type == "cuda"
+        with save_on_cpu(pin_memory=on_gpu) if self.recompute_from_cpu else nullcontext():
+            for first in range(frozen, len(specs), self.recompute):
+                # Masks of dropout are functions of their seeds, so no generator state need be kept.
+                x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+    def forward(
+        self,
+        hidden: Hidden | None,
+        batch: Batch,
+        finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
+        reading: Reading | None = None,
+    ) -> Hidden | Tensor:
+        """One micro-batch through this stage.
+
+        hidden: from the stage before, None on the first. reading: without gradients, see there; its cache and rows that
+        are padded know no documents. Returns `Hidden`, or on the last stage what `finish` makes of it, as the logits
+        `[seq, batch, vocab/T]` are; it is called in here because ZeRO 3 has weights only here.
+        """
+        given = reading or Reading()
+        assert batch.cu_seqlens is None or (given.cache is None and given.last is None)
+        positions = batch.positions
+        if positions is None:
+            seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+            positions = seq.unsqueeze(0).expand_as(batch.tokens)
+        if self.specs[0].kind == "embedding":
+            with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
+                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), batch.cu_seqlens)
+        else:
+            assert hidden is not None, "a later stage needs the hidden states of the stage before"
+            x = hidden.hidden_states
+            if self.specs[0].index <= self.lowest_trained:
+                x = x.detach()  # a pipeline's input asks for a gradient
+        alike: dict[object, AttentionInputs] = {}
+        for spec in self.attending:
+            if spec.mixer.inputs not in alike:
+                alike[spec.mixer.inputs] = self.attention_inputs(spec, batch, positions, given)
+        inputs = {spec.index: alike[spec.mixer.inputs] for spec in self.attending}
+        x = self._run_blocks(x, inputs, batch.seed, given.cache)
+        if self.specs[-1].kind != "head":
+            return Hidden(x)
+        if given.wanted is not None:
+            seq_length = batch.tokens.shape[1]
+            x = x[given.wanted % seq_length, given.wanted // seq_length].unsqueeze(1)
+        norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
+        enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
+        return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
+
+
+def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
+    """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
+    mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
+    backends = choose_backends(args, groups.device, mixers, log)
+    specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
+    return Stage(
+        specs, groups, backends, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
+    )  # fmt: skip

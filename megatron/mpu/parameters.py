@@ -1,0 +1,86 @@
+"""What a parameter is: its name, full shape, who holds which part of it and how it begins; and memory for that part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.mpu.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of one layer.
+
+    shape: of the whole parameter, over all tensor ranks.
+    axis: the dimension cut over tensor ranks, None when every rank holds a copy.
+    blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA, [up, gate] of gated MLPs).
+    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones" or "zeros".
+    sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
+    weight_decay: False for norms and biases.
+    shared: one parameter of all blocks, of which each block's file holds a copy.
+    tied: the head on the last pipeline stage is this parameter too.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None = None
+    blocks: tuple[int, ...] = ()
+    init: str = "zeros"
+    sum_over_tensor: bool = False
+    weight_decay: bool = False
+    shared: bool = False
+    tied: bool = False
+
+    def local_shape(self, tensor_size: int) -> tuple[int, ...]:
+        """Shape of one tensor rank's part."""
+        if self.axis is None:
+            return self.shape
+        return tuple(n // tensor_size if i == self.axis else n for i, n in enumerate(self.shape))
+
+    def stages(self, groups: ParallelGroups) -> dist.ProcessGroup | None:
+        """The group of the pipeline stages that hold a copy each, whose gradients are summed; None for one stage."""
+        return groups.embedding if self.tied else groups.group("pipe") if self.shared else None
+
+    def is_first_copy(self, groups: ParallelGroups) -> bool:
+        """Whether this stage's copy is the one that counts."""
+        return groups.is_first_stage or self.stages(groups) is None
+
+
+def under(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """The parameters of the module of that name in another."""
+    return tuple(replace(spec, name=f"{name}.{spec.name}") for spec in specs)
+
+
+def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
+    """Give a module its own parameters under the last part of their names: this tensor rank's part of each, fp32 on the
+    device of `groups`. Memory only: values come from `model.init` or a checkpoint, the same for any layout.
+
+    optional: attributes that are None where no parameter has that name.
+    """
+    for spec in specs:
+        local = torch.empty(spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32)
+        module.register_parameter(spec.name.rpartition(".")[2], nn.Parameter(local))
+    for name in optional:
+        setattr(module, name, module._parameters.get(name))
+
+
+def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:
+    """Tensor rank `rank`'s part of a whole parameter (a view where possible)."""
+    if spec.axis is None or size == 1:
+        return full
+    parts = [block.chunk(size, spec.axis)[rank] for block in full.split(spec.blocks, spec.axis)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, spec.axis)
+
+
+def unshard(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:
+    """The whole parameter from the parts of all tensor ranks, in rank order."""
+    if spec.axis is None or len(shards) == 1:
+        return shards[0]
+    sizes = [n // len(shards) for n in spec.blocks]
+    blocks = zip(*(part.split(sizes, spec.axis) for part in shards), strict=True)
+    return torch.cat([piece for block in blocks for piece in block], spec.axis)

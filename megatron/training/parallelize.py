@@ -1,0 +1,59 @@
+"""What is done to a freshly built stage before it trains, in one place and in this order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from megatron.model import Stage, freeze
+from megatron.model.init import stage_parameters
+from megatron.mpu import DTYPES, ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import Objective
+from megatron.training.engine import Engine, PipelineSchedule
+
+
+def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
+    return "1F1B" if groups.size("pipe") > 1 else "none"
+
+
+def parallelize(
+    stage: Stage, objective: Objective, args: NeoXArgs, groups: ParallelGroups, engine: type[Engine]
+) -> Engine:
+    """The stage, which is cut over tensor and pipeline ranks as it is built, under its engine.
+
+    Raises ConfigError where blocks are to be compiled and there is no compiler.
+    """
+    freeze(stage_parameters(stage), args)
+    stage.to(DTYPES[args.params_dtype])
+    recompute_blocks(stage, args)
+    compile_blocks(stage, args)
+    # Sharding over data ranks, and 1F1B around the stage, are the engine's.
+    return engine(args, groups, stage, objective, choose_schedule(groups))
+
+
+def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
+    """Make activations again in the backward pass, so many blocks together."""
+    stage.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
+    stage.recompute_from_cpu = args.checkpoint_in_cpu
+
+
+def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
+    """`compile`, each block by itself."""
+    if not args.compile:
+        return
+    _check_compiler(args, stage.device_of_groups)
+    for spec in stage.blocks:
+        stage.layers[str(spec.index)].compile()
+
+
+def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
+    # torch.compile would only say so in the first step. On a GPU it is Triton that compiles its launchers.
+    names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
+    if not any(shutil.which(name) for name in names):
+        place = args.origin("compile")
+        raise ConfigError(
+            [f"{place}: compile: {args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"]
+        )

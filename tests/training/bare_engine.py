@@ -1,0 +1,153 @@
+"""An engine of bare torch: one process, fp32, nothing sharded. What loop, evaluation and checkpoints ask of it is all
+that they may ask of any engine; it never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model import Stage, forward_only
+from megatron.model.init import stage_parameters
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective, answer_sums, label_logprobs
+from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.guards import GradientWatch, most_skips
+from megatron.training.optimizers import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    leave_out,
+    parameter_groups,
+    set_learning_rate,
+)
+from megatron.training.step_loss import StepLoss
+
+
+class BareEngine:
+    """`Engine` by autograd and a torch optimizer."""
+
+    zero_stage = 0
+
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
+    ) -> None:
+        assert groups.world_size == 1 and schedule == "none"
+        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        self.dtype = DTYPES[args.params_dtype]
+        self._params = stage_parameters(stage)
+        self._trained = [param for _, _, param in self._params if param.requires_grad]
+        named = [(f"{layer}.{name}", param) for layer, name, param in self._params if param.requires_grad]
+        self._watch = GradientWatch(named, groups.device, most_skips(args))
+        self._loss = StepLoss(objective, groups, self._watch)
+        self._optimizer = build_optimizer(parameter_groups(stage, args), args)
+        self._fill: Callable[[list[Batch]], list[Batch]] | None = None
+
+    @staticmethod
+    def check(args: NeoXArgs) -> None:
+        assert args.params_dtype == "fp32"
+
+    @staticmethod
+    def notes(args: NeoXArgs) -> list[str]:
+        return ["engine: bare torch"]
+
+    def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
+        batches, objective, watch, micro_batches = self.complete(batches), self.objective, self._watch, len(batches)
+        weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0)
+        watch.begin(weight)
+        total = torch.zeros(())
+        self._loss.begin(micro_batches / weight.clamp(min=1.0))
+        for batch in batches:
+            loss = self.stage(None, batch, partial(self._loss.of, batch=batch))
+            (loss / micro_batches).backward()
+            total += loss.detach()
+        watch.judge()
+        if on_gradients is not None:
+            on_gradients([((layer, name), p.grad) for layer, name, p in self._params if p.grad is not None])
+        norm = gradient_norm([], self._trained, self.groups) + watch.verdict
+        skipped, untrained = ~norm.isfinite(), ~weight.any()
+        clip_gradients(self._trained, norm, self.args.gradient_clipping)
+        leave_out(self._optimizer, self._trained, skipped)
+        set_learning_rate(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        means = objective.means(self._loss.metrics) if objective.metrics else {}
+        finding = watch.end(skipped, untrained)
+        return StepResult(total / micro_batches, norm, skipped, False, means, untrained, None, finding)
+
+    def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
+        self._fill = fill
+
+    def complete(self, batches: list[Batch]) -> list[Batch]:
+        batches = self._fill(batches) if self._fill is not None else batches
+        return self.objective.couple(batches, self.scores, None) if self.objective.couple is not None else batches
+
+    def forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        self.stage.eval()
+        found = forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+        self.stage.train()
+        return found
+
+    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        read = partial(label_logprobs, group=None, columns=self.args.softmax_rows)
+        return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
+
+    def scores(self, batches: list[Batch]) -> list[Tensor]:
+        return [answer_sums(v, b) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for layer, name, param in self._params:
+            if name in weights.get(layer, {}):
+                param.copy_(weights[layer][name])
+
+    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+        found: dict[int, dict[str, Tensor]] = {}
+        for layer, name, param in stage_parameters(self.stage, copies=True):
+            found.setdefault(layer, {})[name] = param.detach().clone()
+        return found
+
+    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+        for layer in writer_of:
+            own = {name: self._optimizer.state[param] for at, name, param in self._params if at == layer}
+            yield layer, {name: {key: value.clone() for key, value in state.items()} for name, state in own.items()}
+
+    def restore_state(self, read: Callable[[int, str], State]) -> None:
+        for layer, name, param in self._params:
+            self._optimizer.state[param] = {key: value.clone() for key, value in read(layer, name).items()}
+
+    def model_state(self) -> dict[str, Any]:
+        return {"loss_scaler": {}, "spike_window": []}
+
+    def load_model_state(self, state: Mapping[str, Any]) -> None:
+        pass  # fp32, and no guard against spikes
+
+    def layout_state(self) -> dict[str, Any] | None:
+        return None
+
+    def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
+        raise AssertionError("all its state is kept by parameter")
+
+    def owned_weights(self) -> Parts:
+        return [((layer, name), param.detach()) for layer, name, param in self._params]
+
+    def owned_states(self) -> dict[str, Parts]:
+        return {
+            key: [((layer, name), self._optimizer.state[param][key]) for layer, name, param in self._params]
+            for key in ("exp_avg", "exp_avg_sq")
+            if self._optimizer.state
+        }
+
+    def close(self) -> None:
+        self._optimizer.state.clear()
