@@ -142,17 +142,17 @@ def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step)
 def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Step:
     """Our model in a loop anyone would write."""
     from megatron.model import build_stage, init_stage
+    from megatron.mpu import HeadInput
     from megatron.objectives import LANGUAGE_MODELLING
 
     stage = build_stage(args, groups)
     init_stage(stage, args, groups)
     stage.to(dtype).train()
-    return plain_step(
-        stage,
-        dtype,
-        args,
-        lambda: LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None)[0] / batch.tokens.numel(),
-    )
+
+    def loss(head: HeadInput) -> Tensor:
+        return LANGUAGE_MODELLING.loss_sum(head, batch, None)[0] / batch.tokens.numel()
+
+    return plain_step(stage, dtype, args, lambda: stage(None, batch, loss))
 
 
 def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:

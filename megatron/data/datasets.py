@@ -40,6 +40,7 @@ from megatron.data.references import ReferencedDataset
 from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.losses import sample_kind
 from megatron.neox_arguments.places import is_remote
 
 NAMES = ("train", "valid", "test")
@@ -128,12 +129,12 @@ class _Plan:
 
 def holds_answers(args: NeoXArgs) -> bool:
     """Whether samples are answers to be compared (`preferences`), not tokens to be predicted."""
-    return args.train_impl in ("dpo", "kto", "rm")
+    return sample_kind(args) != "texts"
 
 
 def rows_per_sample(args: NeoXArgs) -> int:
     """Rows of seq_length tokens that a sample has: a pair's answers have one each, unless packed together."""
-    return 2 if args.train_impl in ("dpo", "rm") and args.pack_impl != "best_fit" else 1
+    return 2 if sample_kind(args) == "pairs" and args.pack_impl != "best_fit" else 1
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:

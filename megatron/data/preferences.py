@@ -45,6 +45,7 @@ from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.data.views import Slices
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.losses import couples, sample_kind
 
 Both = tuple[IndexedDataset, ...]
 
@@ -143,7 +144,7 @@ def build_answer_sets(
 
 def _made_of(args: NeoXArgs, plan: _Plan) -> MadeOf:
     parts = [key.digest for key in plan.keys] + ([] if plan.blend is None else [plan.blend.digest])
-    if args.train_impl == "kto":
+    if sample_kind(args) == "answers":
         parts += [args.kto_loss_type, args.kto_kl, str(args.compat_kto)]
     files = tuple(file for member in plan.members for source in member.sources for file in source.data_files)
     notes = file_notes(args, plan.members[0].sources[0].prefix)
@@ -208,7 +209,7 @@ def _pairs(args: NeoXArgs, name: str) -> list[_Member]:
         references: Both | None = None
         if pos_labels is not None and neg_labels is not None:
             labels = open_labels(pos_labels[i], sides[0]), open_labels(neg_labels[i], sides[1])
-        if args.precompute_model_name is not None and args.train_impl != "kto":
+        if args.precompute_model_name is not None and sample_kind(args) == "pairs":
             references = tuple(open_dataset(f"{path}_{args.precompute_model_name}") for path in paths)
             for reference, side in zip(references, sides, strict=True):
                 check_reference(reference, side)
@@ -253,7 +254,7 @@ def _key(args: NeoXArgs, member: _Member, *ends: int) -> AnswerKey:
         tuple(source.index_sha256 for source in member.sources),
         tuple(known_sha256(file, notes) for source in beside for file in source.data_files),
         member.documents,
-        2 if args.train_impl != "kto" else 1,
+        2 if sample_kind(args) == "pairs" else 1,
         ends[-1],
         args.seq_length,
         data_seed(args),
@@ -306,9 +307,9 @@ def _load(args: NeoXArgs, plan: _Plan) -> AnswerDataset | BlendedDataset:
 
 
 def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -> AnswerDataset:
-    count, sources, kto = len(maps.size), len(member.sources), args.train_impl == "kto"
+    count, sources, paired = len(maps.size), len(member.sources), sample_kind(args) == "pairs"
     numbers = np.arange(count)
-    two_rows = not kto and key.packing.pack_impl != "best_fit"
+    two_rows = paired and key.packing.pack_impl != "best_fit"
     kept = np.unique(maps.doc_idx if two_rows else maps.doc_idx // 2)
     for side, reference in enumerate(member.references or ()):
         check_sums(reference, member.sources[side], maps.size[side::2], kept)
@@ -317,7 +318,7 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
         labels=member.labels, vocab_size=args.padded_vocab_size, limits=key.limits,
     )  # fmt: skip
     kl = None
-    if kto and args.kto_loss_type == "kto" and args.kto_kl == "drawn" and not args.compat_kto:
+    if not paired and couples(args) and args.kto_kl == "drawn":
         parts, prompts, rows = mismatched(
             maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length,
             key.before,
@@ -330,7 +331,7 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
 
 def _signs(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:
     """As of `Batch`. Raises DataError for a reward of 0, which is neither good nor bad."""
-    if args.train_impl != "kto":
+    if sample_kind(args) == "pairs":
         return np.ones(count, np.float32)
     if member.rewards is None:  # answers of pairs in turn
         good = np.arange(count) % 2 == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from megatron.data import Batch
 from megatron.generation.requests import Logprob
 from megatron.generation.sampling import Chooser
 from megatron.model import Hidden, KVCache, Model, Reading, forward_only
-from megatron.mpu import gather_from_tensor
+from megatron.mpu import HeadInput, gather_from_tensor
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[Found]]:
             tokens = current.tokens
             yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
 
-    def stage(hidden: Hidden | None, batch: Batch) -> Hidden | Tensor:
+    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
         rows = torch.arange(len(current.last), device=current.last.device)
         wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
-        return model.stage(hidden, batch, Reading(cache=current.cache, last=current.last, wanted=wanted))
+        return model.stage(hidden, batch, finish, Reading(cache=current.cache, last=current.last, wanted=wanted))
 
     numbers = forward_only(
         stage,
         batches(),
         model.args,
         model.groups,
-        lambda logits, _: _read(model, current, logits),
+        lambda head, _: _read(model, current, head.logits()),
         dtype=model.dtype,
         shape=lambda _: (len(current.tokens), current.width),
     )

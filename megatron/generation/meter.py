@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import Self
 
 from tqdm import tqdm
 
@@ -24,11 +25,15 @@ class Meter:
             dynamic_ncols=True,
         )  # fmt: skip
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *problem: object) -> None:
         self.bar.close()
+
+    def to_share(self, before: int, count: int, share: float) -> None:
+        """Of `count` that come after `before`, this share is done."""
+        self.to(before + int(count * share))
 
     def to(self, done: int) -> None:
         """So many are done."""
@@ -36,6 +41,9 @@ class Meter:
         self.done, now = done, time.perf_counter()
         if not self.on_terminal and now - self.said > _SECONDS_A_LINE:
             self.said = now
-            speed = (done - self.first) / (now - self.begun)
-            share = 100 * done // max(1, self.total)
-            self.logger.info(f"{self.what}: {share:3d}%| {done} of {self.total} {self.unit}s, {speed:.1f} a second")
+            self.logger.info(self.line((done - self.first) / (now - self.begun)))
+
+    def line(self, speed: float) -> str:
+        """Without a terminal. speed: in units a second."""
+        share = 100 * self.done // max(1, self.total)
+        return f"{self.what}: {share:3d}%| {self.done} of {self.total} {self.unit}s, {speed:.1f} a second"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from megatron.data import DataError, IndexedDataset
 from megatron.data.files import sync
 from megatron.data.indexed_dataset import Documents, index_path, publish, write_index
 from megatron.data.storage import open_dataset
-from megatron.generation.budget import Budget, forward_budget
+from megatron.generation.budget import forward_budget
 from megatron.generation.meter import Meter
 from megatron.generation.model import Model
 from megatron.generation.partial import partial_file, stamp_of
-from megatron.generation.scoring import Request, rolling_windows, score
+from megatron.generation.scoring import Request, Scored, rolling_windows, score_texts
 from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 
@@ -70,17 +70,15 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
         while done < len(dataset):
             last = max(done + 1, int(np.searchsorted(ends, ends[done] + share, side="right")) - 1)
             texts = [dataset[i].astype(np.int64).tolist() for i in range(done, last)]
-            on_progress = partial(_move, meter, int(ends[done]), int(ends[last] - ends[done]))
             _check_tokens(texts, model, path)
-            _score_into(growing, model, texts, budget, on_progress)
+            windows = [_windows(tokens, model.positions) for tokens in texts]
+            told = partial(meter.to_share, int(ends[done]), int(ends[last] - ends[done]))
+            scored = score_texts(model, windows, overlong="refuse", budget=budget, on_progress=told)
+            on_rank_zero(groups, partial(_append, growing, texts, scored))
             done = last
             meter.to(int(ends[done]))
     on_rank_zero(groups, lambda: _finish(growing, final, dataset, stamp))
     logger.info(f"{final}: {len(dataset)} documents, {total} log-probabilities")
-
-
-def _move(meter: Meter, before: int, tokens: int, share: float) -> None:
-    meter.to(before + int(tokens * share))
 
 
 def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
@@ -90,23 +88,13 @@ def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
         raise DataError(f"{path}: holds token {highest}, the model knows {vocabulary}: made with another tokenizer")
 
 
-def _score_into(
-    growing: Path, model: Model, texts: Sequence[list[int]], budget: Budget, on_progress: Callable[[float], None]
-) -> None:
-    windows = [_windows(tokens, model.positions) for tokens in texts]
-    requests = [request for text in windows for request in text]
-    told: Callable[[int], None] = lambda done: on_progress(done / max(1, len(requests)))  # noqa: E731
-    scored = iter(score(model, requests, overlong="refuse", budget=budget, on_progress=told))
-
-    def append() -> None:
-        with open(growing, "ab") as file:
-            for tokens, text in zip(texts, windows, strict=True):
-                values = [0.0] * bool(tokens) + [value for _ in text for value in next(scored).logprobs]
-                file.write(np.array(values, _VALUE).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-
-    on_rank_zero(model.groups, append)
+def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[Scored]]) -> None:
+    with open(growing, "ab") as file:
+        for tokens, windows in zip(texts, scored, strict=True):
+            values = [0.0] * bool(tokens) + [value for found in windows for value in found.logprobs]
+            file.write(np.array(values, _VALUE).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _windows(tokens: list[int], positions: int) -> list[Request]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.checkpointing.staging import with_local_model
 from megatron.data.files import sync, temporary
 from megatron.generation.complete import complete
 from megatron.generation.interactive import converse
+from megatron.generation.meter import Meter
 from megatron.generation.model import Model, load_model
 from megatron.generation.precompute import precompute
 from megatron.generation.prompts import NOT_STARTED, Prompt, problem_of, read_prompts
@@ -29,8 +28,6 @@ from megatron.generation.score_file import write_scores
 from megatron.mpu import ParallelGroups, Process, configure_logging, join, meet, mix_seed, on_rank_zero, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
-
-_SECONDS_A_LINE = 10.0  # between progress lines where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -194,38 +191,23 @@ def sample(
     return [everyone[i] for i in range(len(prompts))]
 
 
-class _Progress:
-    """A bar of tokens on a terminal, now and then a line elsewhere."""
+class _Progress(Meter):
+    """Counts tokens, and samples that have ended."""
 
     def __init__(self, samples: int, maximum_tokens: int, logger: logging.Logger, shown: bool) -> None:
-        self.samples, self.maximum_tokens, self.logger = samples, maximum_tokens, logger
-        self.tokens = self.ended = 0
+        super().__init__("", samples * maximum_tokens, "token", logger, shown=shown)
+        self.samples, self.maximum_tokens, self.ended = samples, maximum_tokens, 0
         self.written: dict[int, int] = {}  # tokens of each sample
-        self.begun = self.said = time.perf_counter()
-        self.on_terminal = shown and sys.stderr.isatty()
-        self.bar = tqdm(
-            total=samples * maximum_tokens, unit="token", file=sys.stderr, disable=not self.on_terminal,
-            dynamic_ncols=True,
-        )  # fmt: skip
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.bar.close()
 
     def update(self, event: Event) -> None:
         """Count what came to a sample."""
         count = len(event.tokens)
-        self.tokens += count
         self.written[event.id] = self.written.get(event.id, 0) + count
         if event.finish_reason is not None:
             self.ended += 1
             self.bar.set_postfix_str(f"{self.ended}/{self.samples} samples", refresh=False)
             self.bar.total -= self.maximum_tokens - self.written[event.id]  # what it need not write
-        self.bar.update(count)
-        now = time.perf_counter()
-        if not self.on_terminal and now - self.said > _SECONDS_A_LINE:
-            self.said = now
-            speed = self.tokens / (now - self.begun)
-            self.logger.info(f"{self.tokens} tokens, {self.ended} of {self.samples} samples, {speed:.1f} tokens/s")
+        self.to(self.done + count)
+
+    def line(self, speed: float) -> str:
+        return f"{self.done} tokens, {self.ended} of {self.samples} samples, {speed:.1f} tokens/s"

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.files import sync
-from megatron.generation.budget import Budget, forward_budget
+from megatron.generation.budget import forward_budget
 from megatron.generation.meter import Meter
 from megatron.generation.model import Model
 from megatron.generation.partial import partial_file, stamp_of
 from megatron.generation.prompts import problem_of
-from megatron.generation.scoring import Request, Scored, rolling_windows, score
+from megatron.generation.scoring import Request, Scored, rolling_windows, score_texts
 from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -60,29 +60,14 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
     with Meter("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as meter:
         while done < total:
             texts = on_rank_zero(groups, lambda: _requests(inputs, model, _LINES_AT_ONCE * groups.size("data")))
-            _score_into(growing, model, texts, budget, partial(_move, meter, done, len(texts)))
+            told = partial(meter.to_share, done, len(texts))
+            scored = score_texts(model, texts, overlong=args.eval_overlong, budget=budget, on_progress=told)
+            lines = [_line(*text) for text in zip(texts, scored, strict=True)]
+            on_rank_zero(groups, partial(_append, args, growing, lines))
             done += len(texts)
             meter.to(done)
     on_rank_zero(groups, lambda: _finish(args, growing, file))
     logger.info(f"{total} lines of scores are in {file}")
-
-
-def _move(meter: Meter, before: int, lines: int, share: float) -> None:
-    meter.to(before + int(lines * share))
-
-
-def _score_into(
-    growing: Path,
-    model: Model,
-    texts: Sequence[Sequence[Request]],
-    budget: Budget,
-    on_progress: Callable[[float], None],
-) -> None:
-    args, requests = model.args, [request for text in texts for request in text]
-    told: Callable[[int], None] = lambda done: on_progress(done / len(requests))  # noqa: E731
-    scored = iter(score(model, requests, overlong=args.eval_overlong, budget=budget, on_progress=told))
-    lines = [_line(text, [next(scored) for _ in text]) for text in texts]
-    on_rank_zero(model.groups, lambda: _append(args, growing, lines))
 
 
 def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

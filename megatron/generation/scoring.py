@@ -18,10 +18,10 @@ from megatron.generation.budget import Budget, forward_budget
 from megatron.generation.rows import PADDING, Request, Row, make_rows, rolling_windows
 from megatron.model import Hidden, Model, Reading, forward_only
 from megatron.model.positions import dynamic_ntk_limit
-from megatron.mpu import together
+from megatron.mpu import HeadInput, together
 from megatron.neox_arguments import ConfigError
 
-__all__ = ["Overlong", "Request", "Scored", "rolling_windows", "score"]
+__all__ = ["Overlong", "Request", "Scored", "rolling_windows", "score", "score_texts"]
 
 Overlong = Literal["truncate_left", "refuse", "skip"]
 _MASK_MULTIPLE = 8  # keys of a mask, as kernels on GPUs like them
@@ -92,6 +92,24 @@ def score(
         else Scored([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
         for i in range(len(requests))
     ]
+
+
+def score_texts(
+    model: Model,
+    texts: Sequence[Sequence[Request]],
+    *,
+    overlong: Overlong,
+    budget: Budget,
+    on_progress: Callable[[float], None],
+) -> list[list[Scored]]:
+    """`score` for texts of several requests each. on_progress: told about the share that is done."""
+    requests = [request for text in texts for request in text]
+
+    def told(done: int) -> None:
+        on_progress(done / max(1, len(requests)))
+
+    found = iter(score(model, requests, overlong=overlong, budget=budget, on_progress=told))
+    return [[next(found) for _ in text] for text in texts]
 
 
 # -- length ------------------------------------------------------------------------------------------------------------
@@ -226,9 +244,9 @@ def _by_request(rows: list[Row], values: Tensor) -> dict[int, tuple[list[float],
 def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
     """`[2, m]` of each batch, on every rank of the model: log-probabilities, and 1 where no token is more likely."""
 
-    def stage(hidden: Hidden | None, batch: Batch) -> Hidden | Tensor:
+    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
         assert isinstance(batch, _Batch)
-        return model.stage(hidden, batch, Reading(branches=batch.branches, wanted=batch.wanted))
+        return model.stage(hidden, batch, finish, Reading(branches=batch.branches, wanted=batch.wanted))
 
     return forward_only(
         stage, batches, model.args, model.groups, partial(_read, model), dtype=model.dtype, shape=_shape
@@ -240,10 +258,10 @@ def _shape(batch: Batch) -> tuple[int, ...]:
     return 2, len(batch.places)
 
 
-def _read(model: Model, logits: Tensor, batch: Batch) -> Tensor:
-    """From `[n, 1, vocab/T]`."""
+def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
+    """Of hidden states `[n, 1, hidden]`."""
     assert isinstance(batch, _Batch) and batch.places is not None and batch.targets is not None
-    groups, logits = model.groups, logits[:, 0]
+    groups, logits = model.groups, head.logits()[:, 0]
     size, group = logits.shape[1], groups.group("tensor")
     first = groups.rank("tensor") * size
     columns = max(0, min(size, (model.columns or model.args.padded_vocab_size) - first))

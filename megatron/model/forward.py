@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model.stage import Hidden
-from megatron.mpu import ParallelGroups
+from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
-StageForward = Callable[[Hidden | None, Batch], Hidden | Tensor]
+Read = Callable[[HeadInput, Batch], Tensor]
+StageForward = Callable[[Hidden | None, Batch, Callable[[HeadInput], Tensor]], Hidden | Tensor]
 
 
 def _hidden_buffer(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
@@ -22,20 +24,24 @@ def _hidden_buffer(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: 
     return torch.empty(seq, rows, args.hidden_size, dtype=dtype, device=groups.device)
 
 
+def _read(read: Read, batch: Batch, head: HeadInput) -> Tensor:
+    return read(head, batch).float().contiguous()
+
+
 @torch.no_grad()
 def forward_only(
     stage: StageForward,
     batches: Iterable[Batch],
     args: NeoXArgs,
     groups: ParallelGroups,
-    read: Callable[[Tensor, Batch], Tensor],
+    read: Read,
     *,
     dtype: torch.dtype,
     shape: Callable[[Batch], tuple[int, ...]],
 ) -> list[Tensor]:
-    """Run micro-batches through all stages and read something off the logits.
+    """Run micro-batches through all stages and read something off the end of the model.
 
-    read: from the last stage's logits `[seq, batch, vocab/T]` to an fp32 tensor of `shape(batch)`.
+    read: from hidden states and head to a tensor of `shape(batch)`.
     dtype: of the hidden states. Returns one tensor a micro-batch, the same on every pipeline rank.
     """
     pipe, members = groups.group("pipe"), groups.members["pipe"]
@@ -48,13 +54,13 @@ def forward_only(
             buffer = _hidden_buffer(args, groups, batch, dtype)
             dist.recv(buffer, src=members[position - 1], group=pipe)
             hidden = Hidden(buffer)
-        out = stage(hidden, batch)
+        out = stage(hidden, batch, partial(_read, read, batch))
         if isinstance(out, Hidden):
             sent = out.hidden_states.contiguous()
             waiting.append((dist.isend(sent, dst=members[position + 1], group=pipe), sent))
             results.append(torch.empty(shape(batch), dtype=torch.float32, device=groups.device))
         else:
-            results.append(read(out, batch).float().contiguous())
+            results.append(out)
     for work, _ in waiting:
         if work is not None:
             work.wait()

@@ -8,7 +8,6 @@ from megatron.model.embedding import word_embeddings
 from megatron.model.norms import NORMS, build_norm
 from megatron.model.specs import FinalNormSpec, HeadSpec
 from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, allocate, under
-from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
 
 
 class FinalNorm(nn.Module):
@@ -27,11 +26,13 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """Final projection; parameter `final_linear.weight`."""
+    """Final projection of `HeadInput.hidden_states`; parameter `final_linear.weight`."""
 
     def __init__(self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.final_linear = Linear(self._linear(spec), groups, sequence_parallel)
+        self.group, self.sequence_parallel = groups.group("tensor"), sequence_parallel
+        self.final_linear = Linear(self._linear(spec), groups)
+        self.final_linear.group = None  # what it gets has entered the tensor ranks
 
     @staticmethod
     def _linear(spec: HeadSpec) -> LinearSpec:
@@ -55,8 +56,7 @@ class TiedHead(nn.Module):
         self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool, weight: nn.Parameter | None
     ) -> None:
         super().__init__()
-        self.group = groups.group("tensor")
-        self.sequence_parallel = sequence_parallel
+        self.group, self.sequence_parallel = groups.group("tensor"), sequence_parallel
         self.word_embeddings = nn.Module()
         if weight is None:
             allocate(self.word_embeddings, [word_embeddings(spec)], groups)
@@ -64,5 +64,4 @@ class TiedHead(nn.Module):
             self.word_embeddings.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        gather = gather_from_sequence if self.sequence_parallel else copy_to_tensor
-        return nn.functional.linear(gather(x, self.group), self.word_embeddings.weight)  # type: ignore[arg-type]
+        return nn.functional.linear(x, self.word_embeddings.weight)  # type: ignore[arg-type]

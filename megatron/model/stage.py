@@ -39,7 +39,7 @@ from megatron.model.specs import (
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
-from megatron.mpu import ParallelGroups, mix_seed
+from megatron.mpu import HeadInput, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -200,11 +200,18 @@ class Stage(nn.Module):
                 x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
         return x
 
-    def forward(self, hidden: Hidden | None, batch: Batch, reading: Reading | None = None) -> Hidden | Tensor:
+    def forward(
+        self,
+        hidden: Hidden | None,
+        batch: Batch,
+        finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
+        reading: Reading | None = None,
+    ) -> Hidden | Tensor:
         """One micro-batch through this stage.
 
         hidden: from the stage before, None on the first. reading: without gradients, see there; its cache and rows that
-        are padded know no documents. Returns `Hidden`, or on the last stage the logits `[seq, batch, vocab/T]`.
+        are padded know no documents. Returns `Hidden`, or on the last stage what `finish` makes of it, as the logits
+        `[seq, batch, vocab/T]` are; it is called in here because ZeRO 3 has weights only here.
         """
         given = reading or Reading()
         assert batch.cu_seqlens is None or (given.cache is None and given.last is None)
@@ -232,7 +239,8 @@ class Stage(nn.Module):
             seq_length = batch.tokens.shape[1]
             x = x[given.wanted % seq_length, given.wanted // seq_length].unsqueeze(1)
         norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
-        return head(norm(x))
+        enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
+        return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
 
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:

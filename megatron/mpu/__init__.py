@@ -13,6 +13,7 @@ from megatron.mpu.distributed import configure_logging, join, on_rank_zero, toge
 from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.handshake import meet
+from megatron.mpu.head import HeadInput
 from megatron.mpu.layers import Linear, LinearSpec, VocabParallelEmbedding
 from megatron.mpu.mappings import (
     copy_to_tensor,
@@ -31,6 +32,7 @@ from megatron.mpu.watchdog import Watchdog
 __all__ = [
     "AXES",
     "DTYPES",
+    "HeadInput",
     "Linear",
     "LinearSpec",
     "ParamSpec",

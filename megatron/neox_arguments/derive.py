@@ -7,6 +7,7 @@ from megatron.neox_arguments.check import check_value, resolve_section
 from megatron.neox_arguments.declare import Key
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.frozen import freeze
+from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.neox_arguments.read import show
 from megatron.neox_arguments.sections import Bf16, Fp16, Optimizer, ZeroOptimization
 
@@ -62,7 +63,7 @@ def derive(
 def _dropout(values: dict[str, Any]) -> None:
     """None in preference training, unless it is asked for: the reference has none either."""
     if values["disable_dropout"] is None:
-        values["disable_dropout"] = values["train_impl"] in ("dpo", "kto", "rm")
+        values["disable_dropout"] = TRAIN_IMPLS[values["train_impl"]].reads != "texts"
     if values["disable_dropout"]:
         values |= dict.fromkeys(DROPOUTS, 0.0)
 

@@ -1,27 +1,28 @@
 """Keys of post-training: labels, preferences, rewards, unlearning."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.losses import TRAIN_IMPLS
 
-_REWARD, _RL, _UNLEARN = "the reward model", "training with rewards", "unlearning"
+_RL, _UNLEARN = TRAIN_IMPLS["reinforce"].later, "unlearning"
 Paths = tuple[str, ...] | None
-PairLoss = Literal[
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "simpo", "orpo",
-]  # fmt: skip
+Impl: TypeAlias = Literal[tuple(TRAIN_IMPLS)]  # type: ignore[valid-type]
+TextLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["normal"].losses)]  # type: ignore[valid-type]
+PairLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["dpo"].losses)]  # type: ignore[valid-type]
+AnswerLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["kto"].losses)]  # type: ignore[valid-type]
 _SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
 
 
 @dataclass(frozen=True)
 class PostTrainingKeys:
-    train_impl: Literal["normal", "dpo", "rm", "kto", "reinforce"] = key(
+    train_impl: Impl = key(
         "normal",
         "What is trained: language modelling, or an objective of post-training",
-        later_values={"rm": _REWARD, "reinforce": _RL},
+        later_values={name: impl.later for name, impl in TRAIN_IMPLS.items() if impl.later},
     )
-    sft_loss_type: Literal["nll", "dft"] = key(
+    sft_loss_type: TextLoss = key(
         "nll",
         "train_impl normal: the tokens' negative log-likelihood; dft: each times the token's own probability (dynamic "
         "fine-tuning); validation is nll",
@@ -116,7 +117,7 @@ class PostTrainingKeys:
         "reference_cache beside the index maps",
         source="new",
     )
-    kto_loss_type: Literal["kto", "apo_zero_unpaired"] = key(
+    kto_loss_type: AnswerLoss = key(
         "kto", "Loss of a judged answer, as TRL spells it; apo_zero_unpaired has no KL", source="new"
     )
     kto_kl: Literal["drawn", "rotated"] = key(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.losses import sample_kind
 from megatron.neox_arguments.validate_model import at
 
 if TYPE_CHECKING:
@@ -33,5 +34,5 @@ def validate_packing(args: "NeoXArgs", problems: Problems) -> None:
             elif len(beside) != len(paths):
                 problems.add(key, f"expected one for each of the {len(paths)} {name}_data_paths "
                              f"({args.origin(f'{name}_data_paths')}), got {len(beside)}")  # fmt: skip
-            if kind == "reward" and args.pack_impl != "unpacked" and args.train_impl != "kto":
+            if kind == "reward" and args.pack_impl != "unpacked" and sample_kind(args) != "answers":
                 problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {at(args, 'pack_impl')})")

@@ -3,19 +3,18 @@
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.losses import sample_kind
 from megatron.neox_arguments.validate_model import at
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
 
-ANSWERS = ("dpo", "kto", "rm")
-
 
 def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
     pairwise = args.dataset_impl == "pairwise"
-    if pairwise and args.train_impl not in ANSWERS:
+    if pairwise and sample_kind(args) == "texts":
         problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {at(args, 'train_impl')}")
-    if args.train_impl in ("dpo", "rm") and not pairwise:
+    if sample_kind(args) == "pairs" and not pairwise:
         problems.add("dataset_impl", f"train_impl {at(args, 'train_impl')} reads pairs; set dataset_impl: pairwise")
     _answers(args, problems)
     if pairwise and args.pos_train_data_paths is None:
@@ -36,16 +35,14 @@ def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
 
 
 def _answers(args: "NeoXArgs", problems: Problems) -> None:
-    if args.train_impl not in ANSWERS:
+    if sample_kind(args) == "texts":
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
                 problems.add(key, f"is for preferences, not train_impl {at(args, 'train_impl')}; remove it")
-        if args.kto_kl == "rotated":
-            problems.add("kto_kl", f"only train_impl: kto reads it, not {at(args, 'train_impl')}; remove it")
         return
     if args.pack_impl == "packed":
         problems.add("pack_impl", "answers are whole documents; set unpacked, pack_until_overflow or best_fit")
-    if args.train_impl == "kto" and args.dataset_impl == "gpt2":
+    if sample_kind(args) == "answers" and args.dataset_impl == "gpt2":
         if args.data_path is not None:
             problems.add("data_path", "KTO reads train_data_paths, with labels and rewards beside it")
         for name in ("train", "valid", "test"):
@@ -71,8 +68,8 @@ def _answers(args: "NeoXArgs", problems: Problems) -> None:
             if getattr(args, key) is not None:
                 problems.add(key, f"GPT-NeoX has none; remove it, or compat_pack_impl {at(args, 'compat_pack_impl')}")
     if args.kto_kl == "rotated":
-        if args.train_impl != "kto" or args.kto_loss_type != "kto" or args.compat_kto:
-            problems.add("kto_kl", "is for train_impl: kto, kto_loss_type: kto without compat_kto; remove it")
+        if args.compat_kto:
+            problems.add("kto_kl", "GPT-NeoX has its own; remove it, or compat_kto")
         if args.pack_impl != "unpacked":
             problems.add("kto_kl", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
         if args.train_micro_batch_size_per_gpu == 1:

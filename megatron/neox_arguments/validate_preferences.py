@@ -4,39 +4,41 @@ from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.losses import TRAIN_IMPLS, losses_of, needs_reference, scores_reference
 from megatron.neox_arguments.places import is_remote
 from megatron.neox_arguments.validate_model import at
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs
 
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired", "simpo")
-PAIR_KEYS = (
-    "dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", "discopop_tau", "simpo_gamma", "dpo_reference_free",
-)  # fmt: skip
-WITHOUT_REFERENCE = ("simpo", "orpo", "sft")
-SINGLE_KEYS = ("kto_loss_type", "compat_kto")
-
 
 def validate_preferences(args: "NeoXArgs", problems: Problems) -> None:
-    keys = keys_of(type(args))
-    for impl, names in (("dpo", PAIR_KEYS), ("kto", SINGLE_KEYS)):
-        for name in names:
-            if args.train_impl != impl and getattr(args, name) != keys[name].default:
-                problems.add(name, f"only train_impl: {impl} reads it, not {at(args, 'train_impl')}; remove it")
-    if args.sft_loss_type == "dft" and (args.z_loss or args.train_impl != "normal"):
-        problems.add("sft_loss_type", "dft is a loss of train_impl: normal without z_loss; remove one of them")
+    _unread(args, problems)
     if args.neftune_noise_alpha:
         _noise(args, problems)
-    if args.train_impl in ("dpo", "kto") and args.z_loss:
-        problems.add("z_loss", f"is for language modelling; remove it, or train_impl {at(args, 'train_impl')}")
     if args.train_impl == "dpo":
         _pairs(args, problems)
     _reference(args, problems)
     if args.compat_kto and args.pack_impl != "unpacked":
         problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
-    if args.compat_kto and args.kto_loss_type != "kto":
-        problems.add("compat_kto", f"GPT-NeoX has no loss but kto; remove it, or {at(args, 'kto_loss_type')}")
+
+
+def _unread(args: "NeoXArgs", problems: Problems) -> None:
+    """Keys of losses that are not of this run."""
+    keys, chosen = keys_of(type(args)), losses_of(args)
+    for name, impl in TRAIN_IMPLS.items():
+        readers = {option: list(impl.losses) for option in (impl.key, *impl.options) if option}
+        for loss, about in impl.losses.items():
+            for option in about.options:
+                readers.setdefault(option, []).append(loss)
+        for option, losses in readers.items():
+            if getattr(args, option) == keys[option].default:
+                continue
+            if name != args.train_impl:
+                problems.add(option, f"only train_impl: {name} reads it, not {at(args, 'train_impl')}; remove it")
+            elif not set(losses) & set(chosen):
+                who = f"only {impl.key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
+                problems.add(option, f"{who} reads it; remove it")
 
 
 def _noise(args: "NeoXArgs", problems: Problems) -> None:
@@ -49,15 +51,12 @@ def _noise(args: "NeoXArgs", problems: Problems) -> None:
 
 
 def _reference(args: "NeoXArgs", problems: Problems) -> None:
-    losses = {args.dpo_loss_type} if isinstance(args.dpo_loss_type, str) else set(args.dpo_loss_type)
-    given = args.precompute_model_name is not None
-    free = args.dpo_reference_free or losses <= set(WITHOUT_REFERENCE) or given
-    needed = args.train_impl == "kto" or args.train_impl == "dpo" and not free
+    needed = scores_reference(args)
     for name in ("dpo_reference", "reference_cache_dir"):
         if getattr(args, name) == keys_of(type(args))[name].default:
             continue
         if not needed:
-            why = "precompute_model_name has them" if given and args.train_impl == "dpo" else "no reference is needed"
+            why = "precompute_model_name has them" if needs_reference(args) else "no reference is needed"
             problems.add(name, f"is for log-probabilities of a reference, but {why}; remove it")
         elif name == "reference_cache_dir" and args.dpo_reference != "cache":
             problems.add(name, f"only dpo_reference: cache reads it, not {at(args, 'dpo_reference')}; remove it")
@@ -76,8 +75,9 @@ def _pairs(args: "NeoXArgs", problems: Problems) -> None:
     weights = args.dpo_loss_weights
     if not losses or len(set(losses)) != len(losses):
         problems.add("dpo_loss_type", f"expected losses, each once, got {list(losses)}")
-    if {"aot", "aot_unpaired"} <= set(losses):
-        problems.add("dpo_loss_type", "aot and aot_unpaired match pairs differently; take one of them")
+    matching = [name for name, loss in losses_of(args).items() if loss.couples]
+    if len(matching) > 1:
+        problems.add("dpo_loss_type", f"{' and '.join(matching)} match pairs differently; take one of them")
     if {"sft", "orpo"} <= set(losses):
         problems.add("dpo_loss_type", "orpo has the likelihood of the chosen answer already; remove sft")
     if weights is not None and len(weights) != len(losses):
@@ -88,8 +88,3 @@ def _pairs(args: "NeoXArgs", problems: Problems) -> None:
         )
     if "exo_pair" in losses and args.dpo_label_smoothing == 0.0:
         problems.add("dpo_label_smoothing", "exo_pair takes its logarithm; set it above 0, say 0.001")
-    if args.dpo_label_smoothing and not set(losses) & set(SMOOTHED):
-        problems.add("dpo_label_smoothing", f"none of {', '.join(losses)} reads it; remove it")
-    for name, loss in (("discopop_tau", "discopop"), ("simpo_gamma", "simpo")):
-        if loss not in losses and getattr(args, name) != keys_of(type(args))[name].default:
-            problems.add(name, f"only dpo_loss_type: {loss} reads it; remove it")

@@ -1,24 +1,24 @@
 """Objectives: pure functions, a batch's weight and its summed loss. Normalising by the optimizer step's total weight,
 reference models and logging are the engine's and the loop's work; they see tensors and return tensors."""
 
-from megatron.objectives.answers import answer_lengths, answer_sums
+from megatron.objectives.answers import answer_sums, label_logprobs
 from megatron.objectives.build import build_objective
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import LANGUAGE_MODELLING, language_modelling
-from megatron.objectives.objective import Objective
-from megatron.objectives.pair_losses import PAIR_LOSSES, PairSettings
+from megatron.objectives.objective import Objective, loss_function
+from megatron.objectives.pair_losses import PairSettings
 
 __all__ = [
     "LANGUAGE_MODELLING",
-    "PAIR_LOSSES",
     "KtoSettings",
     "Objective",
     "PairSettings",
-    "answer_lengths",
     "answer_sums",
     "build_objective",
     "dpo",
     "kto",
+    "label_logprobs",
     "language_modelling",
+    "loss_function",
 ]

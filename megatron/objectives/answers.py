@@ -1,11 +1,20 @@
-"""What an answer of a batch adds up to."""
+"""What is read off the labels of a batch, and what an answer of it adds up to."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.mpu import HeadInput, token_logprobs
+
+
+def label_logprobs(
+    head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None = None
+) -> Tensor:
+    """log p(label) `[batch, seq]` fp32; group, columns: as of `token_logprobs`."""
+    return token_logprobs(head.logits(), batch.labels.t(), group, columns).t()
 
 
 def answer_sums(values: Tensor, batch: Batch) -> Tensor:

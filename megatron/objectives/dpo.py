@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.mpu import HeadInput
+from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_pairs, match_gaps, match_sides
-from megatron.objectives.objective import Objective
-from megatron.objectives.pair_losses import PAIR_LOSSES, Pairs, PairSettings, log_odds
+from megatron.objectives.objective import Objective, Sums, loss_function
+from megatron.objectives.pair_losses import Pairs, PairSettings, log_odds
 from megatron.objectives.preference import (
     TOKEN_METRICS,
     Answers,
@@ -25,8 +27,6 @@ from megatron.objectives.preference import (
     token_metrics,
 )
 
-# They compare the policy's averages over tokens, never a reference.
-WITHOUT_REFERENCE = ("simpo", "orpo", "sft")
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
 MATCHINGS = {"aot": match_gaps, "aot_unpaired": match_sides}
 
@@ -41,20 +41,24 @@ class _Kind:
 
     @property
     def normalised(self) -> bool:
-        """Whether rewards are of averages over tokens, for want of any sum."""
-        return set(self.weights) <= set(WITHOUT_REFERENCE) and set(self.weights) != {"sft"}
+        """Whether rewards are of averages over tokens, for want of any sum: the policy's are all that is compared."""
+        return not _compares(self.weights) and set(self.weights) != {"sft"}
+
+
+def _compares(weights: Mapping[str, float]) -> bool:
+    return any(TRAIN_IMPLS["dpo"].losses[name].needs_reference for name in weights)
 
 
 def dpo(
     weights: Mapping[str, float], settings: PairSettings, *, reference_free: bool = False, columns: int | None = None
 ) -> Objective:
-    """The objective of these losses, by name: those of `PAIR_LOSSES`, and "sft", the mean over tokens of the chosen
-    answers' negative log-likelihood.
+    """The objective of these losses, by name; "sft" is the mean over tokens of the chosen answers' negative
+    log-likelihood.
 
-    Its three parts: over pairs; over tokens of chosen answers (sft); over tokens of chosen answers and their prompts
-    (orpo). reference_free: the policy's own log-probabilities stand for its log-ratios; [sigmoid, sft] is then CPO.
+    Its parts: over pairs; over tokens of chosen answers (sft); over tokens of chosen answers and their prompts (orpo).
+    reference_free: the policy's own log-probabilities stand for its log-ratios; [sigmoid, sft] is then CPO.
     """
-    kind = _Kind(weights, settings, reference_free or set(weights) <= set(WITHOUT_REFERENCE))
+    kind = _Kind(weights, settings, reference_free or not _compares(weights))
     metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
     differences = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
     if "sigmoid_norm" in weights:
@@ -70,7 +74,7 @@ def dpo(
         assert len(matchings) == 1, "aot and aot_unpaired match a step's pairs differently"
         couple = partial(couple_pairs, matching=matchings[0], reference_free=kind.reference_free)
     weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind, columns=columns)
-    return Objective(weight, loss_sum, metrics, differences, not kind.reference_free, couple)
+    return Objective(weight, loss_sum, metrics, differences, couple)
 
 
 def _chosen(batch: Batch) -> Tensor:
@@ -89,21 +93,21 @@ def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
     return labels, (inside | trained).long()
 
 
+LIKELIHOODS: Mapping[str, Callable[[Batch], Tensor]] = {
+    "sft": lambda batch: batch.loss_weights,
+    "orpo": lambda batch: _with_prompts(batch)[1],
+}
+
+
 def _weight(batch: Batch, *, kind: _Kind) -> Tensor:
-    chosen = _chosen(batch)
-    weight = torch.zeros(3, device=chosen.device)
-    weight[0] = chosen.sum()
-    if "sft" in kind.weights:
-        weight[1] = _chosen_places(batch, batch.loss_weights).sum()
-    if "orpo" in kind.weights:
-        weight[2] = _chosen_places(batch, _with_prompts(batch)[1]).sum()
-    return weight
+    return torch.stack([part.sum().float() for part in (_chosen(batch), *_likelihoods(batch, kind).values())])
 
 
-def _chosen_places(batch: Batch, weights: Tensor) -> Tensor:
-    """`weights` `[batch, seq]` where they belong to chosen answers, else 0."""
+def _likelihoods(batch: Batch, kind: _Kind) -> dict[str, Tensor]:
+    """By loss that has such a part: 1 at the places `[batch, seq]` of chosen answers whose likelihood it is."""
     assert batch.answers is not None
-    return weights * (_chosen(batch)[batch.answers.clamp(min=0)] & (batch.answers >= 0))
+    chosen = _chosen(batch)[batch.answers.clamp(min=0)] & (batch.answers >= 0)
+    return {name: own(batch) * chosen for name, own in LIKELIHOODS.items() if name in kind.weights}
 
 
 def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs:
@@ -119,26 +123,21 @@ def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs
 
 
 def _loss_sum(
-    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind, columns: int | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    labels, with_prompts = batch.labels, batch.loss_weights
-    if "orpo" in kind.weights:
-        labels, with_prompts = _with_prompts(batch)
-    answers = read_answers(logits, batch, labels, group, columns)
+    head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, *, kind: _Kind, columns: int | None
+) -> Sums:
+    labels = _with_prompts(batch)[0] if "orpo" in kind.weights else batch.labels
+    answers = read_answers(head, batch, labels, group, columns)
     real = _chosen(batch)[0::2]
     pairs = _pairs(answers, batch, kind, real)
     metrics = _metrics(answers, pairs, real, kind)
     losses = torch.zeros_like(pairs.gap)
     for name, weight in kind.weights.items():
-        if name in PAIR_LOSSES:
-            losses = losses + weight * PAIR_LOSSES[name](pairs, kind.settings)
+        losses = losses + weight * loss_function("dpo", name)(pairs, kind.settings)
     parts = [torch.where(real, losses, 0.0).sum()]
-    for name, weights in (("sft", batch.loss_weights), ("orpo", with_prompts)):
-        places = _chosen_places(batch, weights)
+    for name, places in _likelihoods(batch, kind).items():
         likelihood = -(answers.logprobs * places).sum()
-        parts.append(kind.weights.get(name, 0.0) * likelihood)
-        if name in kind.weights:
-            metrics["nll_loss"] = torch.stack([likelihood.detach(), places.sum().float()])
+        parts.append(kind.weights[name] * likelihood)
+        metrics["nll_loss"] = torch.stack([likelihood.detach(), places.sum().float()])
     return torch.stack(parts), metrics
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.mpu import HeadInput
+from megatron.neox_arguments.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_kl
-from megatron.objectives.objective import Objective
+from megatron.objectives.objective import Objective, Sums, loss_function
 from megatron.objectives.preference import TOKEN_METRICS, mean_of, read_answers, reference_scores, token_metrics
 
 DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
@@ -19,8 +21,8 @@ DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
 @dataclass(frozen=True)
 class KtoSettings:
-    """loss_type: "kto", or "apo_zero_unpaired" (arXiv 2408.06266), which has no KL. Weights multiply the losses of good
-    and bad examples; neox: GPT-NeoX's own averages (`compat_kto`)."""
+    """loss_type: of the table of losses. Weights multiply the losses of good and bad examples; neox: GPT-NeoX's own
+    averages (`compat_kto`)."""
 
     beta: float = 0.1
     desirable: float = 1.0
@@ -29,13 +31,13 @@ class KtoSettings:
     neox: bool = False
 
 
-def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
-    """The objective; its weight is the number of examples."""
-    needs_kl = settings.loss_type == "kto"
-    metrics = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if needs_kl else ()))
-    couple = couple_kl if needs_kl and not settings.neox else None
-    loss_sum = partial(_loss_sum, settings=settings, columns=columns)
-    return Objective(_weight, loss_sum, metrics, DIFFERENCES, True, couple)
+# From each answer's log-probability above the reference's, the KL and the direction (1 good, -1 bad), fp32 `[n]`.
+AnswerLoss = Callable[[Tensor, Tensor, Tensor, KtoSettings], Tensor]
+
+
+def prospect(above: Tensor, kl: Tensor, direction: Tensor, s: KtoSettings) -> Tensor:
+    """arXiv 2402.01306; without a KL, apo_zero of arXiv 2408.06266 for single answers."""
+    return 1 - (s.beta * direction * (above - kl)).sigmoid()
 
 
 def _weight(batch: Batch) -> Tensor:
@@ -43,28 +45,33 @@ def _weight(batch: Batch) -> Tensor:
     return (batch.signs != 0).sum().float().view(1)
 
 
-def _loss_sum(
-    logits: Tensor, batch: Batch, group: dist.ProcessGroup | None, *, settings: KtoSettings, columns: int | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    assert batch.signs is not None
-    answers = read_answers(logits, batch, batch.labels, group, columns)
-    good, bad = batch.signs > 0, batch.signs < 0
-    above = answers.score - reference_scores(batch)
-    weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()
-    direction = batch.signs.sign()
-    kl = torch.zeros_like(above)
-    if settings.neox:
-        kl, weights, direction = _neox(above.detach(), batch, weights)
-    elif settings.loss_type == "kto":
-        assert batch.anchor is not None, "Objective.couple comes before the loss"
-        kl = batch.anchor
-    losses = weights * (1 - (settings.beta * direction * (above - kl)).sigmoid())
-    rewards = settings.beta * above
-    metrics = {"rewards/chosen": mean_of(rewards, good), "rewards/rejected": mean_of(rewards, bad)}
-    metrics |= token_metrics(answers, answers.score, good, bad)
-    if settings.loss_type == "kto":
-        metrics["kl"] = mean_of(kl, good | bad)
-    return losses.sum().view(1), metrics
+def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
+    """The objective; its weight is the number of examples."""
+    has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].couples
+    loss: AnswerLoss = loss_function("kto", settings.loss_type)
+
+    def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Sums:
+        assert batch.signs is not None
+        answers = read_answers(head, batch, batch.labels, group, columns)
+        good, bad = batch.signs > 0, batch.signs < 0
+        above = answers.score - reference_scores(batch)
+        weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()
+        direction, kl = batch.signs.sign(), torch.zeros_like(above)
+        if settings.neox:
+            kl, weights, direction = _neox(above.detach(), batch, weights)
+        elif has_kl:
+            assert batch.anchor is not None, "Objective.couple comes before the loss"
+            kl = batch.anchor
+        losses = weights * loss(above, kl, direction, settings)
+        rewards = settings.beta * above
+        metrics = {"rewards/chosen": mean_of(rewards, good), "rewards/rejected": mean_of(rewards, bad)}
+        metrics |= token_metrics(answers, answers.score, good, bad)
+        if has_kl:
+            metrics["kl"] = mean_of(kl, good | bad)
+        return losses.sum().view(1), metrics
+
+    names = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if has_kl else ()))
+    return Objective(_weight, loss_sum, names, DIFFERENCES, couple_kl if has_kl and not settings.neox else None)
 
 
 def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,26 +45,26 @@ def _logistic(margin: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
-def _sigmoid(pairs: Pairs, s: PairSettings) -> Tensor:
+def sigmoid(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2305.18290; with smoothing, conservative DPO."""
     return _logistic(s.beta * (pairs.chosen - pairs.rejected), s.smoothing)
 
 
-def _sigmoid_norm(pairs: Pairs, s: PairSettings) -> Tensor:
+def sigmoid_norm(pairs: Pairs, s: PairSettings) -> Tensor:
     """Length-normalised DPO (arXiv 2411.15124; `dpo_norm` of open-instruct)."""
     return _logistic(s.beta * (pairs.chosen_average - pairs.rejected_average), s.smoothing)
 
 
-def _hinge(pairs: Pairs, s: PairSettings) -> Tensor:
+def hinge(pairs: Pairs, s: PairSettings) -> Tensor:
     return torch.relu(1 - s.beta * (pairs.chosen - pairs.rejected))
 
 
-def _ipo(pairs: Pairs, s: PairSettings) -> Tensor:
+def ipo(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2310.12036, on averages over tokens."""
     return (pairs.chosen_average - pairs.rejected_average - 1 / (2 * s.beta)).square()
 
 
-def _exo_pair(pairs: Pairs, s: PairSettings) -> Tensor:
+def exo_pair(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2402.00856, equation 16."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     kept = F.logsigmoid(margin) - math.log1p(-s.smoothing)
@@ -72,23 +72,23 @@ def _exo_pair(pairs: Pairs, s: PairSettings) -> Tensor:
     return margin.sigmoid() * kept + (-margin).sigmoid() * turned
 
 
-def _nca_pair(pairs: Pairs, s: PairSettings) -> Tensor:
+def nca_pair(pairs: Pairs, s: PairSettings) -> Tensor:
     chosen, rejected = s.beta * pairs.chosen, s.beta * pairs.rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _robust(pairs: Pairs, s: PairSettings) -> Tensor:
+def robust(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2403.00409."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     clean, turned = F.logsigmoid(margin), F.logsigmoid(-margin)
     return (-(1 - s.smoothing) * clean + s.smoothing * turned) / (1 - 2 * s.smoothing)
 
 
-def _bco_pair(pairs: Pairs, s: PairSettings) -> Tensor:
+def bco_pair(pairs: Pairs, s: PairSettings) -> Tensor:
     return -F.logsigmoid(s.beta * pairs.chosen) - F.logsigmoid(-s.beta * pairs.rejected)
 
 
-def _sppo_hard(pairs: Pairs, s: PairSettings) -> Tensor:
+def sppo_hard(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2405.00675, with a win probability of 1."""
     return (pairs.chosen - 0.5 / s.beta).square() + (pairs.rejected + 0.5 / s.beta).square()
 
@@ -98,12 +98,12 @@ def _anchors(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return pairs.anchors
 
 
-def _aot(pairs: Pairs, s: PairSettings) -> Tensor:
+def aot(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2406.05882: against the reference's gap of the same rank within the step."""
     return _logistic(s.beta * (pairs.gap - _anchors(pairs)[0]), s.smoothing)
 
 
-def _aot_unpaired(pairs: Pairs, s: PairSettings) -> Tensor:
+def aot_unpaired(pairs: Pairs, s: PairSettings) -> Tensor:
     """The same of chosen against rejected answers: each is compared with the other side's of its rank in the step,
     which is a constant here. So either side gives its gradient, and the chosen alone the value."""
     below, above = _anchors(pairs)
@@ -112,24 +112,29 @@ def _aot_unpaired(pairs: Pairs, s: PairSettings) -> Tensor:
     return chosen + rejected - rejected.detach()
 
 
-def _apo_zero(pairs: Pairs, s: PairSettings) -> Tensor:
+def apo_zero(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2408.06266, equation 7."""
     return 1 - (s.beta * pairs.chosen).sigmoid() + (s.beta * pairs.rejected).sigmoid()
 
 
-def _apo_down(pairs: Pairs, s: PairSettings) -> Tensor:
+def apo_down(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2408.06266, equation 8."""
     return (s.beta * pairs.chosen).sigmoid() + 1 - (s.beta * (pairs.chosen - pairs.rejected)).sigmoid()
 
 
-def _discopop(pairs: Pairs, s: PairSettings) -> Tensor:
+def discopop(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2406.08414, equation 5."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     mixture = (margin / s.tau).sigmoid()
     return (1 - mixture) * -F.logsigmoid(margin) + mixture * (-margin).exp()
 
 
-def _simpo(pairs: Pairs, s: PairSettings) -> Tensor:
+def sft(pairs: Pairs, s: PairSettings) -> Tensor:
+    """The likelihood of the chosen answer alone, which is a part of its own."""
+    return torch.zeros_like(pairs.gap)
+
+
+def simpo(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2405.14734."""
     return _logistic(s.beta * (pairs.policy_chosen - pairs.policy_rejected) - s.gamma, s.smoothing)
 
@@ -145,26 +150,6 @@ def log_odds(pairs: Pairs) -> Tensor:
     return (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
 
 
-def _orpo(pairs: Pairs, s: PairSettings) -> Tensor:
+def orpo(pairs: Pairs, s: PairSettings) -> Tensor:
     """arXiv 2403.07691; the likelihood of the chosen text that belongs to it is a part of its own."""
     return -s.beta * F.logsigmoid(log_odds(pairs))
-
-
-PAIR_LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": _sigmoid,
-    "sigmoid_norm": _sigmoid_norm,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "simpo": _simpo,
-    "orpo": _orpo,
-}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.mpu import token_logprobs_and_statistics
+from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.objectives.answers import answer_lengths, answer_sums
 
 
@@ -33,10 +33,10 @@ class Answers:
 
 
 def read_answers(
-    logits: Tensor, batch: Batch, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
+    head: HeadInput, batch: Batch, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
 ) -> Answers:
-    """From logits `[seq, batch, vocab/T]` and labels `[batch, seq]`; columns: as of `token_logprobs`."""
-    found, statistics = token_logprobs_and_statistics(logits, labels.t(), group, columns)
+    """labels: `[batch, seq]`; group, columns: as of `token_logprobs`."""
+    found, statistics = token_logprobs_and_statistics(head.logits(), labels.t(), group, columns)
     logprobs = found.t()
     more = (answer_sums(values.t(), batch) for values in statistics)
     return Answers(logprobs, answer_sums(logprobs, batch), answer_lengths(batch), *more)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model import Stage
-from megatron.mpu import ParallelGroups
+from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 
@@ -99,10 +99,11 @@ class Engine(Protocol):
     def forward_only(
         self,
         batches: list[Batch],
-        read: Callable[[Tensor, Batch], Tensor],
+        read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        """Read something off the logits of each micro-batch, without gradients; the same on every pipeline rank."""
+        """Read something off hidden states and head of each micro-batch, without gradients; the same on every pipeline
+        rank."""
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor rank."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch, SampleSet, collation, eval_batches, holds_answers
-from megatron.mpu import ParallelGroups, token_logprobs_and_statistics
+from megatron.mpu import HeadInput, ParallelGroups, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine
@@ -54,15 +55,7 @@ def evaluate(
     names = engine.objective.metrics
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
     counts = torch.zeros(args.padded_vocab_size, dtype=torch.int64)
-    batches = eval_batches(
-        dataset,
-        num_samples,
-        args.train_micro_batch_size_per_gpu,
-        groups.rank("data"),
-        groups.size("data"),
-        collation(args, eod),
-    )
-    for chunk in _chunks(batches, args.gradient_accumulation_steps or 1):
+    for chunk in _chunks(dataset, num_samples, args, groups, eod):
         for batch, (logprobs, *metrics) in zip(chunk, _values(engine, chunk, args, groups), strict=True):
             weights = batch.loss_weights.double()
             totals[:2] += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
@@ -90,9 +83,9 @@ def _values(engine: Engine, batches: list[Batch], args: NeoXArgs, groups: Parall
     if not engine.objective.metrics:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
+    def read(head: HeadInput, batch: Batch) -> Tensor:
         logprobs, found = token_logprobs_and_statistics(
-            logits, batch.labels.t(), groups.group("tensor"), args.softmax_rows
+            head.logits(), batch.labels.t(), groups.group("tensor"), args.softmax_rows
         )
         values = {"entropy": found.entropy, "mean_token_accuracy": found.is_top}
         return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
@@ -108,8 +101,8 @@ def evaluate_objective(
     objective = engine.objective
     found: list[Tensor] = []
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
-        parts, metrics = objective.loss_sum(logits, batch, groups.group("tensor"))
+    def read(head: HeadInput, batch: Batch) -> Tensor:
+        parts, metrics = objective.loss_sum(head, batch, groups.group("tensor"))
         sums = torch.zeros(len(objective.metrics), 2, device=parts.device)
         objective.add_metrics(sums, metrics)
         return torch.cat([sums.flatten(), parts, objective.weight(batch)])
@@ -117,15 +110,7 @@ def evaluate_objective(
     def shape(batch: Batch) -> tuple[int]:
         return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
 
-    batches = eval_batches(
-        dataset,
-        num_samples,
-        args.train_micro_batch_size_per_gpu,
-        groups.rank("data"),
-        groups.size("data"),
-        collation(args, eod),
-    )
-    for chunk in _chunks(batches, args.gradient_accumulation_steps or 1):
+    for chunk in _chunks(dataset, num_samples, args, groups, eod):
         found += engine.forward_only(engine.complete(chunk), read, shape)
     total = torch.stack(found).double().sum(0)
     if groups.group("data") is not None:
@@ -142,12 +127,11 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 
-def _chunks(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    chunk: list[Batch] = []
-    for batch in batches:
-        chunk.append(batch)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
+def _chunks(
+    dataset: SampleSet, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
+) -> Iterator[list[Batch]]:
+    """This data rank's micro-batches of the first `num_samples` samples, as many at a time as in a step."""
+    rows, rank, size = args.train_micro_batch_size_per_gpu, groups.rank("data"), groups.size("data")
+    batches = eval_batches(dataset, num_samples, rows, rank, size, collation(args, eod))
+    while chunk := list(islice(batches, args.gradient_accumulation_steps or 1)):
         yield chunk

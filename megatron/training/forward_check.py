@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, Manifest, load_tensors
 from megatron.data import Batch
-from megatron.mpu import ParallelGroups, together
+from megatron.mpu import HeadInput, ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
 
@@ -27,9 +27,9 @@ def fixed_logits(engine: Engine, args: NeoXArgs) -> Tensor | None:
     tokens = torch.arange(args.seq_length).remainder(args.padded_vocab_size).unsqueeze(0)
     found: list[Tensor] = []
 
-    def keep(logits: Tensor, _: Batch) -> Tensor:
-        found.append(logits[:, 0].cpu())
-        return logits.new_zeros(1)
+    def keep(head: HeadInput, _: Batch) -> Tensor:
+        found.append(head.logits()[:, 0].cpu())
+        return torch.zeros(1, device=head.hidden_states.device)
 
     nothing = torch.zeros_like(tokens)
     engine.forward_only([Batch(tokens, nothing, nothing)], keep, lambda _: (1,))

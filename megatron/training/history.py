@@ -15,6 +15,7 @@ from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import holds_answers, rows_per_sample
 from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.losses import sample_kind
 from megatron.training.best import FOLDER, read_best
 from megatron.training.loggers import METRICS_FILE, POSITION, log_directory, read_metrics
 from megatron.training.setup import Training
@@ -131,7 +132,7 @@ def _answers(training: Training) -> dict[str, float]:
     if not holds_answers(args) or dataset is None:
         return {}
     samples = [len(dataset[i].signs) for i in range(min(_LOOKED_AT, len(dataset)))]  # type: ignore[union-attr]
-    name, answers = ("examples", 1) if args.train_impl == "kto" else ("pairs", 2)
+    name, answers = ("pairs", 2) if sample_kind(args) == "pairs" else ("examples", 1)
     return {name: sum(samples) / len(samples) / answers * args.train_batch_size}
 
 

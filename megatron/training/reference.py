@@ -12,13 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, replace_file, told
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
@@ -36,9 +36,10 @@ from megatron.data.references import (
 )
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local, token_logprobs
+from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.objectives import answer_sums
+from megatron.neox_arguments.losses import scores_reference
+from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoints import Checkpointer, Progress
 from megatron.training.engine import Engine
 from megatron.training.facts import local_sizes
@@ -76,7 +77,7 @@ def resume_with_reference(
 
     Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
     """
-    if not engine.objective.needs_reference or (args.precompute_model_name is not None and args.train_impl == "dpo"):
+    if not scores_reference(args):
         return datasets, checkpointer.resume()
     goes_on, progress = checkpointer.source.goes_on, None
     source = on_rank_zero(groups, lambda: original_source(args)) if goes_on else checkpointer.source
@@ -159,8 +160,7 @@ def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Calla
         for layer, name, param in stage_parameters(stage, copies=True):
             param.copy_(weights[layer][name])
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
-        return token_logprobs(logits, batch.labels.t(), groups.group("tensor"), args.softmax_rows).t()
+    read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
 
     def fill(batches: list[Batch]) -> list[Batch]:
         found = forward_only(

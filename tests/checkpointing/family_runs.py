@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model import forward_only
-from megatron.mpu import ParallelGroups, gather_from_tensor
+from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import Weights, groups_of, stage_with
 from tests.pool import run_ranks
@@ -26,8 +26,8 @@ def logits_of(keys: dict[str, Any], weights: Weights, groups: ParallelGroups | N
     groups = groups or groups_of(args, args.tp * args.pp)
     stage = stage_with(args, weights, groups)
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
-        return gather_from_tensor(logits, groups.group("tensor")).transpose(0, 1)
+    def read(head: HeadInput, batch: Batch) -> Tensor:
+        return gather_from_tensor(head.logits(), groups.group("tensor")).transpose(0, 1)
 
     vocab = args.padded_vocab_size
     assert vocab is not None

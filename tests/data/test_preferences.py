@@ -343,7 +343,7 @@ def test_partners(count: int, per_prompt: int):
         ({"pack_impl": "packed"}, "answers are whole documents"),
         ({"max_length": 60}, "max_length: rows have 48 tokens"),
         ({"max_length": 8, "max_prompt_length": 8}, "leaves nothing of max_length 8"),
-        ({"kto_kl": "rotated"}, "kto_kl: is for train_impl: kto"),
+        ({"kto_kl": "rotated"}, "kto_kl: only train_impl: kto reads it, not dpo"),
         ({"train_impl": "normal"}, "dataset_impl: pairs are for train_impl dpo, kto and rm"),
         ({"eod_mask_loss": True}, "eod_mask_loss: is for language modelling"),
         ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "takes an answer for a row"),

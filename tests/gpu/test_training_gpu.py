@@ -20,6 +20,7 @@ from tests.generation.runs import GIVEN, LAYOUTS, golden_model
 from tests.gpu.runs import CPU, GPU, WIDE, run, stage_on
 from tests.model.runs import MODELS
 from tests.model.stages import gradients, random_batch, small
+from tests.objectives.steps import as_head
 from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config
 from tests.training.test_nonfinite import poison
 
@@ -86,7 +87,8 @@ def test_loss_and_gradients_are_those_of_the_cpu(name: str) -> None:
     args, found = small(**{**MODELS[name], "attention_backend": "auto"}), []
     for device in (CPU, GPU):
         stage, batch = stage_on(args, device).train(), random_batch(args).to(device)
-        loss = LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None)[0] / LANGUAGE_MODELLING.weight(batch)
+        loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, None)[0]
+        loss = loss / LANGUAGE_MODELLING.weight(batch)
         loss.backward()
         found.append((loss.detach().cpu(), {key: value.cpu() for key, value in gradients(stage).items()}))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=0)
@@ -101,7 +103,7 @@ def test_compiled_blocks_equal_eager_ones() -> None:
     for compile_ in (False, "block"):
         args = small(**WIDE, compile=compile_, gpt_j_residual=True)
         stage, batch = stage_on(args, GPU).train(), random_batch(args).to(GPU)
-        loss = LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, None)[0]
+        loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, None)[0]
         loss.backward()
         found.append((loss.detach(), gradients(stage)))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)

@@ -17,6 +17,7 @@ from megatron.neox_arguments import ConfigError
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.parallelize import compile_blocks
 from tests.model.stages import document_batch, gradients, groups_of, random_batch, random_weights, small, stage_with
+from tests.objectives.steps import as_head
 from tests.pool import run_ranks
 
 ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else every rank starts a pool of compiling processes
@@ -43,7 +44,7 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
         for step in range(steps):
             batch = random_batch(args, seed=step + 1)
             stage.zero_grad()
-            loss = LANGUAGE_MODELLING.loss_sum(stage(None, batch), batch, groups.group("tensor"))[0]
+            loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, groups.group("tensor"))[0]
             loss.backward()
             early = counters["stats"]["unique_graphs"] if step < 2 else early
         found.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))

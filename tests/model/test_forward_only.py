@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model import Reading, forward_only
-from megatron.mpu import ParallelGroups, gather_from_tensor, token_logprobs
+from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
+from megatron.objectives import label_logprobs
 from tests.model.stages import document_batch, groups_of, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 
@@ -31,13 +33,13 @@ def _read_all(values: dict[str, Any], world_size: int) -> Values:
     vocab = args.padded_vocab_size
     assert vocab is not None
     logprobs = forward_only(
-        stage, batches, args, groups, lambda logits, batch: token_logprobs(logits, batch.labels.t(), tensor).t(),
+        stage, batches, args, groups, partial(label_logprobs, group=tensor),
         dtype=torch.float32, shape=lambda batch: tuple(batch.tokens.shape),
     )  # fmt: skip
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
+    def read(head: HeadInput, batch: Batch) -> Tensor:
         rows = torch.arange(len(batch.tokens))
-        return gather_from_tensor(logits[rows + 3, rows], tensor)
+        return gather_from_tensor(head.head(head.hidden_states[rows + 3, rows]), tensor)
 
     logits = forward_only(
         stage, iter(batches), args, groups, read,
@@ -74,7 +76,7 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
 def test_no_batches_no_values() -> None:
     args = small()
     stage, groups = stage_with(args, random_weights(args)), ParallelGroups.single()
-    none = forward_only(stage, [], args, groups, lambda logits, _: logits, dtype=torch.float32, shape=lambda _: ())
+    none = forward_only(stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ())
     assert none == []
 
 

@@ -13,7 +13,7 @@ from megatron.checkpointing import load_weights
 from megatron.data import Batch
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, gather_from_tensor
+from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from tests.checkpointing.golden import RUNS, checkpoint, golden_args
 from tests.model.stages import groups_of
 from tests.pool import run_ranks
@@ -45,8 +45,8 @@ def logits_of(run: str, step: int, groups: ParallelGroups | None = None, **chang
     for layer, name, param in params:
         param.copy_(weights[layer][name])
 
-    def read(logits: Tensor, batch: Batch) -> Tensor:
-        return gather_from_tensor(logits, groups.group("tensor")).transpose(0, 1)
+    def read(head: HeadInput, batch: Batch) -> Tensor:
+        return gather_from_tensor(head.logits(), groups.group("tensor")).transpose(0, 1)
 
     vocab = args.padded_vocab_size
     assert vocab is not None

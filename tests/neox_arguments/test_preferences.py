@@ -24,7 +24,7 @@ KTO: dict[str, Any] = {"train_impl": "kto", "pack_impl": "unpacked"}
             KTO | {"kto_loss_type": "apo_zero_unpaired"},
             "kto_loss_type: only train_impl: kto reads it, not dpo",
         ),
-        (PAIRS | {"z_loss": 1e-4}, {"z_loss": 1e-4}, "z_loss: is for language modelling"),
+        (PAIRS | {"z_loss": 1e-4}, {"z_loss": 1e-4}, "z_loss: only train_impl: normal reads it, not dpo"),
         (
             PAIRS | {"dpo_loss_type": ["aot", "aot_unpaired"]},
             PAIRS | {"dpo_loss_type": ["aot", "sigmoid"]},
@@ -63,7 +63,7 @@ KTO: dict[str, Any] = {"train_impl": "kto", "pack_impl": "unpacked"}
         (
             KTO | {"compat_kto": True, "kto_loss_type": "apo_zero_unpaired"},
             KTO | {"compat_kto": True},
-            "compat_kto: GPT-NeoX has no loss but kto",
+            "compat_kto: only kto_loss_type: kto reads it",
         ),
         (
             KTO | {"compat_kto": True, "pack_impl": "best_fit"},

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.mpu import HeadInput
 from megatron.objectives import Objective, answer_sums
 
 Forward = Callable[[Batch], Tensor]  # logits [seq, batch, vocab]
+
+
+def as_head(logits: Tensor) -> HeadInput:
+    """What gives these logits."""
+    return HeadInput(logits, lambda hidden_states: hidden_states)
 
 
 @torch.no_grad()
@@ -30,7 +36,7 @@ def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> t
     weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0).clamp(min=1.0)
     loss, total = torch.zeros(()), torch.zeros(len(objective.metrics), 2)
     for batch in batches:
-        parts, metrics = objective.loss_sum(forward(batch), batch, None)
+        parts, metrics = objective.loss_sum(as_head(forward(batch)), batch, None)
         loss = loss + (parts / weight).sum()
         objective.add_metrics(total, metrics)
     return loss, objective.means(total)

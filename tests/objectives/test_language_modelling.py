@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.mpu import build_groups
 from megatron.objectives import LANGUAGE_MODELLING, language_modelling
+from tests.objectives.steps import as_head
 from tests.pool import run_ranks
 
 SEQ, BATCH, VOCAB = 8, 2, 16
@@ -27,7 +28,7 @@ def sharded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     logits, batch = _case()
     own = logits.chunk(world_size, -1)[rank].contiguous().requires_grad_()
-    loss = LANGUAGE_MODELLING.loss_sum(own, batch, group)[0].sum()
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(own), batch, group)[0].sum()
     loss.backward()
     assert own.grad is not None
     return loss.detach(), LANGUAGE_MODELLING.weight(batch), own.grad
@@ -40,7 +41,7 @@ def test_equals_float64_sum_of_weighted_tokens() -> None:
     expected = (every * batch.loss_weights.t().reshape(-1)).sum()
     expected.backward()
     own = logits.clone().requires_grad_()
-    loss = LANGUAGE_MODELLING.loss_sum(own, batch, None)[0].sum()
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(own), batch, None)[0].sum()
     loss.backward()
     assert loss.dtype == torch.float32
     assert own.grad is not None
@@ -65,7 +66,7 @@ def statistics(rank: int, world_size: int, z_loss: float) -> dict[str, float]:
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     objective, (logits, batch) = language_modelling(z_loss, statistics=True), _guessed()
     own = logits.chunk(world_size, -1)[rank].contiguous()
-    found = torch.stack([objective.loss_sum(own, batch, group)[1][name] for name in objective.metrics])
+    found = torch.stack([objective.loss_sum(as_head(own), batch, group)[1][name] for name in objective.metrics])
     return {name: float(value) for name, value in objective.means(found).items()}
 
 
@@ -87,7 +88,7 @@ def test_a_batch_without_weight_is_zero_and_has_no_gradient() -> None:
     logits, batch = _case()
     logits.requires_grad_()
     empty = Batch(batch.tokens, batch.labels, torch.zeros_like(batch.labels))
-    loss = LANGUAGE_MODELLING.loss_sum(logits, empty, None)[0]
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(logits), empty, None)[0]
     loss.backward()
     assert float(loss.detach()) == 0.0 == float(LANGUAGE_MODELLING.weight(empty))
     assert logits.grad is not None and not logits.grad.any()

@@ -17,6 +17,7 @@ from megatron.objectives import LANGUAGE_MODELLING, language_modelling
 from megatron.training.setup import build_engine
 from tests.model.runs import LR, SGD, Step, whole_weights
 from tests.model.stages import groups_of, random_batch, small
+from tests.objectives.steps import as_head
 from tests.pool import run_ranks
 
 SEQ, BATCH, VOCAB, Z = 6, 3, 32, 0.1
@@ -46,7 +47,7 @@ def sharded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
         group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     whole, batch = _case()
     own = whole.chunk(world_size, -1)[rank].contiguous().requires_grad_()
-    loss = language_modelling(Z).loss_sum(own, batch, group)[0].sum()
+    loss = language_modelling(Z).loss_sum(as_head(own), batch, group)[0].sum()
     loss.backward()
     assert own.grad is not None
     sums = token_logprobs_and_sums(own.detach(), batch.labels.t(), group)[1]
@@ -70,7 +71,8 @@ def test_equals_the_dense_formula(world_size: int) -> None:
 def test_without_weight_the_numbers_are_those_of_the_plain_loss() -> None:
     logits, batch = _case()
     assert torch.equal(
-        language_modelling(0.0).loss_sum(logits, batch, None)[0], LANGUAGE_MODELLING.loss_sum(logits, batch, None)[0]
+        language_modelling(0.0).loss_sum(as_head(logits), batch, None)[0],
+        LANGUAGE_MODELLING.loss_sum(as_head(logits), batch, None)[0],
     )
 
 

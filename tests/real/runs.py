@@ -39,7 +39,7 @@ def all_logits(model: Model, tokens: Tensor) -> Tensor:
     assert vocab is not None
     return forward_only(
         model.stage, [Batch(tokens, tokens, torch.ones_like(tokens))], model.args, groups,
-        lambda logits, _: gather_from_tensor(logits, groups.group("tensor")).transpose(0, 1),
+        lambda head, _: gather_from_tensor(head.logits(), groups.group("tensor")).transpose(0, 1),
         dtype=model.dtype, shape=lambda batch: (*batch.tokens.shape, vocab),
     )[0][..., : model.tokenizer.vocab_size]  # fmt: skip
 

@@ -4,6 +4,7 @@ that they may ask of any engine; it never waits for the device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.model import Stage, forward_only
 from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, token_logprobs
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, answer_sums
+from megatron.objectives import Objective, answer_sums, label_logprobs
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.guards import GradientWatch, most_skips
 from megatron.training.optimizers import (
@@ -26,6 +27,7 @@ from megatron.training.optimizers import (
     parameter_groups,
     set_learning_rate,
 )
+from megatron.training.step_loss import StepLoss
 
 
 class BareEngine:
@@ -43,6 +45,7 @@ class BareEngine:
         self._trained = [param for _, _, param in self._params if param.requires_grad]
         named = [(f"{layer}.{name}", param) for layer, name, param in self._params if param.requires_grad]
         self._watch = GradientWatch(named, groups.device, most_skips(args))
+        self._loss = StepLoss(objective, groups, self._watch)
         self._optimizer = build_optimizer(parameter_groups(stage, args), args)
         self._fill: Callable[[list[Batch]], list[Batch]] | None = None
 
@@ -58,11 +61,10 @@ class BareEngine:
         batches, objective, watch, micro_batches = self.complete(batches), self.objective, self._watch, len(batches)
         weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0)
         watch.begin(weight)
-        total, sums = torch.zeros(()), torch.zeros(len(objective.metrics), 2)
+        total = torch.zeros(())
+        self._loss.begin(micro_batches / weight.clamp(min=1.0))
         for batch in batches:
-            parts, metrics = objective.loss_sum(self.stage(None, batch), batch, None)
-            objective.add_metrics(sums, metrics)
-            loss = (parts * (micro_batches / weight.clamp(min=1.0))).sum() * watch.note_loss(parts.sum())
+            loss = self.stage(None, batch, partial(self._loss.of, batch=batch))
             (loss / micro_batches).backward()
             total += loss.detach()
         watch.judge()
@@ -75,7 +77,7 @@ class BareEngine:
         set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        means = objective.means(sums) if objective.metrics else {}
+        means = objective.means(self._loss.metrics) if objective.metrics else {}
         finding = watch.end(skipped, untrained)
         return StepResult(total / micro_batches, norm, skipped, False, means, untrained, None, finding)
 
@@ -89,7 +91,7 @@ class BareEngine:
     def forward_only(
         self,
         batches: list[Batch],
-        read: Callable[[Tensor, Batch], Tensor],
+        read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
         self.stage.eval()
@@ -98,9 +100,7 @@ class BareEngine:
         return found
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        def read(logits: Tensor, batch: Batch) -> Tensor:
-            return token_logprobs(logits, batch.labels.t(), None, self.args.softmax_rows).t()
-
+        read = partial(label_logprobs, group=None, columns=self.args.softmax_rows)
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:

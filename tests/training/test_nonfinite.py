@@ -103,8 +103,8 @@ def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
     from megatron.objectives import LANGUAGE_MODELLING, Objective
     from megatron.training import setup, train
 
-    def loss_sum(logits: Any, batch: Any, group: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss, metrics = LANGUAGE_MODELLING.loss_sum(logits, batch, group)
+    def loss_sum(head: Any, batch: Any, group: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = LANGUAGE_MODELLING.loss_sum(head, batch, group)
         return loss + (math.inf if training.progress.iteration == 2 else 0.0), metrics
 
     setup.build_objective = lambda args: Objective(LANGUAGE_MODELLING.weight, loss_sum)

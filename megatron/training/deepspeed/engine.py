@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from torch import Tensor, nn
 from megatron.data import Batch
 from megatron.model import Stage, forward_only, layer_params
 from megatron.model.init import initial_value, specified, stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, shard, token_logprobs
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, answer_sums
+from megatron.objectives import Objective, answer_sums, label_logprobs
 from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
@@ -43,6 +44,7 @@ from megatron.training.deepspeed.version import check_deepspeed
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
+from megatron.training.step_loss import StepLoss
 
 
 class DeepSpeedEngine:
@@ -60,6 +62,7 @@ class DeepSpeedEngine:
             groups.device,
             most_skips(args),
         )
+        self._loss = StepLoss(objective, groups, self.watch)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
         self._on_gradients: OnGradients | None = None
@@ -77,7 +80,7 @@ class DeepSpeedEngine:
             warnings.simplefilter("ignore")
             self._pipe: PipeStage | None = None
             if schedule == "1F1B":
-                self._pipe, module = wrap_pipeline(stage, objective, groups, self.watch, args, ordered)
+                self._pipe, module = wrap_pipeline(stage, self._loss, groups, args, ordered)
             self._mark()
             self._ds = deepspeed.initialize(
                 model=stage if self._pipe is None else module,
@@ -136,7 +139,8 @@ class DeepSpeedEngine:
         # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight instead.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
-        loss = self._pipe_step(batches, scale) if self._pipe is not None else self._plain_step(batches, scale)
+        self._loss.begin(scale)
+        loss = self._pipe_step(batches) if self._pipe is not None else self._plain_step(batches)
         metrics = self._mean_metrics()
         spike = self.spikes is not None and self.spikes.skips
         norm: Tensor | float | None
@@ -173,22 +177,18 @@ class DeepSpeedEngine:
     def _mean_metrics(self) -> dict[str, Tensor]:
         if not self.objective.metrics:
             return {}
-        sums, groups = self._metrics if self._pipe is None else self._pipe.metrics, self.groups
+        sums, groups = self._loss.metrics, self.groups
         if groups.group("data") is not None:
             dist.all_reduce(sums, group=groups.group("data"))
         if groups.group("pipe") is not None:
             dist.broadcast(sums, src=groups.members["pipe"][-1], group=groups.group("pipe"))
         return self.objective.means(sums)
 
-    def _plain_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
+    def _plain_step(self, batches: list[Batch]) -> Tensor:
         self._ds.train()
         self._total = torch.zeros((), device=self.groups.device)
-        self._metrics = torch.zeros(len(self.objective.metrics), 2, device=self.groups.device)
         for i, batch in enumerate(batches):
-            logits = self._ds(None, batch)
-            parts, metrics = self.objective.loss_sum(logits, batch, self.groups.group("tensor"))
-            self.objective.add_metrics(self._metrics, metrics)
-            loss = (parts * scale).sum() * self.watch.note_loss(parts.sum())
+            loss = self._ds(None, batch, partial(self._loss.of, batch=batch))
             self._total += loss.detach()
             self._ds.backward(loss)
             if self.zero_stage == 0 and i == len(batches) - 1:
@@ -231,10 +231,9 @@ class DeepSpeedEngine:
             dist.all_reduce(mean, group=self.groups.group("data"))
         return mean
 
-    def _pipe_step(self, batches: list[Batch], scale: Tensor) -> Tensor:
+    def _pipe_step(self, batches: list[Batch]) -> Tensor:
         assert self._pipe is not None
-        self._pipe.batches, self._pipe.loss_scale = iter(batches), scale
-        self._pipe.metrics.zero_()
+        self._pipe.batches = iter(batches)
         if self._pipe_shape != batches[0].tokens.shape:
             self._pipe_shape = batches[0].tokens.shape
             self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
@@ -244,7 +243,7 @@ class DeepSpeedEngine:
     def forward_only(
         self,
         batches: list[Batch],
-        read: Callable[[Tensor, Batch], Tensor],
+        read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
         module = self.stage if self._pipe is not None else self._ds.module
@@ -256,9 +255,7 @@ class DeepSpeedEngine:
             module.train(was_training)
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        def read(logits: Tensor, batch: Batch) -> Tensor:
-            return token_logprobs(logits, batch.labels.t(), self.groups.group("tensor"), self.args.softmax_rows).t()
-
+        read = partial(label_logprobs, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:

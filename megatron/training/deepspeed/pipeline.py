@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.data import Batch
 from megatron.model import Hidden, Stage
 from megatron.model.init import specified
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective
-from megatron.training.guards import GradientWatch
+from megatron.training.step_loss import StepLoss
 
 
 class PipeStage(nn.Module):
     """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in the order
     of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
 
-    def __init__(self, stage: Stage, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
+    def __init__(self, stage: Stage, loss: StepLoss, groups: ParallelGroups) -> None:
         super().__init__()
-        self.stage = stage
-        self.objective = objective
-        self.groups = groups
-        self.watch = watch
+        self.stage, self.loss, self.groups = stage, loss, groups
         self.batches: Iterator[Batch] = iter(())
-        self.batch: Batch | None = None
-        self.loss_scale: Tensor | None = None
-        self.metrics = torch.zeros(len(objective.metrics), 2, device=groups.device)
 
     def forward(self, received: Any) -> Any:
+        """Hidden states, or on the last stage the loss."""
         batch = next(self.batches)
         hidden = None if self.groups.is_first_stage else Hidden(*received)
-        out = self.stage(hidden, batch)
-        self.batch = batch
+        out = self.stage(hidden, batch, partial(self.loss.of, batch=batch))
         return tuple(out) if isinstance(out, Hidden) else out
-
-    def loss(self, logits: Tensor, _: Any) -> Tensor:
-        assert self.batch is not None and self.loss_scale is not None
-        parts, metrics = self.objective.loss_sum(logits, self.batch, self.groups.group("tensor"))
-        self.objective.add_metrics(self.metrics, metrics)
-        return (parts * self.loss_scale).sum() * self.watch.note_loss(parts.sum())
 
 
 class TiedGradient:
@@ -70,22 +58,21 @@ class TiedPipelineModule(PipelineModule):
 
 def wrap_pipeline(
     stage: Stage,
-    objective: Objective,
+    loss: StepLoss,
     groups: ParallelGroups,
-    watch: GradientWatch,
     args: NeoXArgs,
     optimized: Sequence[nn.Parameter],
 ) -> tuple[PipeStage, TiedPipelineModule]:
     """The stage as DeepSpeed's pipeline engine runs it. optimized: parameters of the optimizer, placeholders too."""
     own = {id(param) for param in stage.parameters()}
-    pipe = PipeStage(stage, objective, groups, watch)
+    pipe = PipeStage(stage, loss, groups)
     pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
     topology = PipeModelDataParallelTopology(
         num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
     )
     layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
     layers[groups.rank("pipe")] = pipe
-    module = TiedPipelineModule(layers, topology=topology, loss_fn=pipe.loss, partition_method="uniform")
+    module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
     found = sorted(specified(stage, args), key=lambda item: not item[1].tied)  # one order on all stages
     copies = [(param, spec.stages(groups)) for param, spec in found]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]

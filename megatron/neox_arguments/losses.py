@@ -1,0 +1,110 @@
+"""The table of losses: what each asks of a configuration and of its batches.
+
+The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it. A new
+loss is an entry here and a function in megatron/objectives: of a token (`language_modelling.TokenLoss`), a pair of
+answers (`pair_losses.PairLoss`) or a judged answer (`kto.AnswerLoss`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+
+@dataclass(frozen=True)
+class Loss:
+    """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss of the
+    run reads them. needs_reference: whether answers are compared with a reference model's log-probabilities of them.
+    couples: whether the examples of a step meet in it."""
+
+    function: str
+    options: tuple[str, ...] = ()
+    needs_reference: bool = False
+    couples: bool = False
+
+
+@dataclass(frozen=True)
+class TrainImpl:
+    """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any; options:
+    further keys that all of them read, refused elsewhere. later: what it waits for."""
+
+    reads: Literal["texts", "pairs", "answers"]
+    key: str = ""
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    later: str | None = None
+
+
+_SMOOTHED = ("dpo_label_smoothing",)
+
+TRAIN_IMPLS: Mapping[str, TrainImpl] = {
+    "normal": TrainImpl(
+        "texts",
+        "sft_loss_type",
+        {"nll": Loss("language_modelling.nll", ("z_loss",)), "dft": Loss("language_modelling.dft")},
+    ),
+    "dpo": TrainImpl(
+        "pairs",
+        "dpo_loss_type",
+        {
+            "sigmoid": Loss("pair_losses.sigmoid", _SMOOTHED, needs_reference=True),
+            "hinge": Loss("pair_losses.hinge", needs_reference=True),
+            "ipo": Loss("pair_losses.ipo", needs_reference=True),
+            "exo_pair": Loss("pair_losses.exo_pair", _SMOOTHED, needs_reference=True),
+            "nca_pair": Loss("pair_losses.nca_pair", needs_reference=True),
+            "robust": Loss("pair_losses.robust", _SMOOTHED, needs_reference=True),
+            "bco_pair": Loss("pair_losses.bco_pair", needs_reference=True),
+            "sppo_hard": Loss("pair_losses.sppo_hard", needs_reference=True),
+            "aot": Loss("pair_losses.aot", _SMOOTHED, needs_reference=True, couples=True),
+            "aot_unpaired": Loss("pair_losses.aot_unpaired", _SMOOTHED, needs_reference=True, couples=True),
+            "apo_zero": Loss("pair_losses.apo_zero", needs_reference=True),
+            "apo_down": Loss("pair_losses.apo_down", needs_reference=True),
+            "discopop": Loss("pair_losses.discopop", ("discopop_tau",), needs_reference=True),
+            "sft": Loss("pair_losses.sft"),
+            "sigmoid_norm": Loss("pair_losses.sigmoid_norm", _SMOOTHED, needs_reference=True),
+            "simpo": Loss("pair_losses.simpo", (*_SMOOTHED, "simpo_gamma")),
+            "orpo": Loss("pair_losses.orpo"),
+        },
+        ("dpo_loss_weights", "dpo_reference_free"),
+    ),
+    "rm": TrainImpl("pairs", later="the reward model"),
+    "kto": TrainImpl(
+        "answers",
+        "kto_loss_type",
+        {
+            "kto": Loss("kto.prospect", ("compat_kto", "kto_kl"), needs_reference=True, couples=True),
+            "apo_zero_unpaired": Loss("kto.prospect", needs_reference=True),
+        },
+    ),
+    "reinforce": TrainImpl("texts", later="training with rewards"),
+}
+
+
+def sample_kind(args: "NeoXArgs") -> Literal["texts", "pairs", "answers"]:
+    """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
+    return TRAIN_IMPLS[args.train_impl].reads
+
+
+def losses_of(args: "NeoXArgs") -> dict[str, Loss]:
+    """The losses that a run sums, by name."""
+    impl = TRAIN_IMPLS[args.train_impl]
+    chosen = getattr(args, impl.key) if impl.key else ()
+    return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
+
+
+def needs_reference(args: "NeoXArgs") -> bool:
+    """Whether batches have a reference's log-probabilities."""
+    return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
+
+
+def scores_reference(args: "NeoXArgs") -> bool:
+    """Whether the run makes these itself; sets of pairs may have them beside."""
+    given = args.precompute_model_name is not None and sample_kind(args) == "pairs"
+    return needs_reference(args) and not given
+
+
+def couples(args: "NeoXArgs") -> bool:
+    """Whether the examples of a step meet in its loss; in GPT-NeoX's KTO only those of a micro-batch do."""
+    return any(loss.couples for loss in losses_of(args).values()) and not args.compat_kto

@@ -1,0 +1,32 @@
+"""The loss of a step, as an engine runs it backwards a micro-batch at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.mpu import HeadInput, ParallelGroups
+from megatron.objectives import Objective
+from megatron.training.guards import GradientWatch
+
+
+class StepLoss:
+    """The objective's loss of each micro-batch times `scale`, with a word to the watch; sums and numbers of its metrics
+    `[metrics, 2]` come together in `metrics`."""
+
+    def __init__(self, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
+        self.objective, self.group, self.watch = objective, groups.group("tensor"), watch
+        self.scale = torch.ones((), device=groups.device)
+        self.metrics = torch.zeros(len(objective.metrics), 2, device=groups.device)
+
+    def begin(self, scale: Tensor) -> None:
+        """Begin a step. scale: `[k]`, of each part of the loss."""
+        self.scale = scale
+        self.metrics.zero_()
+
+    def of(self, head: HeadInput, batch: Batch) -> Tensor:
+        """A scalar, fp32."""
+        parts, metrics = self.objective.loss_sum(head, batch, self.group)
+        self.objective.add_metrics(self.metrics, metrics)
+        return (parts * self.scale).sum() * self.watch.note_loss(parts.sum())
