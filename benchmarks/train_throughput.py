@@ -175,9 +175,7 @@ def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dty
             rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": args.rotary_pct}
             model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, use_parallel_residual=True, rope_parameters=rope))
         else:
-            model = LlamaForCausalLM(
-                LlamaConfig(**shape, num_key_value_heads=args.num_kv_heads or args.num_attention_heads)
-            )
+            model = LlamaForCausalLM(LlamaConfig(**{**shape, "num_key_value_heads": args.kv_heads}))
     model.set_attn_implementation("sdpa")
     model.to(dtype).train()
     if args.compile:

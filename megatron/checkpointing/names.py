@@ -173,12 +173,13 @@ def to_file_names(
             out[f"mlp.w3.{kind}"], out[f"mlp.w1.{kind}"] = up.clone(), gate.clone()
             continue
         out[_renamed(name, table)] = tensor
-    if like is not None and args.rotary_save_freqs_buffer and args.pos_emb == "rotary":
-        width = int(args.head_dim * args.rotary_pct) // 2 * 2
+    rotary = attention.rotary if attention is not None and args.rotary_save_freqs_buffer else None
+    if like is not None and rotary is not None:
+        width = rotary.width
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
         module = "rotary_embeddings" if te_attention else "rotary_emb"
         # DeepSpeed casts NeoX's buffers with the weights.
-        out[f"attention.{module}.inv_freq"] = (1.0 / args.rotary_emb_base**exponent).to(like.dtype)
+        out[f"attention.{module}.inv_freq"] = (1.0 / rotary.base**exponent).to(like.dtype)
     return out
 
 

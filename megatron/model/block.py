@@ -27,17 +27,11 @@ class Part(Protocol):
     `[seq, batch, hidden]`, its `AttentionInputs` (None if it is no attention), the seed of its dropout and its cache.
     """
 
-    Spec: Any
-    core: Any
-
-    @classmethod
-    def spec(cls, args: NeoXArgs, block: int) -> Any: ...
-
-    @classmethod
-    def params(cls, spec: Any) -> tuple[ParamSpec, ...]: ...
-
-    @property
-    def output(self) -> Linear: ...
+    Spec: type
+    spec: Callable[[NeoXArgs, int], Any]
+    params: Callable[[Any], tuple[ParamSpec, ...]]
+    core: Callable[..., Tensor]
+    output: Linear
 
 
 # Asked in turn what a block has. A new kind is a class in a file of its own, and its place here.

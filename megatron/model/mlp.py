@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron.model.specs import DenseSpec, dense_spec
 from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, under
-from megatron.neox_arguments import NeoXArgs
 
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -29,6 +28,7 @@ class MLP(nn.Module):
     """linear2(act(linear1 x)), or linear2(act(gate) * up) with linear1's rows [up; gate]; `[seq, batch, hidden]`."""
 
     Spec = DenseSpec
+    spec = staticmethod(dense_spec)
 
     def __init__(self, spec: DenseSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -37,11 +37,6 @@ class MLP(nn.Module):
         linear1, linear2 = self._linears(spec)
         self.linear1 = Linear(linear1, groups, sequence_parallel)
         self.linear2 = Linear(linear2, groups, sequence_parallel)
-
-    @classmethod
-    def spec(cls, args: NeoXArgs, block: int) -> DenseSpec | None:
-        """What there is in the block with this number, from 0; None where it is another feed-forward."""
-        return dense_spec(args, block)
 
     @staticmethod
     def _linears(spec: DenseSpec) -> tuple[LinearSpec, LinearSpec]:

@@ -263,15 +263,12 @@ def activation_name(args: NeoXArgs) -> str:
 
 def block_norms(args: NeoXArgs) -> dict[str, NormSpec]:
     """The norms of a block, by name."""
-    norm, placement = norm_spec(args), args.norm_placement
-    found = {} if placement == "olmo3" else {"input_layernorm": norm}
-    if not is_tied(args):
-        found["post_attention_layernorm"] = norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
-    if placement == "sandwich":
-        found["pre_feedforward_layernorm"] = norm
-    if placement in ("olmo3", "sandwich"):
-        found["post_feedforward_layernorm"] = norm
-    return found
+    norm, second = norm_spec(args), norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
+    one = {"input_layernorm": norm}
+    two = one if is_tied(args) else {**one, "post_attention_layernorm": second}
+    after = {"post_attention_layernorm": norm, "post_feedforward_layernorm": norm}
+    placed = {"olmo3": after, "sandwich": {**one, **after, "pre_feedforward_layernorm": norm}}
+    return placed.get(args.norm_placement, two)
 
 
 def residual_form(args: NeoXArgs) -> Residual:

@@ -62,8 +62,11 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("--eval_num_fewshot",), "eval_num_fewshot", {"metavar": "N", "type": int, "help": "evaluation: examples"}),
     (("--eval_include_path",), "eval_include_path", {"metavar": "DIR", "nargs": "+", "help": "folders of own tasks"}),
     (("--eval_output_dir",), "eval_output_dir", {"metavar": "DIR", "help": "folder of result files"}),
-    (("--compare-hf", "--compare_hf"), "eval_compare_hf",
-     {"action": "store_const", "const": True, "help": "evaluation: lm-eval's hf backend beside ours"}),
+    (
+        ("--compare-hf", "--compare_hf"),
+        "eval_compare_hf",
+        {"action": "store_const", "const": True, "help": "evaluation: lm-eval's hf backend beside ours"},
+    ),
 )
 
 

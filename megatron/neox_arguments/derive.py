@@ -49,13 +49,12 @@ def derive(
     _dropout(values)
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
-        for name in ("layer_types", "no_rope_layers"):
-            values[name] = _each_layer(name, values[name], values["num_layers"], problems)
-        for name in ("num_kv_heads", "intermediate_size"):
+        for name in ("layer_types", "no_rope_layers", "num_kv_heads", "intermediate_size"):
             if isinstance(values[name], tuple):
-                each = _each_layer(name, values[name], values["num_layers"], problems)
-                # Where all are one, it is the model that the number makes.
-                values[name] = each[0] if each is not None and len(set(each)) == 1 else each
+                values[name] = _each_layer(name, values[name], values["num_layers"], problems)
+        for name in ("num_kv_heads", "intermediate_size"):
+            if isinstance(values[name], tuple) and len(set(values[name])) == 1:
+                values[name] = values[name][0]  # the model that the number makes
     if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values
@@ -148,10 +147,8 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
 
 
-def _each_layer(name: str, given: Any, num_layers: int, problems: Problems) -> tuple[Any, ...] | None:
+def _each_layer(name: str, given: tuple[Any, ...], num_layers: int, problems: Problems) -> tuple[Any, ...] | None:
     """A pattern repeated for every layer."""
-    if given is None:
-        return None
     if not 0 < len(given) <= num_layers:
         problems.add(name, f"has {len(given)} layers, but num_layers is {num_layers}")
         return None

@@ -23,7 +23,9 @@ class ModelKeys:
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
     num_attention_heads: int = key(REQUIRED, "Number of attention heads", ge=1)
     num_kv_heads: int | tuple[int, ...] | None = key(
-        None, "Number of key-value heads (GQA, MQA), or a list for the layers; unset: num_attention_heads", ge=1
+        None,
+        "Key-value heads (GQA, MQA); a list: of each layer, a shorter one repeats; unset: num_attention_heads",
+        ge=1,
     )
     compat_gqa_rows: Literal["pre1315", "post1315"] | None = key(
         None,
@@ -36,7 +38,7 @@ class ModelKeys:
     max_position_embeddings: int = key(REQUIRED, "Longest sequence the model can read; rows of learned positions", ge=1)
     intermediate_size: int | tuple[int, ...] | None = key(
         None,
-        "Inner width of the MLP, as it is, or a list for the layers",
+        "Inner width of the MLP, as it is; a list: of each layer, a shorter one repeats",
         ge=1,
         differs="GPT-NeoX takes 2/3 of it for gated activations: compat_ffn_width",
     )

@@ -40,7 +40,9 @@ def problem_of(place: str) -> str | None:
     known = sorted(set(available_protocols()))
     if scheme not in known:
         near = difflib.get_close_matches(scheme.lower(), known, n=3)
-        meant = f"did you mean {' or '.join(f'{name}://' for name in near)}?" if near else "such as s3://, gs://, abfs://"
+        meant = (
+            f"did you mean {' or '.join(f'{name}://' for name in near)}?" if near else "such as s3://, gs://, abfs://"
+        )
         return f"{place}: fsspec knows no {scheme}://; {meant}"
     if not path.strip("/") or (path.startswith("/") and scheme not in ("file", "local")):
         return f"{place}: names no bucket; write {scheme}://BUCKET/FOLDER"

@@ -14,7 +14,6 @@ from megatron.model.norms import head_norms
 from megatron.model.positions import RelativePositionBias, apply_rope
 from megatron.model.specs import AttentionSpec, attention_spec
 from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, under
-from megatron.neox_arguments import NeoXArgs
 
 
 class SelfAttention(nn.Module):
@@ -25,6 +24,7 @@ class SelfAttention(nn.Module):
     """
 
     Spec = AttentionSpec
+    spec = staticmethod(attention_spec)
     rpe: RelativePositionBias
 
     def __init__(
@@ -42,11 +42,6 @@ class SelfAttention(nn.Module):
         qkv, dense = self._linears(spec)
         self.query_key_value = Linear(qkv, groups, sequence_parallel)
         self.dense = Linear(dense, groups, sequence_parallel)
-
-    @classmethod
-    def spec(cls, args: NeoXArgs, block: int) -> AttentionSpec | None:
-        """What there is in the block with this number, from 0; None where it is no attention."""
-        return attention_spec(args, block)
 
     @staticmethod
     def _linears(spec: AttentionSpec) -> tuple[LinearSpec, LinearSpec]:
