@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.generation.requests import Logprob
 from megatron.generation.sampling import Chooser
-from megatron.model import Hidden, KVCache, Model, Reading, forward_only
+from megatron.model import Hidden, InferenceContext, KVCache, Model, forward_only
 from megatron.mpu import HeadInput, gather_from_tensor
 
 
@@ -65,7 +65,8 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[Found]]:
     def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
         rows = torch.arange(len(current.last), device=current.last.device)
         wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
-        return model.stage(hidden, batch, finish, Reading(cache=current.cache, last=current.last, wanted=wanted))
+        context = InferenceContext(cache=current.cache, last=current.last, wanted=wanted)
+        return model.stage(hidden, batch, finish, context)
 
     numbers = forward_only(
         stage,

@@ -16,7 +16,7 @@ from megatron.checkpointing import CheckpointError
 from megatron.data import Batch
 from megatron.generation.budget import Budget, forward_budget
 from megatron.generation.rows import PADDING, Request, Row, make_rows, rolling_windows
-from megatron.model import Hidden, Model, Reading, forward_only
+from megatron.model import Hidden, InferenceContext, Model, forward_only
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import HeadInput, together
 from megatron.neox_arguments import ConfigError
@@ -170,8 +170,9 @@ def _batches(rows: Sequence[Row], budget: Budget) -> Iterator[list[Row]]:
 
 @dataclass(frozen=True, eq=False)
 class _Batch(Batch):
-    """Rows padded on the right. branches, wanted: as of `Reading`; rows of texts have no branches, and positions only
-    under dynamic NTK. places, targets: `[m]` int64, which of the `wanted` logits are read, at which token."""
+    """Rows padded on the right. branches, wanted: as of `InferenceContext`; rows of texts have no branches, and
+    positions only under dynamic NTK. places, targets: `[m]` int64, which of the `wanted` logits are read, at which
+    token."""
 
     branches: Tensor | None = None
     wanted: Tensor | None = None
@@ -246,7 +247,7 @@ def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
 
     def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
         assert isinstance(batch, _Batch)
-        return model.stage(hidden, batch, finish, Reading(branches=batch.branches, wanted=batch.wanted))
+        return model.stage(hidden, batch, finish, InferenceContext(branches=batch.branches, wanted=batch.wanted))
 
     return forward_only(
         stage, batches, model.args, model.groups, partial(_read, model), dtype=model.dtype, shape=_shape

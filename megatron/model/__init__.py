@@ -7,7 +7,7 @@ from megatron.model.forward import forward_only
 from megatron.model.inference import Model, for_inference, reading
 from megatron.model.init import init_stage
 from megatron.model.partitioning import partition_layers
-from megatron.model.stage import Hidden, Reading, Stage, build_stage
+from megatron.model.stage import Hidden, InferenceContext, Stage, build_stage
 from megatron.model.trainable import freeze, lowest_trained, trained_parameters
 from megatron.model.weight_map import block_specs, layer_params, layer_specs, shared_params
 
@@ -15,7 +15,7 @@ __all__ = [
     "Hidden",
     "KVCache",
     "Model",
-    "Reading",
+    "InferenceContext",
     "Stage",
     "block_specs",
     "build_stage",

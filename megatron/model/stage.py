@@ -53,7 +53,7 @@ class Hidden(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class InferenceContext:
     """What a forward without gradients is given besides its batch; training gives none of it.
 
     cache: filled by a batch without positions (rows padded on the right), continued by batches that have them.
@@ -152,20 +152,22 @@ class Stage(nn.Module):
 
     # -- what blocks are given -----------------------------------------------------------------------------------------
 
-    def attention_inputs(self, spec: BlockSpec, batch: Batch, positions: Tensor, reading: Reading) -> AttentionInputs:
+    def attention_inputs(
+        self, spec: BlockSpec, batch: Batch, positions: Tensor, context: InferenceContext
+    ) -> AttentionInputs:
         """Of this block, and of all whose `AttentionSpec.inputs` are the same."""
 
         def bias(seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
             return self._bias(spec, seq, columns, distance)
 
-        mixer, cache = spec.mixer, reading.cache
-        if reading.branches is not None:
-            return branch_inputs(mixer, positions, reading.branches, bias)
+        mixer, cache = spec.mixer, context.cache
+        if context.branches is not None:
+            return branch_inputs(mixer, positions, context.branches, bias)
         if cache is not None and batch.positions is not None:
             dtype = next(self.parameters()).dtype
-            return cached_inputs(mixer, positions, reading.last, cache.length, dtype, bias)
+            return cached_inputs(mixer, positions, context.last, cache.length, dtype, bias)
         unmasked = self.backends[mixer.backend].takes_documents(mixer.window)
-        return text_inputs(mixer, batch, positions, reading.last, unmasked, bias)
+        return text_inputs(mixer, batch, positions, context.last, unmasked, bias)
 
     def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:
@@ -205,15 +207,15 @@ class Stage(nn.Module):
         hidden: Hidden | None,
         batch: Batch,
         finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
-        reading: Reading | None = None,
+        context: InferenceContext | None = None,
     ) -> Hidden | Tensor:
         """One micro-batch through this stage.
 
-        hidden: from the stage before, None on the first. reading: without gradients, see there; its cache and rows that
+        hidden: from the stage before, None on the first. context: without gradients, see there; its cache and rows that
         are padded know no documents. Returns `Hidden`, or on the last stage what `finish` makes of it, as the logits
         `[seq, batch, vocab/T]` are; it is called in here because ZeRO 3 has weights only here.
         """
-        given = reading or Reading()
+        given = context or InferenceContext()
         assert batch.cu_seqlens is None or (given.cache is None and given.last is None)
         positions = batch.positions
         if positions is None:

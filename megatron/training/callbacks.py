@@ -17,9 +17,9 @@ from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.flops import model_flops, neox_flops, readable_flops
 from megatron.training.guards import on_device
+from megatron.training.host_copy import HostCopy
 from megatron.training.loggers import MetricLogger, metrics
 from megatron.training.probes import Probe
-from megatron.training.reading import Reading
 from megatron.training.saving import is_hf_due
 from megatron.training.setup import Training
 
@@ -104,7 +104,7 @@ class LogCallback:
         self.skips: list[torch.Tensor] = []
         self.measured: list[str] = []
         self.probed: list[str] = []
-        self.pending: tuple[Step, Reading, float] | None = None
+        self.pending: tuple[Step, HostCopy, float] | None = None
         self.told_memory = False
 
     def on_step_end(self, step: Step) -> None:
@@ -134,7 +134,7 @@ class LogCallback:
             names, measured = probe.values()
             self.probed += names
             values.append(measured.float().to(device))
-        reading = Reading(torch.cat(values))
+        reading = HostCopy(torch.cat(values))
         self.pending = (step, reading, self.stopwatch.lap() / self.steps)
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
         self.losses, self.metrics, self.skips, self.steps, self.tokens, self.rows = [], {}, [], 0, 0, 0

@@ -10,7 +10,7 @@ from megatron.checkpointing import NonFiniteStateError
 from megatron.mpu import on_rank_zero
 from megatron.training.engine import StepResult
 from megatron.training.guards import NonFiniteError, most_skips, on_device, report
-from megatron.training.reading import Reading
+from megatron.training.host_copy import HostCopy
 from megatron.training.saving import Progress
 from megatron.training.setup import Training
 from megatron.training.status import note_failure
@@ -22,14 +22,14 @@ class Outcomes:
 
     def __init__(self, training: Training) -> None:
         self.training, self.in_a_row, self.untrained = training, 0, 0
-        self._pending: tuple[Progress, StepResult, Reading] | None = None
+        self._pending: tuple[Progress, StepResult, HostCopy] | None = None
 
     def begin(self, result: StepResult) -> None:
         """Take the result of a step, before `training.progress` takes it in."""
         progress, device = self.training.progress, result.loss.device
         flags = [on_device(flag, device) for flag in (result.spike, result.untrained, result.skipped)]
         before = replace(progress, row_tokens=dict(progress.row_tokens))
-        self._pending = (before, result, Reading(torch.stack(flags)))
+        self._pending = (before, result, HostCopy(torch.stack(flags)))
 
     def settle(self) -> None:
         """Read what is outstanding. Raises NonFiniteError, with `training.progress` as it was before the step, when the

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model import Reading, Stage, build_stage, layer_params
+from megatron.model import InferenceContext, Stage, build_stage, layer_params
 from megatron.model.attention import AttentionInputs, Backends, choose_backends
 from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
@@ -69,7 +69,7 @@ def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None =
 
 def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> AttentionInputs:
     """What the attention of a block is given in training."""
-    return stage.attention_inputs(stage.blocks[block], batch, positions, Reading())
+    return stage.attention_inputs(stage.blocks[block], batch, positions, InferenceContext())
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,9 +73,13 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
 
 
 def test_a_layer_that_cannot_have_its_kernel_is_refused_at_start() -> None:
+    """Unless attention_backend is auto, which chooses and says so."""
     words = r"attention_config: flash cannot do this run \(.*dropout.*\); write global instead"
     with pytest.raises(ConfigError, match=words):
-        build_stage(small(**MIXED, attention_dropout=0.1), ParallelGroups.single())
+        build_stage(small(**MIXED, attention_dropout=0.1, attention_backend="math"), ParallelGroups.single())
+    said: list[str] = []
+    build_stage(small(**MIXED, attention_dropout=0.1), ParallelGroups.single(), said.append)
+    assert any(re.match("attention_config: flash chose .*with dropout math", line) for line in said), said
     build_stage(small(num_layers=4, attention_config=[[["flash"], 4]], attention_dropout=0.1), ParallelGroups.single())
 
 

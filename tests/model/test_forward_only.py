@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model import Reading, forward_only
+from megatron.model import InferenceContext, forward_only
 from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from megatron.objectives import label_logprobs
 from tests.model.stages import document_batch, groups_of, random_batch, random_weights, small, stage_with
@@ -85,7 +85,7 @@ def test_logits_can_be_of_one_token_a_row() -> None:
     stage, batch = stage_with(args, random_weights(args)), random_batch(args, rows=3)
     last = torch.tensor([0, 7, 15])
     with torch.no_grad():
-        wanted = Reading(wanted=last + args.seq_length * torch.arange(3))
+        wanted = InferenceContext(wanted=last + args.seq_length * torch.arange(3))
         whole, found = stage(None, batch), stage(None, batch, reading=wanted)
     expected = torch.stack([whole[p, row] for row, p in enumerate(last)])
     torch.testing.assert_close(found, expected.unsqueeze(1), rtol=1e-6, atol=1e-6)

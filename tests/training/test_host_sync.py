@@ -30,7 +30,7 @@ ENGINE = {
     "torch/optim/optimizer.py": None,
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
-READ = {"megatron/training/reading.py": {"read"}}
+READ = {"megatron/training/host_copy.py": {"read"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "plain bf16": (1, {"precision": "bfloat16"}),
@@ -80,15 +80,15 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     from tqdm import tqdm
 
     from megatron.training.callbacks import LogCallback, Step, Stopwatch
+    from megatron.training.host_copy import HostCopy
     from megatron.training.loop import batches_of
     from megatron.training.outcomes import Outcomes
-    from megatron.training.reading import Reading
 
     training = begin(values)
     batches, progress = batches_of(training), training.progress
     log, outcomes = LogCallback(training, tqdm(disable=True), Stopwatch()), Outcomes(training)
     seen: list[str] = []
-    begun, begin_reading, read, steps_of = [0], Reading.__init__, Reading.read, {}
+    begun, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 
     def noted(reading: Any, values: torch.Tensor) -> None:
         steps_of[reading] = begun[0]
@@ -98,7 +98,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
         assert steps_of.pop(reading) == begun[0] - 1, "it is read in its own step"
         return read(reading)
 
-    Reading.__init__, Reading.read = noted, late  # type: ignore[method-assign]
+    HostCopy.__init__, HostCopy.read = noted, late  # type: ignore[method-assign]
 
     def one() -> None:
         begun[0] += 1

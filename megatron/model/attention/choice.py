@@ -71,7 +71,8 @@ def choose_backends(
     """Of all layers, by `AttentionSpec.backend`; the kernels are tried with one tiny call of each kind.
 
     `auto` takes the first that works of `BACKENDS`. A named one is used for all of training, and where it takes no
-    mask, the first that does for packed documents and generation. Documents, and layers with a window, run under a
+    mask, the first that does for packed documents and generation; so does one of `attention_config` that cannot do the
+    run while `attention_backend` is auto. Documents, and layers with a window, run under a
     mask where none that is asked for takes them without.
     Raises ConfigError for a named one that does not work on this device or for this run.
     """
@@ -90,7 +91,7 @@ def choose_backends(
             allowed = named if tries[0].documents else [*named, *here]
             backend = next((backend for backend in allowed if _problem(backend, tries) is None), None)
             trained = kind in _DENSE.values() and tries[0].masked == (_DENSE[False, False] not in calls)
-            if trained and backend not in named and _WINDOWED not in chosen:
+            if trained and backend not in named and _WINDOWED not in chosen and args.attention_backend != "auto":
                 raise ConfigError([f"{place} cannot do this run ({_problem(named[-1], tries)}); {fix}"])
             if backend is not None:
                 chosen[kind] = backend

@@ -68,7 +68,7 @@ def cached_inputs(
 
 
 def branch_inputs(spec: AttentionSpec, positions: Tensor, branches: Tensor, bias: Bias) -> AttentionInputs:
-    """Of rows with branches, as of `Reading`; positions count on from the context in every branch."""
+    """Of rows with branches, as of `InferenceContext`; positions count on from the context in every branch."""
     rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1)
     distance, mask = (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1), branch_mask(branches)
     if spec.window is not None:

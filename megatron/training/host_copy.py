@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Reading:
+class HostCopy:
     """Values on their way from the device to the host; nobody waits until they are read."""
 
     def __init__(self, values: torch.Tensor) -> None:
