@@ -19,7 +19,7 @@ from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed_dataset import data_path, index_path
 from megatron.data.pairwise import check_reference
 from megatron.generation import precompute as precomputing
-from megatron.generation import score_file
+from megatron.generation import score_file, scoring
 from megatron.tokenizer import HFTokenizer
 from tests.generation.runs import LAYOUTS, TOKENIZER, command
 from tests.pool import run_ranks
@@ -154,7 +154,7 @@ def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
 
         return call
 
-    score_file.score = precomputing.score = dying(score_file.score)  # type: ignore[attr-defined]
+    scoring.score = dying(scoring.score)
     try:
         raise AssertionError(f"it came to its end: {command(rank, world_size, words)}")
     except Kill:

@@ -16,6 +16,7 @@ from megatron.mpu import HeadInput, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.parallelize import parallelize
 from tests.model.runs import LLAMA, LR, NEOX, SGD
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -70,7 +71,8 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
     for objective in (LANGUAGE_MODELLING, CHUNKED):
         args = small(**SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
-        engine = DeepSpeedEngine(args, groups, stage_with(args, random_weights(args), groups), objective)
+        stage = stage_with(args, random_weights(args), groups)
+        engine = parallelize(stage, objective, args, groups, DeepSpeedEngine)
         batches = batches_of(args, 3 + 10 * groups.rank("data"))
         if objective is CHUNKED:
             logprobs = engine.forward_only(
