@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.specs import AttentionSpec, is_tied
+from megatron.model.specs import AttentionSpec, is_tied, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.weight_names import GENERATIONS
@@ -173,8 +173,8 @@ def to_file_names(
             out[f"mlp.w3.{kind}"], out[f"mlp.w1.{kind}"] = up.clone(), gate.clone()
             continue
         out[_renamed(name, table)] = tensor
-    rotary = attention.rotary if attention is not None and args.rotary_save_freqs_buffer else None
-    if like is not None and rotary is not None:
+    if like is not None and args.rotary_save_freqs_buffer and args.pos_emb == "rotary":
+        rotary = rotary_spec(args)
         width = rotary.width
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
         module = "rotary_embeddings" if te_attention else "rotary_emb"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.model import Model, block_specs
+from megatron.model.specs import AttentionSpec, DenseSpec
 from megatron.mpu import together
 
 # More than this gains no speed, whatever memory there is.
@@ -44,10 +45,13 @@ def forward_budget(model: Model, batch_size: int | None = None) -> Budget:
     tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
     assert args.padded_vocab_size is not None
     blocks = block_specs(args)
-    heads = max(block.mixer.heads for block in blocks) // tensor
-    inner = max(3 * b.feed_forward.width + 4 * b.mixer.heads * b.mixer.head_dim for b in blocks) // tensor
+    mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
+    widths = [block.feed_forward.width for block in blocks if isinstance(block.feed_forward, DenseSpec)]
+    heads = max((mixer.heads for mixer in mixers), default=0) // tensor
+    attended = max((mixer.heads * mixer.head_dim for mixer in mixers), default=0)
+    inner = (3 * max(widths, default=0) + 4 * attended) // tensor
     values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
-    scores = (_SCORES_AT_ONCE if blocks[0].mixer.biased or device.type == "cpu" else 1) * heads * 4
+    scores = (_SCORES_AT_ONCE if any(mixer.biased for mixer in mixers) or device.type == "cpu" else 1) * heads * 4
     share = int(_SHARE[device.type] * free_memory(device))
     ranks_here = groups.world_size if device.type == "cpu" else 1
     least = min(together(groups, lambda: share // ranks_here))

@@ -129,8 +129,8 @@ class ModelKeys:
     attention_config: tuple[Any, ...] = key(
         None,
         "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics. Where both "
-        "occur, flash layers run on the flash kernel, global ones on attention_backend; while that is auto, where "
-        "flash cannot do the run another is chosen, and printed",
+        "occur, flash layers run on the flash kernel, global ones on attention_backend, and flash ones too where "
+        "flash cannot do the run, which is printed",
         refuse_values={
             **dict.fromkeys(
                 ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),

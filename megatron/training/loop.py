@@ -114,6 +114,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
             log.on_step_end(step)
             reason, timed_save = stop.ask(progress.iteration)
             if stop.write_failed:
+                outcomes.settle()
                 training.checkpointer.wait()  # raises what the writer ran into
             saves = reason is not None or timed_save or save.is_due(step.iteration)
             for_now = not saves and save.is_due_for_now(step.iteration)

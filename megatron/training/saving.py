@@ -421,6 +421,9 @@ class Saver:
             "consumed_tokens": progress.consumed_tokens,
             "row_tokens": dict(progress.row_tokens),
             "skipped_steps": progress.skipped,
+            # DeepSpeed's own counters may be a step further, which changed nothing.
+            "global_steps": progress.iteration,
+            "global_samples": progress.consumed_samples,
             "args": {
                 "num_layers": args.num_layers,
                 "hidden_size": args.hidden_size,

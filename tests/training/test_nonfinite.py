@@ -122,6 +122,15 @@ def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Pa
     assert found[0] == found[1] and "rank 1: loss is not finite" in str(found[0]) and "step 3" in str(found[0])
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_bad_step_leaves_no_trace(stage: int, tmp_path: Path) -> None:
+    """Nor does the step that had begun before it was known: in the losses that spikes are judged by, in counters."""
+    values = _values(tmp_path, {"zero_optimization": {"stage": stage}}, skip_step_above_sigma=6.0)
+    assert run_ranks(run_poisoned, 1, values, {4}, math.nan)[0][0] is not None
+    state = torch.load(tmp_path / "run/global_step3/mp_rank_00_model_states.pt", weights_only=False)
+    assert len(state["spike_window"]) == state["global_steps"] == 3 and state["global_samples"] == 24
+
+
 def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
     values = _values(tmp_path, {}, on_nonfinite="skip", nonfinite_limit=2)
     message, _ = run_ranks(run_poisoned, 1, values, {3, 5}, math.nan)[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.model import block_specs
-from megatron.model.specs import AttentionSpec, RotarySpec, is_tied, norm_kind, norm_spec, rotary_spec
+from megatron.model.specs import AttentionSpec, DenseSpec, RotarySpec, is_tied, norm_kind, norm_spec, rotary_spec
 from megatron.neox_arguments import NeoXArgs
 
 _PLAIN = {"swish": "silu"}
@@ -22,14 +22,15 @@ def meaning(args: NeoXArgs) -> dict[str, Any]:
     if (activation == "gelu" and tanh) or (activation == "geglu" and args.te_layernorm_mlp):
         activation += "_tanh"
     blocks = block_specs(args)
-    mixers = [block.mixer for block in blocks]
+    mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
+    dense = [block.feed_forward for block in blocks if isinstance(block.feed_forward, DenseSpec)]
     found = {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
         "num_kv_heads": _each(mixer.kv_heads for mixer in mixers),
         "head_dim": args.head_dim,
-        "intermediate_size": _each(block.feed_forward.width for block in blocks),
+        "intermediate_size": _each(spec.width for spec in dense),
         "norm": kind,
         epsilon: norm.eps,
         "zero_centered_gamma": args.zero_centered_gamma,

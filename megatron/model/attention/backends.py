@@ -119,7 +119,8 @@ class Sdpa(Backend):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
             if mask is not None and mask.is_floating_point():
                 mask = mask.to(q.dtype)
-            if mask is not None and options.cache is not None and inputs.columns is not None:
+            if options.cache is not None and inputs.columns is not None:
+                assert mask is not None, "all of the cache is shown"
                 parts = options.cache.read()
                 outs = [sdpa(q[rows], k, v, mask[rows, ..., : k.shape[2]]) for rows, k, v in parts]
                 out = outs[0] if len(outs) == 1 else torch.cat(outs)

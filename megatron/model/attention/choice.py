@@ -71,27 +71,26 @@ def choose_backends(
     """Of all layers, by `AttentionSpec.backend`; the kernels are tried with one tiny call of each kind.
 
     `auto` takes the first that works of `BACKENDS`. A named one is used for all of training, and where it takes no
-    mask, the first that does for packed documents and generation; so does one of `attention_config` that cannot do the
-    run while `attention_backend` is auto. Documents, and layers with a window, run under a
-    mask where none that is asked for takes them without.
+    mask, the first that does for packed documents and generation. One that `attention_config` names for some layers is
+    used where it can do the run, else `attention_backend`. Documents, and layers with a window, run under a mask where
+    none that is asked for takes them without.
     Raises ConfigError for a named one that does not work on this device or for this run.
     """
     here = [backend for backend in BACKENDS if device.type == "cuda" or not backend.needs_gpu]
     found = {}
     for asked in dict.fromkeys(spec.backend for spec in specs):
-        key, fix = "attention_backend", "set attention_backend: auto"
-        if asked != args.attention_backend:
-            key, fix = "attention_config", "write global instead"
-        place, chosen = f"{args.origin(key)}: {key}: {asked}", dict[str, Backend]()
+        key = "attention_backend" if asked == args.attention_backend else "attention_config"
+        place, fix = f"{args.origin(key)}: {key}: {asked}", "set attention_backend: auto"
+        chosen, instead = dict[str, Backend](), [b for b in here if args.attention_backend in ("auto", b.name)]
         named = [backend for backend in here if asked in ("auto", backend.name)]
         if not named:
             raise ConfigError([f"{place} needs a GPU; {fix}"])
         calls = _calls(args, device, list(dict.fromkeys(spec for spec in specs if spec.backend == asked)))
         for kind, tries in calls.items():
-            allowed = named if tries[0].documents else [*named, *here]
+            allowed = named if tries[0].documents else [*named, *instead, *here]
             backend = next((backend for backend in allowed if _problem(backend, tries) is None), None)
             trained = kind in _DENSE.values() and tries[0].masked == (_DENSE[False, False] not in calls)
-            if trained and backend not in named and _WINDOWED not in chosen and args.attention_backend != "auto":
+            if trained and key == "attention_backend" and backend not in named and _WINDOWED not in chosen:
                 raise ConfigError([f"{place} cannot do this run ({_problem(named[-1], tries)}); {fix}"])
             if backend is not None:
                 chosen[kind] = backend

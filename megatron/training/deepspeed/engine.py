@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -93,10 +92,10 @@ class DeepSpeedEngine:
         if isinstance(scaler, DynamicLossScaler):
             # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX allows.
             scaler.raise_error_at_min_scale = False
-        if self.zero_stage > 0:
-            judge_steps(self._ds, self.watch.verdict, self._judge)
         if self.spikes is not None:
             guard_steps(self._ds, optimizer, self.spikes, self._loss_so_far)
+        if self.zero_stage > 0:  # around the guard, which wants to know the verdict
+            judge_steps(self._ds, self.watch.verdict, self._judge)
         if self._pipe is not None:
             cut_backward(self._ds, stage, ordered)
         named = {id(item[2]): item for item in self._params}
@@ -215,13 +214,14 @@ class DeepSpeedEngine:
         leave_out(self._ds.optimizer, [*cut, *whole], ~self._norm.isfinite())
 
     def _loss_so_far(self) -> float:
-        """The step's loss before its update, the same on every rank; NaN where nothing is trained."""
+        """The step's loss before its update, the same on every rank; NaN for a step that is left out anyway: nothing is
+        trained, or something was not finite."""
         loss, pipe = torch.zeros((), device=self.groups.device), self.groups.group("pipe")
         if self._pipe is None or self.groups.is_last_stage:
             loss = self._mean_loss(self._total if self._pipe is None else self._ds.total_loss)
         if pipe is not None:
             dist.broadcast(loss, src=self.groups.members["pipe"][-1], group=pipe)
-        return float(loss) if bool(self._weight.any()) else math.nan
+        return float(loss + self.watch.verdict)
 
     def _mean_loss(self, total: Tensor) -> Tensor:
         """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two means."""
