@@ -49,7 +49,7 @@ _RELIED_ON = (
     ("deepspeed.runtime.utils", "tensor_model_parallel", "count copies on tensor ranks once in the norm"),
     # pipeline
     ("deepspeed.runtime.constants", "ds_pipe_replicated", "count copies on pipeline stages once in the norm"),
-    ("deepspeed.runtime.pipe.schedule", "SendGrad() RecvGrad() BackwardPass()", "send gradients no further than needed"),
+    ("deepspeed.runtime.pipe.schedule", "SendGrad() RecvGrad() BackwardPass()", "send no gradient further"),
     (_PIPE, "_INSTRUCTION_MAP pipe_buffers grad_layer", "send no gradient below the lowest trained layer"),
     ("deepspeed.runtime.pipe.module:PipelineModule", "get_tied_weights_and_groups()", "sum gradients of copies"),
     (_ZERO_1_2, "grad_accum", "find the gradients of copies"),
