@@ -86,6 +86,6 @@ def test_logits_can_be_of_one_token_a_row() -> None:
     last = torch.tensor([0, 7, 15])
     with torch.no_grad():
         wanted = InferenceContext(wanted=last + args.seq_length * torch.arange(3))
-        whole, found = stage(None, batch), stage(None, batch, reading=wanted)
+        whole, found = stage(None, batch), stage(None, batch, context=wanted)
     expected = torch.stack([whole[p, row] for row, p in enumerate(last)])
     torch.testing.assert_close(found, expected.unsqueeze(1), rtol=1e-6, atol=1e-6)
