@@ -83,7 +83,10 @@ def written(
     return found
 
 
-@pytest.mark.parametrize("name", ["one process", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize(
+    "name",
+    ["one process", *(pytest.param(name, marks=pytest.mark.more) for name in ("tp2", "pp2")), "tp2 x pp2"],
+)
 def test_greedy_text_equals_transformers(name: str, references: dict[str, Reference]) -> None:
     ranks, layout = LAYOUTS[name]
     models = [(one.keys, one.weights) for one in references.values()]

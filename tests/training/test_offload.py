@@ -86,6 +86,7 @@ def known_curves(rank: int, world_size: int, values: list[dict[str, Any]]) -> li
     return curves(rank, world_size, values, steps=3)
 
 
+@pytest.mark.more
 @needs_compiler
 def test_same_numbers(env: dict[str, str]) -> None:
     """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now and then."""
@@ -125,6 +126,7 @@ def stop_and_go_on(
     return found
 
 
+@pytest.mark.more
 @needs_compiler
 def test_resumes_bit_for_bit(tmp_path: Path, env: dict[str, str]) -> None:
     names = ["CPU_Adam without ZeRO, bf16", "Adam, ZeRO 1, old spelling", "AdamW, ZeRO 1, bf16"]
@@ -136,6 +138,7 @@ def test_resumes_bit_for_bit(tmp_path: Path, env: dict[str, str]) -> None:
             assert bit_equal(resumed.weights, through.weights), name
 
 
+@pytest.mark.more
 @needs_compiler
 def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> None:
     """Out of memory at step 3: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""
