@@ -32,7 +32,7 @@ class Meter:
         self.bar.close()
 
     def to_share(self, before: int, count: int, share: float) -> None:
-        """Of `count` that come after `before`, this share is done."""
+        """Move to where `before` units and this share (0 to 1) of the `count` after them are done."""
         self.to(before + int(count * share))
 
     def to(self, done: int) -> None:

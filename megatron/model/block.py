@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     @staticmethod
     def params(spec: BlockSpec) -> tuple[ParamSpec, ...]:
-        """Its parameters, in NeoX's registration order."""
+        """The parameters that the constructor allocates, in NeoX's registration order."""
         found = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
         found["attention"] = _kind(MIXERS, spec.mixer).params(spec.mixer)
         found["mlp"] = _kind(FEED_FORWARDS, spec.feed_forward).params(spec.feed_forward)

@@ -48,7 +48,7 @@ class MLP(nn.Module):
 
     @classmethod
     def params(cls, spec: DenseSpec) -> tuple[ParamSpec, ...]:
-        """Its parameters, in NeoX's registration order."""
+        """The parameters that the constructor allocates, in NeoX's registration order."""
         linear1, linear2 = cls._linears(spec)
         return (*under("linear1", linear1.params()), *under("linear2", linear2.params()))
 

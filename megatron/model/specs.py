@@ -223,7 +223,7 @@ def _of(value: int | tuple[int, ...], block: int) -> int:
 
 
 def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
-    """Of the block with this number, from 0."""
+    """The attention of block number `block`, counted from 0."""
     slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
     width = args.sliding_window_width if slides else None
     # A window as wide as the longest sequence is none.
@@ -242,7 +242,7 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
 
 
 def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
-    """Of the block with this number, from 0."""
+    """The feed-forward of block number `block`, counted from 0."""
     return DenseSpec(
         hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
         gated=args.is_gated, bias=args.use_bias_in_mlp, joined=args.gpt_j_residual,

@@ -21,5 +21,5 @@ class HeadInput(NamedTuple):
     head: Callable[[Tensor], Tensor]
 
     def logits(self) -> Tensor:
-        """Of all places."""
+        """The logits of all places, `[..., vocab/T]`."""
         return self.head(self.hidden_states)

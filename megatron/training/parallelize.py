@@ -16,6 +16,7 @@ from megatron.training.engine import Engine, PipelineSchedule
 
 
 def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
+    """The order of forwards and backwards over pipeline stages; none where there is one stage."""
     return "1F1B" if groups.size("pipe") > 1 else "none"
 
 

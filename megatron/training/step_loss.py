@@ -26,7 +26,7 @@ class StepLoss:
         self.metrics.zero_()
 
     def of(self, head: HeadInput, batch: Batch) -> Tensor:
-        """A scalar, fp32."""
+        """The scaled loss of one micro-batch, an fp32 scalar with its graph."""
         parts, metrics = self.objective.loss_sum(head, batch, self.group)
         self.objective.add_metrics(self.metrics, metrics)
         return (parts * self.scale).sum() * self.watch.note_loss(parts.sum())

@@ -44,7 +44,7 @@ class Backends:
 
     @property
     def name(self) -> str:
-        """As printed at start."""
+        """What is printed at start: the usual backend, then the kinds of calls that run on another."""
         names = [(kind, backend.name) for kind, backend in self.by_kind.items() if kind != _DOCUMENTS]
         return ", ".join([names[0][1], *(f"{kind} {name}" for kind, name in names if name != names[0][1])])
 
@@ -68,7 +68,7 @@ class Backends:
 def choose_backends(
     args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec], log: Callable[[str], None] | None = None
 ) -> dict[str, Backends]:
-    """Of all layers, by `AttentionSpec.backend`; the kernels are tried with one tiny call of each kind.
+    """Choose the backends of all layers, by `AttentionSpec.backend`; each is tried with one tiny call of each kind.
 
     `auto` takes the first that works of `BACKENDS`. A named one is used for all of training, and where it takes no
     mask, the first that does for packed documents and generation. One that `attention_config` names for some layers is
@@ -105,7 +105,7 @@ def _problem(backend: Backend, calls: Sequence[Call]) -> str | None:
 
 
 def _calls(args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec]) -> dict[str, list[Call]]:
-    """What to try for each kind of call that these layers make."""
+    """The kinds of calls that layers with these specs make, each with the tiny calls that a backend is tried with."""
     seq, dtype, compiled = min(args.seq_length, 256), DTYPES[args.params_dtype], bool(args.compile)
     near = [spec for spec in specs if spec.window is not None]
     always_masked, dropping = specs[0].biased or len(near) == len(specs), specs[0].dropout > 0.0

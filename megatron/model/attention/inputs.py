@@ -41,8 +41,8 @@ class AttentionInputs(NamedTuple):
 def text_inputs(
     spec: AttentionSpec, batch: Batch, positions: Tensor, last: Tensor | None, unmasked: bool, bias: Bias
 ) -> AttentionInputs:
-    """Of texts from their beginning. last: `[batch]`, the last token of rows that are padded, None: they are not.
-    unmasked: whether documents and windows run without a mask."""
+    """The inputs for texts from their beginning. last: `[batch]`, the last token of rows that are padded,
+    None: they are not. unmasked: whether documents and windows run without a mask."""
     (rows, seq), device, window, documents = batch.tokens.shape, batch.tokens.device, spec.window, batch.cu_seqlens
     rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
     if unmasked and (documents is not None or window is not None):
@@ -59,7 +59,7 @@ def text_inputs(
 def cached_inputs(
     spec: AttentionSpec, positions: Tensor, last: Tensor | None, keys: int, dtype: torch.dtype, bias: Bias
 ) -> AttentionInputs:
-    """Of tokens that continue texts in a cache of so many columns. dtype: of the weights."""
+    """The inputs for tokens that continue texts in a cache of so many columns. dtype: of the weights."""
     rope = _rope(spec, positions, positions.shape[1] if last is None else (last + 1).unsqueeze(1))
     mask, added = window_mask(keys, spec.window, positions.device, positions), bias(keys, positions, None)
     if added is None:  # else every block would make its own of it
@@ -68,7 +68,8 @@ def cached_inputs(
 
 
 def branch_inputs(spec: AttentionSpec, positions: Tensor, branches: Tensor, bias: Bias) -> AttentionInputs:
-    """Of rows with branches, as of `InferenceContext`; positions count on from the context in every branch."""
+    """The inputs for rows with branches, as in `InferenceContext`; positions count on from the
+    context in every branch."""
     rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1)
     distance, mask = (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1), branch_mask(branches)
     if spec.window is not None:

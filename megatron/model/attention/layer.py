@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
 
     @classmethod
     def params(cls, spec: AttentionSpec) -> tuple[ParamSpec, ...]:
-        """Its parameters, in NeoX's registration order."""
+        """The parameters that the constructor allocates, in NeoX's registration order."""
         found = head_norms(spec).items()
         norms = [param for name, (norm, own, heads) in found for param in under(name, norm.params(own, heads))]
         qkv, dense = cls._linears(spec)

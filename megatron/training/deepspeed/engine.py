@@ -131,7 +131,6 @@ class DeepSpeedEngine:
         weight = torch.stack([self.objective.weight(batch) for batch in batches]).sum(0)
         if self.groups.group("data") is not None:
             dist.all_reduce(weight, group=self.groups.group("data"))
-        self._weight = weight
         self.watch.begin(weight)
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
         scaler_before = dict(vars(scaler)) if scaler is not None else {}
@@ -196,7 +195,7 @@ class DeepSpeedEngine:
         return self._mean_loss(self._total)
 
     def _judge(self) -> None:
-        """Between backward and update."""
+        """Judge the gradients and show them to who asked, between backward and update."""
         self.watch.judge()
         if self._on_gradients is not None:
             self._on_gradients(self._owned.gradients(self._loss_scale or 1.0))
