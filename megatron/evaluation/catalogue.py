@@ -16,6 +16,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import hub_or_cache
 from megatron.generation.chat import ChatTemplate, find_template
+from megatron.generation.prompts import text_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.best_metric import best_metric
 from megatron.tokenizer import Tokenizer
@@ -80,9 +81,7 @@ def check_best_metric(args: NeoXArgs, catalogue: Catalogue) -> None:
     if asked in known or any(asked.startswith(f"{name}_") for name in free):
         return
     there = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
-    raise ConfigError(
-        [f"{args.origin('save_best')}: save_best: {metric}: this run has no such metric; its tasks have {there}"]
-    )
+    raise args.problem("save_best", f"{metric}: this run has no such metric; its tasks have {there}")
 
 
 def _metrics(task: Task) -> list[str] | None:
@@ -105,13 +104,7 @@ def _system_prompt(args: NeoXArgs) -> str | None:
     """`eval_system_prompt`, or what is in its file. Raises ConfigError."""
     if args.eval_system_prompt_file is None:
         return args.eval_system_prompt
-    try:
-        return Path(args.eval_system_prompt_file).read_text(encoding="utf-8").rstrip("\n")
-    except (OSError, UnicodeDecodeError) as problem:
-        place = args.origin("eval_system_prompt_file")
-        raise ConfigError(
-            [f"{place}: eval_system_prompt_file: {args.eval_system_prompt_file}: cannot be read ({problem})"]
-        ) from problem
+    return text_of(args, "eval_system_prompt_file").rstrip("\n")
 
 
 def _settle(task: Task, examples: int | None) -> None:

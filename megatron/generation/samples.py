@@ -21,7 +21,7 @@ from megatron.generation.interactive import converse
 from megatron.generation.meter import Meter
 from megatron.generation.model import Model, load_model
 from megatron.generation.precompute import precompute
-from megatron.generation.prompts import NOT_STARTED, Prompt, problem_of, read_prompts
+from megatron.generation.prompts import NOT_STARTED, Prompt, read_prompts
 from megatron.generation.requests import Event
 from megatron.generation.sampling import Sampling
 from megatron.generation.score_file import write_scores
@@ -122,7 +122,7 @@ def output_file(args: NeoXArgs) -> Path:
     elif not os.access(folder, os.W_OK):
         reason = f"the folder {folder} cannot be written to"
     if reason is not None:
-        raise problem_of(args, "sample_output_file", f"{file}: {reason}")
+        raise args.problem("sample_output_file", f"{file}: {reason}")
     return file
 
 
@@ -134,7 +134,7 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
         os.replace(unfinished, file)
     except OSError as cause:
         unfinished.unlink(missing_ok=True)
-        raise problem_of(args, "sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
 # -- generating --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.handshake import meet
 from megatron.mpu.rendezvous import Process
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
 _GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists what it found, whatever torch makes of it
@@ -75,10 +75,10 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
     elif backend == "nccl" and not has_gpu:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if _GPUS.is_dir() and not hidden:
-            raise ConfigError([
-                f"{args.origin('distributed_backend')}: distributed_backend: nccl, but torch sees none of this "
-                "machine's GPUs: `python deepy.py doctor` says why (distributed_backend: gloo trains on CPUs)"
-            ])  # fmt: skip
+            raise args.problem(
+                "distributed_backend", "nccl, but torch sees none of this machine's GPUs: `python deepy.py doctor` "
+                "says why (distributed_backend: gloo trains on CPUs)",
+            )  # fmt: skip
         backend = "gloo"
         logger.info("distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs")
     return backend

@@ -115,6 +115,10 @@ class NeoXArgs(
         changed = value == 0.0 and name in ("gradient_clipping", *DROPOUTS) and self.given[name] != 0
         return f"derived from {place}" if changed else place
 
+    def problem(self, key: str, text: str) -> ConfigError:
+        """What is wrong with the value of `key`, beginning with where that stands."""
+        return ConfigError([f"{self.origin(key)}: {key}: {text}"])
+
     def notes(self) -> list[str]:
         """Lines to be said once at start: keys without effect here, and readings that differ from GPT-NeoX."""
         return notes(self)

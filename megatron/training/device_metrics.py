@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu import ParallelGroups, together
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 METRICS = ("utilization", "memory_gib", "power_watts")
 """Per cent of the last sample period of the driver in which a kernel ran; GiB in use, by whomever; watts."""
@@ -89,6 +89,6 @@ def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging
 
     missing = [f"rank {rank}: {why}" for rank, why in enumerate(together(groups, begin)) if why is not None]
     if missing and args.log_device_metrics is True:
-        raise ConfigError([f"{args.origin('log_device_metrics')}: log_device_metrics: true, but {missing[0]}"])
+        raise args.problem("log_device_metrics", f"true, but {missing[0]}")
     logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")
     return None if missing else DeviceMetrics(opened[0], groups)

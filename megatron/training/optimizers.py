@@ -49,12 +49,12 @@ def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim
 
 
 def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
-    place = args.origin("use_bnb_optimizer")
     if args.optimizer_name not in ("adam", "adamw"):
-        raise ConfigError([f"{place}: use_bnb_optimizer: is for Adam and AdamW, not {args.optimizer['type']}"])
+        raise args.problem("use_bnb_optimizer", f"is for Adam and AdamW, not {args.optimizer['type']}")
     try:
         import bitsandbytes
     except ImportError as problem:
+        place = args.origin("use_bnb_optimizer")
         raise ConfigError([f"{place}: use_bnb_optimizer needs bitsandbytes: pip install 'neox[bnb]'"]) from problem
     params = args.optimizer["params"]
     return bitsandbytes.optim.AdamW8bit(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])

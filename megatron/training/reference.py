@@ -37,7 +37,7 @@ from megatron.data.references import (
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.losses import scores_reference
 from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoints import Checkpointer, Progress
@@ -88,10 +88,11 @@ def resume_with_reference(
     else:
         progress = checkpointer.resume()
         if progress.iteration > 0:
-            raise ConfigError(
-                [f"{args.origin('load')}: load: goes on from iteration {progress.iteration}, and its weights would be "
-                 "the reference; set finetune: true to begin preference training with them"]
-            )  # fmt: skip
+            raise args.problem(
+                "load",
+                f"goes on from iteration {progress.iteration}, and its weights would be the reference; set finetune: "
+                "true to begin preference training with them",
+            )
         on_rank_zero(groups, lambda: _write_record(args, source, about))
     weights_are_there = [not goes_on]
 

@@ -26,7 +26,7 @@ from megatron.checkpointing.huggingface import (
     is_hf,
 )
 from megatron.checkpointing.staging import bring, refresh, remote_folders
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
     meant = {True: tokens, False: None, "auto": real}
     rows = meant[asked] if isinstance(asked, bool | str) else asked
     if rows is not None and rows < tokens:
-        place = args.origin("mask_padded_vocab")
-        raise ConfigError([f"{place}: mask_padded_vocab: {rows}, but the tokenizer has {tokens} tokens; write true"])
+        raise args.problem("mask_padded_vocab", f"{rows}, but the tokenizer has {tokens} tokens; write true")
     masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size
     return args.replace(mask_padded_vocab=rows if masks else False)

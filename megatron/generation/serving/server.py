@@ -19,7 +19,6 @@ from megatron.checkpointing.staging import with_local_model
 from megatron.generation.batching import Batcher
 from megatron.generation.chat import ChatTemplate, find_template
 from megatron.generation.model import Model, load_model
-from megatron.generation.prompts import problem_of
 from megatron.generation.serving.desk import Desk, Refusal
 from megatron.generation.serving.loop import Channel, Leader, Replica, run
 from megatron.mpu import Process, configure_logging, join, meet, together_local
@@ -109,7 +108,7 @@ def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger
     try:
         listener = Listener(entrance.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
-        raise problem_of(args, "serve_port", f"{entrance.address}: {cause.strerror}") from cause
+        raise args.problem("serve_port", f"{entrance.address}: {cause.strerror}") from cause
     leader.on_done = partial(listener.call, desk.deliver)
     end = Refusal("the server has shut down", 503)
     with _on_signals(stop):
