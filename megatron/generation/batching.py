@@ -182,16 +182,6 @@ class Batcher:
         """Requests that wait for one."""
         return len(self._waiting)
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks of the cache that no request holds."""
-        return self.blocks.free
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks of the cache."""
-        return self.blocks.total
-
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:

@@ -56,11 +56,7 @@ class Sample:
 def generate(args: NeoXArgs, process: Process) -> None:
     """Write the samples that the configuration asks for, on every rank."""
     logger = configure_logging(process.rank)
-    # Batches of training need not work out on this number of ranks.
-    args = args.check_generation().replace(
-        train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
-    )
-    args = args.for_world(process.world_size)
+    args = args.check_generation().for_reading(process.world_size)
     store = meet(args, process, logger)
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download

@@ -102,15 +102,20 @@ def on_rank_zero(groups: ParallelGroups, work: Callable[[], T]) -> T:
 
 def together(groups: ParallelGroups, work: Callable[[], T]) -> list[T]:
     """Do something on every rank and give every rank all results, by rank; the first problem is raised on all."""
-    if groups.world_size == 1:
+    return together_in(None, groups.world_size, work)
+
+
+def together_in(group: dist.ProcessGroup | None, size: int, work: Callable[[], T]) -> list[T]:
+    """`together`, over a group of `size` ranks; None: all of them."""
+    if size == 1:
         return [work()]
     own: tuple[object, object] = (None, None)
     try:
         own = (work(), None)
     except Exception as problem:  # as above
         own = (None, problem)
-    everyone: list[tuple[object, object]] = [own] * groups.world_size
-    dist.all_gather_object(everyone, own)
+    everyone: list[tuple[object, object]] = [own] * size
+    dist.all_gather_object(everyone, own, group=group)
     for _, raised in everyone:
         if isinstance(raised, Exception):
             raise raised

@@ -100,6 +100,12 @@ class NeoXArgs(
         made = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
         return NeoXArgs(**{**values, **sizes, **made})
 
+    def for_reading(self, world_size: int) -> "NeoXArgs":
+        """`for_world`, of a command that trains nothing: its batches need not work out on this number of ranks."""
+        return self.replace(
+            train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
+        ).for_world(world_size)
+
     def origin(self, key: str) -> str:
         """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
         place = Problems(self.origins).origin(key)

@@ -40,7 +40,7 @@ from megatron.training.forward_check import check_forward
 from megatron.training.same_run import check_same_run
 from megatron.training.saving import Progress, Saver
 from megatron.training.schedules import resumed_schedule
-from megatron.training.sources import Source, earlier_checkpoint
+from megatron.training.sources import Source, or_earlier
 
 __all__ = ["Checkpointer", "Progress"]
 
@@ -71,16 +71,7 @@ class Checkpointer(Saver):
             self._check_forward(source, manifest)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
             return Progress()
-        while True:
-            try:
-                progress = self._restore(source, goes_on)
-                break
-            except DamagedError as problem:
-                earlier = earlier_checkpoint(source) if args.load_fallback else None
-                if earlier is None:
-                    raise
-                self.logger.warning(f"{problem}; load_fallback: trying {earlier}")
-                source = earlier
+        source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
 

@@ -46,11 +46,7 @@ def serve(args: NeoXArgs, process: Process) -> None:
     """Answer requests until SIGTERM or SIGINT; on every rank."""
     logger = configure_logging(process.rank)
     name = model_name(args)  # not that of a local copy
-    # Batches of training need not work out on this number of ranks.
-    args = args.check_serving().replace(
-        train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
-    )
-    args = args.for_world(process.world_size)
+    args = args.check_serving().for_reading(process.world_size)
     store = meet(args, process, logger)
     args = with_local_model(args)
     groups = join(args, process, logger, store)
