@@ -33,7 +33,7 @@ from megatron.checkpointing import (
 from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weights import describe_source
-from megatron.model import layer_params, shared_params, trained_parameters
+from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
 from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
@@ -246,7 +246,7 @@ class Checkpointer(Saver):
         """Moments, step counts and fp32 master weights, cut for this rank."""
         on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
-        specs = {(layer, spec.name): spec for layer, found in layer_params(self.args).items() for spec in found}
+        specs = named_params(self.args)
 
         def read(layer: int, name: str) -> dict[str, Tensor]:
             return files.read(layer, specs[layer, name], tensor_rank, tensor_size)
