@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import html
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpointing import replace_file
 from megatron.generation.chat import ChatTemplate, find_template
+from megatron.generation.model import Run
 from megatron.generation.prompts import Prompt, text_of
 from megatron.generation.questions import Question, all_tokens, read_questions
 from megatron.generation.requests import RequestError
 from megatron.generation.samples import Sample, sample
-from megatron.model import Model
-from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero
+from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
-from megatron.tokenizer import Tokenizer
 
 FOLDER, COMPARISON = "demo_outputs", "comparison.md"
 
@@ -29,22 +26,9 @@ class _Checkpointer(Protocol):
     def carried(self) -> Mapping[str, bytes]: ...
 
 
-class _Run(Protocol):
-    """What is needed of `megatron.training.Training`."""
-
-    @property
-    def args(self) -> NeoXArgs: ...
-    @property
-    def groups(self) -> ParallelGroups: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def logger(self) -> logging.Logger: ...
-    @property
-    def watchdog(self) -> Watchdog: ...
+class _Run(Run, Protocol):
     @property
     def checkpointer(self) -> _Checkpointer: ...
-    def inference(self) -> AbstractContextManager[Model]: ...
 
 
 class _Step(Protocol):
