@@ -19,6 +19,7 @@ from megatron.generation.chat import ChatTemplate, find_template
 from megatron.generation.prompts import text_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.best_metric import best_metric
+from megatron.neox_arguments.frozen import thaw
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"
@@ -147,17 +148,11 @@ def _own_folders(args: NeoXArgs) -> list[Path]:
 
 def _metadata(args: NeoXArgs) -> dict[str, Any]:
     """Arguments of tasks; RULER's also want to know whose tokens they count."""
-    told: dict[str, Any] = {name: _plain(value) for name, value in (args.eval_task_args or {}).items()}
+    told: dict[str, Any] = thaw(args.eval_task_args or {})
     if told and args.vocab_file is not None and "tokenizer" not in told:
         folder = Path(args.vocab_file)
         told["tokenizer"] = str(folder if folder.is_dir() else folder.parent)
     return told
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:

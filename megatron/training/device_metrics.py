@@ -64,11 +64,10 @@ class DeviceMetrics:
         own = torch.tensor(self._nvml.sample())
         if self._groups.device.type == "cuda":
             own = own.pin_memory().to(self._groups.device, non_blocking=True)
-        everyone = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+        everyone = [own]
         if self._groups.world_size > 1:
+            everyone = [torch.empty_like(own) for _ in range(self._groups.world_size)]
             dist.all_gather(everyone, own)
-        else:
-            everyone = [own]
         ranks = torch.stack(everyone)
         names = [f"device/{metric}_{kind}" for kind in ("min", "mean", "max") for metric in METRICS]
         return names, torch.cat([ranks.amin(0), ranks.mean(0), ranks.amax(0)])
