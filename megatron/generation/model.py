@@ -82,8 +82,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     # At once: what does not fit is told of all layers.
     stage = _filled(args, groups, partial(load_weights, path, args), logger, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
-    dtype, source = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=source, declared_ends=ends)
+    dtype, place = DTYPES[args.params_dtype], str(path)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
     return _with_its_ends(model, logger)
 
 
@@ -94,8 +94,8 @@ def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Toke
     logger.info(said)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
     columns, ends = on_rank_zero(groups, lambda: (HFFolder(path).vocab_size, declared_ends(carried_files(path))))
-    dtype, source = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=source, declared_ends=ends)
+    dtype, place = DTYPES[args.params_dtype], str(path)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
     return _with_its_ends(model, logger)
 
 
