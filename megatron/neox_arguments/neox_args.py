@@ -100,6 +100,12 @@ class NeoXArgs(
         made = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
         return NeoXArgs(**{**values, **sizes, **made})
 
+    def for_reading(self, world_size: int) -> "NeoXArgs":
+        """`for_world`, of a command that trains nothing: its batches need not work out on this number of ranks."""
+        return self.replace(
+            train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
+        ).for_world(world_size)
+
     def origin(self, key: str) -> str:
         """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
         place = Problems(self.origins).origin(key)
@@ -114,6 +120,10 @@ class NeoXArgs(
             return "default" if value == keys_of(NeoXArgs)[name].default else "derived"
         changed = value == 0.0 and name in ("gradient_clipping", *DROPOUTS) and self.given[name] != 0
         return f"derived from {place}" if changed else place
+
+    def problem(self, key: str, text: str) -> ConfigError:
+        """What is wrong with the value of `key`, beginning with where that stands."""
+        return ConfigError([f"{self.origin(key)}: {key}: {text}"])
 
     def notes(self) -> list[str]:
         """Lines to be said once at start: keys without effect here, and readings that differ from GPT-NeoX."""
