@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron.checkpointing.changes import Change, responsible, told
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, describe_tensors, file_sha256, load_tensors
+from megatron.checkpointing.files import FileRecord, describe_tensors, load_tensors
 from megatron.checkpointing.layout import model_file
+from megatron.data.files import sha256
 from megatron.neox_arguments import NeoXArgs
 
 FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
@@ -129,7 +130,7 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
     if unlisted:
         raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
     bad = size_problems(path, [manifest.files[n] for n in wanted])
-    bad = bad or [f"{n} (checksum)" for n in wanted if file_sha256(path / n) != manifest.files[n].sha256]
+    bad = bad or [f"{n} (checksum)" for n in wanted if sha256(path / n) != manifest.files[n].sha256]
     bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
     if bad:
         raise DamagedError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")

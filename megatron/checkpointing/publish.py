@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import replace_file, sync_dir, write_bytes
+from megatron.checkpointing.files import replace_file, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
 from megatron.checkpointing.remote import Store
 from megatron.checkpointing.retention import Retention, superseded
+from megatron.data.files import sync
 from megatron.process import say
 
 
@@ -95,7 +96,7 @@ def publish(
     if bad:
         raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
     for directory in {(temporary / name).parent for name in (files if store is None else added)}:
-        sync_dir(directory)
+        sync(directory)
     replace_file(temporary / MANIFEST, replace(manifest, iteration=iteration, files=files).to_json().encode())
     if store is not None:
         store.send(temporary, tag, [MANIFEST])
@@ -106,7 +107,7 @@ def publish(
     if final.exists():
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync_dir(save)
+    sync(save)
     replace_file(save / LATEST, final.name.encode())
     if aside.is_symlink() or aside.exists():
         _forget(aside, None, say)
