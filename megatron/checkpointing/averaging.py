@@ -1,7 +1,5 @@
 """The mean of several checkpoints of one model: weights alone, one layer in memory at a time, whole or not at all."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tensor files: written with a checksum and synced, read without running any code that the file brings along."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

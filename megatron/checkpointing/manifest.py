@@ -3,8 +3,6 @@
 Checkpoints of GPT-NeoX have none; they are read without these checks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -82,7 +80,7 @@ class Manifest:
         return json.dumps({"checksum": _checksum(raw), **raw}, indent=1, default=list) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
+    def from_json(cls, text: str, where: str = MANIFEST) -> "Manifest":
         """Raises CheckpointError when the text is damaged or of a later format."""
         try:
             raw = json.loads(text)

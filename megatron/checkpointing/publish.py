@@ -4,8 +4,6 @@ Rank 0 calls `begin` and, when all ranks have written, `publish`. A crash at any
 and `latest` as they were; what is unfinished begins with a dot and is removed by the next `begin`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ not seen, and removed by the next save; deleting begins with the mark too.
 Credentials are fsspec's matter: the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) and its usual files.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

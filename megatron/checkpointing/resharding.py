@@ -3,8 +3,6 @@
 Data-parallel size and ZeRO stage leave no trace in our files; the manifest records them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Layouts: per-layer files (pipe >= 1); one mp_rank file per tensor rank with keys
 converters' `{"module": {"module": {"N.name": ...}}}`. How a parameter is cut is the weight map's knowledge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

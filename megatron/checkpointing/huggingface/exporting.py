@@ -1,7 +1,5 @@
 """A checkpoint, ours or GPT-NeoX's in any layout, as a HuggingFace folder: streamed, checked, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

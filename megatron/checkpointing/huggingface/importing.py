@@ -1,7 +1,5 @@
 """A HuggingFace model as a checkpoint of ours, and as the start of a run: streamed, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Names and cuts are those of Meta's model.py; rows of q and k stand there in pair
 in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py has it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
