@@ -131,24 +131,20 @@ class NeoXArgs(
 
     def check_training(self) -> "NeoXArgs":
         """This object, if it has all that training needs. Raises ConfigError."""
-        self._check(validate_training(self))
-        return self
+        return self._check(validate_training(self))
 
     def check_generation(self) -> "NeoXArgs":
         """This object, if it has all that text generation needs. Raises ConfigError."""
         # Text is written and scored alike, however the weights are trained.
-        self._check(validate_generation(self), but=("train_impl", "dataset_impl"))
-        return self
+        return self._check(validate_generation(self), but=("train_impl", "dataset_impl"))
 
     def check_evaluation(self) -> "NeoXArgs":
         """This object, if it has all that evaluation needs. Raises ConfigError."""
-        self._check(validate_evaluation(self))
-        return self
+        return self._check(validate_evaluation(self))
 
     def check_serving(self) -> "NeoXArgs":
         """This object, if it has all that tools/serve.py needs. Raises ConfigError."""
-        self._check(validate_serving(self))
-        return self
+        return self._check(validate_serving(self))
 
     def check_for(self, script: str | Path) -> "NeoXArgs":
         """This object, if it has all that train.py, eval.py, generate.py or serve.py needs before it does anything.
@@ -167,11 +163,12 @@ class NeoXArgs(
         """What a run refuses, by dotted path, with the reason and what to do; empty for what can run."""
         return refusals(self)
 
-    def _check(self, problems: Problems, but: Sequence[str] = ()) -> None:
+    def _check(self, problems: Problems, but: Sequence[str] = ()) -> "NeoXArgs":
         for path, reason in self.refusals().items():
             if path not in but:
                 problems.add(path, reason)
         problems.raise_if_any()
+        return self
 
     def to_json(self) -> str:
         """Everything needed to make the same object in another process (`from_json`)."""
