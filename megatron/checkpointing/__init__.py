@@ -8,7 +8,6 @@ from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError, DamagedError, NonFiniteStateError
 from megatron.checkpointing.files import (
     FileRecord,
-    file_sha256,
     load_tensors,
     open_own,
     readable_size,
@@ -66,7 +65,6 @@ __all__ = [
     "config_key",
     "describe_files",
     "export_args",
-    "file_sha256",
     "find_checkpoint",
     "layer_file",
     "list_checkpoints",

@@ -1,7 +1,5 @@
 """The mean of several checkpoints of one model: weights alone, one layer in memory at a time, whole or not at all."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,12 +11,11 @@ from torch import Tensor
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, readable_size, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, need_free, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
 from megatron.checkpointing.publish import begin, publish
-from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
-from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
 
 _LOGITS = "checkpoint_validation_logits"  # of one checkpoint, not of the mean
@@ -47,11 +44,10 @@ def average(
         found = _manifest(path)
         check_model(found.model, args, str(path))
         verify(path, [name for name in found.files if not names.is_state(name)])
-    specs, ranks = layer_params(args), manifest.layout.tensor
-    cut = args.replace(model_parallel_size=ranks)
+    specs, cut = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
     try:
         save.mkdir(parents=True, exist_ok=True)
-        _check_space(manifest, save)
+        need_free(save, sum(record.size for name, record in manifest.files.items() if not names.is_state(name)))
         temporary = begin(save, manifest.iteration)
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
@@ -59,10 +55,7 @@ def average(
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             mean = _mean(paths, args, layer)
-            for rank in range(ranks):
-                local = {spec.name: shard(mean[spec.name], spec, rank, ranks) for spec in specs[layer]}
-                state = local_layer_state(layer, local, cut, tensor_rank=rank, tensor_size=ranks)
-                records.append(save_tensors(state, temporary / names.layer_file(layer, rank)))
+            records += save_layer(temporary, layer, mean, cut)
             del mean
         for _, file in sorted(names.model_files(last).items()):
             own = {**load_tensors(file), "module": None, "optimizer": None}
@@ -100,11 +93,3 @@ def _mean(paths: Sequence[Path], args: NeoXArgs, layer: int) -> dict[str, Tensor
             dtypes[name] = value.dtype
             sums[name] = sums[name].add_(value) if name in sums else value.to(torch.float32, copy=True)
     return {name: value.div_(len(paths)).to(dtypes[name]) for name, value in sums.items()}
-
-
-def _check_space(manifest: Manifest, save: Path) -> None:
-    needed = sum(record.size for name, record in manifest.files.items() if not names.is_state(name))
-    free = shutil.disk_usage(save).free
-    if free < needed:
-        sizes = f"{readable_size(needed)}, {readable_size(free)} are free"
-        raise CheckpointError(f"{save}: takes about {sizes}; make room")

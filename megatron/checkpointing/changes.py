@@ -1,7 +1,5 @@
 """How a refusal tells what changed since a checkpoint: the key first, with its file and line, and what it was."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

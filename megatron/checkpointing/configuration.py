@@ -1,7 +1,5 @@
 """How the model of a checkpoint on disk is configured, by what the checkpoint keeps or by a user's files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

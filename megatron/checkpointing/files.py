@@ -1,13 +1,12 @@
 """Tensor files: written with a checksum and synced, read without running any code that the file brings along."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io
 import os
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,7 @@ import numpy as np
 import torch
 
 from megatron.checkpointing.errors import CheckpointError
-
-_CHUNK = 1 << 22
+from megatron.data.files import sync
 
 
 @dataclass(frozen=True)
@@ -86,22 +84,13 @@ def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileR
     return _write(Path(path), lambda writer: writer.write(data), name)
 
 
-def sync_dir(path: str | Path) -> None:
-    """Make renames inside a directory durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def replace_file(path: str | Path, data: bytes) -> None:
     """Write `path` so that a reader sees the old or the new content, never a part."""
     path = Path(path)
     temporary = path.with_name(f".tmp_{path.name}")
     write_bytes(data, temporary)
     os.replace(temporary, path)
-    sync_dir(path.parent)
+    sync(path.parent)
 
 
 def readable_size(count: float) -> str:
@@ -110,6 +99,13 @@ def readable_size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
     return f"{count:.0f} bytes"
+
+
+def need_free(folder: Path, needed: int, takes: str = "takes about") -> None:
+    """Raises CheckpointError, before anything is written, where `needed` bytes are not free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room")
 
 
 def open_own(path: Path) -> IO[str]:
@@ -121,15 +117,6 @@ def open_own(path: Path) -> IO[str]:
         if problem.errno == errno.ELOOP:
             raise CheckpointError(f"{path}: is a link, not a file of this run; remove it") from problem
         raise
-
-
-def file_sha256(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            sha256.update(chunk)
-    return sha256.hexdigest()
 
 
 # DeepSpeed classes inside NeoX's files, read without DeepSpeed: same full name, no behaviour. An engine that hands the

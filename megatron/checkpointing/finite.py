@@ -1,7 +1,5 @@
 """NaN and Inf in weights and optimizer state: never stored, and named where a file holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 <save>/latest holds a tag; <save>/<tag>/ holds the files. Names that begin with a dot are unfinished or set aside.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Checkpoints of GPT-NeoX have none; they are read without these checks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -14,8 +12,9 @@ from typing import Any
 
 from megatron.checkpointing.changes import Change, responsible, told
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, describe_tensors, file_sha256, load_tensors
+from megatron.checkpointing.files import FileRecord, describe_tensors, load_tensors
 from megatron.checkpointing.layout import model_file
+from megatron.data.files import sha256
 from megatron.neox_arguments import NeoXArgs
 
 FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
@@ -81,7 +80,7 @@ class Manifest:
         return json.dumps({"checksum": _checksum(raw), **raw}, indent=1, default=list) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
+    def from_json(cls, text: str, where: str = MANIFEST) -> "Manifest":
         """Raises CheckpointError when the text is damaged or of a later format."""
         try:
             raw = json.loads(text)
@@ -129,7 +128,7 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
     if unlisted:
         raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
     bad = size_problems(path, [manifest.files[n] for n in wanted])
-    bad = bad or [f"{n} (checksum)" for n in wanted if file_sha256(path / n) != manifest.files[n].sha256]
+    bad = bad or [f"{n} (checksum)" for n in wanted if sha256(path / n) != manifest.files[n].sha256]
     bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
     if bad:
         raise DamagedError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")

@@ -5,8 +5,6 @@ NeoX before mid-2024 (Pythia, 20B), its llama conversions (w1, w2, w3), and Tran
 te_layernorm_mlp; the geodesic fork). Wrapped norms (apex) are read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 

@@ -5,8 +5,6 @@ groups (weights that decay, then norms and biases); under ZeRO 1 and 2 and in bf
 over data ranks. Which layers a pipeline stage had follows from how much its groups hold.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

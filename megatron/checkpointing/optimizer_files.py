@@ -5,8 +5,6 @@ in the shape of that rank's part, `step`, and `master`, the fp32 value of a 16-b
 ZeRO leave no trace in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

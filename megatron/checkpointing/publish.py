@@ -4,8 +4,6 @@ Rank 0 calls `begin` and, when all ranks have written, `publish`. A crash at any
 and `latest` as they were; what is unfinished begins with a dot and is removed by the next `begin`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import replace_file, sync_dir, write_bytes
+from megatron.checkpointing.files import replace_file, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
 from megatron.checkpointing.remote import Store
 from megatron.checkpointing.retention import Retention, superseded
+from megatron.data.files import sync
 from megatron.process import say
 
 
@@ -95,7 +94,7 @@ def publish(
     if bad:
         raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
     for directory in {(temporary / name).parent for name in (files if store is None else added)}:
-        sync_dir(directory)
+        sync(directory)
     replace_file(temporary / MANIFEST, replace(manifest, iteration=iteration, files=files).to_json().encode())
     if store is not None:
         store.send(temporary, tag, [MANIFEST])
@@ -106,7 +105,7 @@ def publish(
     if final.exists():
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync_dir(save)
+    sync(save)
     replace_file(save / LATEST, final.name.encode())
     if aside.is_symlink() or aside.exists():
         _forget(aside, None, say)

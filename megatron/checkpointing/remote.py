@@ -7,8 +7,6 @@ not seen, and removed by the next save; deleting begins with the mark too.
 Credentials are fsspec's matter: the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) and its usual files.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -21,10 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, file_sha256, readable_size, replace_file
+from megatron.checkpointing.files import FileRecord, readable_size, replace_file
 from megatron.checkpointing.layout import LATEST, is_tag, model_file, step_of
 from megatron.checkpointing.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpointing.retention import EPHEMERAL
+from megatron.data.files import sha256
 
 T = TypeVar("T")
 _MARK = ".unfinished_"
@@ -282,7 +281,7 @@ def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = la
         record = files.get(name)
         for _ in range(2):  # what came wrong over the network comes right the second time
             store.download(f"{tag}/{name}".lstrip("/"), path / name)
-            if record is None or _is_file_of(path / name, record.size) and file_sha256(path / name) == record.sha256:
+            if record is None or _is_file_of(path / name, record.size) and sha256(path / name) == record.sha256:
                 return None
         assert record is not None
         size = (path / name).stat().st_size

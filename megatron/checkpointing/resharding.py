@@ -3,10 +3,7 @@
 Data-parallel size and ZeRO stage leave no trace in our files; the manifest records them.
 """
 
-from __future__ import annotations
-
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,13 +17,13 @@ from torch import Tensor
 
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, readable_size, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, need_free, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, verify
 from megatron.checkpointing.names import to_file_names
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin, publish
-from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, local_layer_state
+from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
@@ -83,11 +80,8 @@ def reshard(
     records: list[FileRecord] = []
     for layer in each(sorted(specs), len(specs)):
         weights = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
-        for rank in range(to.tensor):
-            local = {spec.name: shard(weights[spec.name], spec, rank, to.tensor) for spec in specs[layer]}
-            cut = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=to.tensor, naming=naming)
-            record = save_tensors(cut, temporary / names.layer_file(layer, rank))
-            records += [] if sequential else [record]
+        written = save_layer(temporary, layer, weights, args, naming)
+        records += [] if sequential else written
         del weights
         if with_state:
             records += _reshard_state(state, temporary, layer, specs[layer], to.tensor)
@@ -153,12 +147,9 @@ def _check_space(source: Path, save: Path, copies: int) -> None:
     needed = copies * sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     try:
         save.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(save).free
+        need_free(save, needed)
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
-    if free < needed:
-        sizes = f"{readable_size(needed)}, {readable_size(free)} are free"
-        raise CheckpointError(f"{save}: takes about {sizes}; make room")
 
 
 def _reshard_state(

@@ -1,7 +1,5 @@
 """Which checkpoints stay when a new one has come."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """States of the random generators, under GPT-NeoX's keys and in types that load without running code."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A local folder stands for a run's `save` and for its `load`, filled before ranks
 `refresh` and `bring`, the first of a machine does the work, the others wait and find it done. Tools have their own.
 """
 
-from __future__ import annotations
-
 import fcntl
 import tempfile
 import time

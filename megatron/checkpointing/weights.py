@@ -4,8 +4,6 @@ Layouts: per-layer files (pipe >= 1); one mp_rank file per tensor rank with keys
 converters' `{"module": {"module": {"N.name": ...}}}`. How a parameter is cut is the weight map's knowledge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import load_tensors
+from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.names import generation, has_old_rows, our_name, to_file_names, to_our_names
 from megatron.model.weight_map import attention_of, layer_params, shared_params
@@ -321,6 +319,18 @@ def local_layer_state(
             tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
         state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return to_file_names(layer, state, args, naming)
+
+
+def save_layer(
+    folder: Path, layer: int, whole: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
+) -> list[FileRecord]:
+    """Cut a layer's whole tensors for the tensor ranks of `args` and write the layer file of each."""
+    records = []
+    for rank in range(args.tp):
+        local = {spec.name: shard(whole[spec.name], spec, rank, args.tp) for spec in layer_params(args)[layer]}
+        state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming)
+        records.append(save_tensors(state, folder / layout.layer_file(layer, rank)))
+    return records
 
 
 def gather_layers(path: Path, tensor_rank: int) -> dict[str, Tensor]:

@@ -7,76 +7,52 @@ import importlib
 from typing import TYPE_CHECKING
 
 from megatron.data.begun import Begun
-from megatron.data.blending import BlendedDataset, BlendMaps, build_blend, wanted_samples, weights_by_documents
+from megatron.data.blending import build_blend
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.datasets import (
     Datasets,
     SampleSet,
     build_datasets,
-    data_prefixes,
     epoch_iterations,
     holds_answers,
     rows_per_sample,
     split_boundaries,
     unigram_entropy,
 )
-from megatron.data.epochs import RepeatedDataset, build_epoch
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset, Sample
 from megatron.data.identity import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
-from megatron.data.index_maps import IndexMaps, Packing, build_packed
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
-from megatron.data.jobs import Output, Progress, Result, preprocess
-from megatron.data.legacy_dataset import LegacyDataset
+from megatron.data.index_maps import build_packed
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.jobs import Progress, Result, preprocess
 from megatron.data.notes import data_notes
-from megatron.data.npy_dataset import NpyDataset, write_npy
-from megatron.data.packing import best_fit, build_maps
+from megatron.data.npy_dataset import write_npy
 from megatron.data.preprocess import EncodeJob
-from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 
 if TYPE_CHECKING:
-    from megatron.data.batch import Batch, collate, collate_samples
+    from megatron.data.batch import Batch
     from megatron.data.loader import cause_of, collation, eval_batches, train_loader
 
 
 __all__ = [
     "Batch",
     "Begun",
-    "BlendMaps",
-    "BlendedDataset",
     "DataError",
     "Datasets",
     "EncodeJob",
-    "IndexMaps",
     "IndexedDataset",
     "IndexedDatasetWriter",
-    "LegacyDataset",
-    "NpyDataset",
-    "Output",
-    "PackedDataset",
-    "Packing",
     "Progress",
-    "RepeatedDataset",
     "Result",
-    "Sample",
     "SampleSet",
-    "best_fit",
-    "best_fitting_dtype",
     "build_blend",
     "build_datasets",
-    "build_epoch",
-    "build_maps",
     "build_packed",
     "cause_of",
     "check_curriculum",
-    "collate",
-    "collate_samples",
     "collation",
     "data_fingerprint",
     "data_notes",
-    "data_prefixes",
-    "data_seed",
     "epoch_iterations",
     "eval_batches",
     "fingerprint",
@@ -93,15 +69,11 @@ __all__ = [
     "step_length",
     "train_loader",
     "unigram_entropy",
-    "wanted_samples",
-    "weights_by_documents",
     "write_npy",
 ]
 
 _NEED_TORCH = {
     "Batch": "batch",
-    "collate": "batch",
-    "collate_samples": "batch",
     "cause_of": "loader",
     "collation": "loader",
     "eval_batches": "loader",

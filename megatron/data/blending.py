@@ -34,33 +34,49 @@ class BlendMaps:
     drawn: np.ndarray
 
 
+class BlendingKey(CacheKey):
+    """All that decides the maps of a blend of some kind."""
+
+    def build(self) -> BlendMaps:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class BlendKey(CacheKey):
+class BlendKey(BlendingKey):
     """All that decides the maps of a blend."""
 
     weights: tuple[float, ...]
     num_samples: int
     blend_version: int = 1
 
+    def build(self) -> BlendMaps:
+        return build_blend(self.weights, self.num_samples)
+
 
 @dataclass(frozen=True)
-class OnceKey(CacheKey):
+class OnceKey(BlendingKey):
     """All that decides the maps of a blend of each sample once."""
 
     weights: tuple[float, ...]
     samples: tuple[int, ...]
     once_version: int = 1
 
+    def build(self) -> BlendMaps:
+        return build_once(self.weights, self.samples)
+
 
 Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one after another
 
 
 @dataclass(frozen=True)
-class PhasesKey(CacheKey):
+class PhasesKey(BlendingKey):
     """All that decides the maps of blends that follow each other."""
 
     phases: Phases
     phases_version: int = 1
+
+    def build(self) -> BlendMaps:
+        return build_phases(self.phases)
 
 
 def normalized(weights: Sequence[float]) -> np.ndarray:
@@ -97,9 +113,14 @@ def build_phases(phases: Phases) -> BlendMaps:
 def build_once(weights: Sequence[float], samples: Sequence[int]) -> BlendMaps:
     """Each sample of sets of so many samples once, in the proportion of the weights while all sets last; a set that has
     given its samples is left out of what follows."""
+    return spread(samples, normalized(weights))
+
+
+def spread(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
+    """Each sample of sets of so many samples once, in the order of (its number + 1/2) / the share of its set."""
     counts = np.asarray(samples, dtype=np.int64)
     numbers = np.concatenate([np.arange(count) for count in counts])
-    order = np.argsort((numbers + 0.5) / np.repeat(normalized(weights), counts), kind="stable")
+    order = np.argsort((numbers + 0.5) / np.repeat(shares, counts), kind="stable")
     sets = np.repeat(np.arange(len(counts), dtype=np.min_scalar_type(len(counts) - 1)), counts)
     return BlendMaps(sets[order], numbers[order], counts)
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron.data.chat import ChatTokenizer, load_chat_tokenizer
 from megatron.data.chat_masks import delimiter_labels
 from megatron.data.chat_rows import ChatOptions, Prepared, encode_rows, prepare
-from megatron.data.preprocess import Column, EncodeJob
+from megatron.data.preprocess import Column, EncodeJob, joined
 from megatron.data.readers import Row
 
 TRAINED = "trained tokens"  # how this is called among the counts of a job
@@ -59,13 +59,13 @@ class ChatJob:
         columns = []
         for key in range(len(self.options.keys)):
             documents = list(chain.from_iterable(row.documents[key] for row in kept))
-            columns.append(_column([document.ids for document in documents], INT32))
+            columns.append(joined([document.ids for document in documents], INT32))
             if self.options.mask:
                 labels = [document.labels for document in documents if document.labels is not None]
-                columns.append(_column(labels, INT32))
+                columns.append(joined(labels, INT32))
                 counts[TRAINED] += sum(int((row >= 0).sum()) for row in labels)
             if self.options.reward_key:
-                columns.append(_column([np.array([row.reward], FLOAT32) for row in kept], FLOAT32))
+                columns.append(joined([np.array([row.reward], FLOAT32) for row in kept], FLOAT32))
         return columns, dict(counts)
 
     def describe(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class DelimiterJob:
         ((ids, lengths),) = columns
         rows = np.split(ids.astype(INT32), np.cumsum(lengths)[:-1]) if len(lengths) else []
         masked = [delimiter_labels(row, self.delimiter) for row in rows]
-        labels = _column([labels for labels, _ in masked], INT32)
+        labels = joined([labels for labels, _ in masked], INT32)
         counts = {
             **counts,
             TRAINED: int((labels[0] >= 0).sum()),
@@ -120,10 +120,6 @@ class DelimiterJob:
 
     def describe(self) -> dict[str, Any]:
         return self.text.describe() | {"mask_before_token": list(self.delimiter)}
-
-
-def _column(rows: Sequence[np.ndarray], dtype: np.dtype) -> Column:
-    return np.concatenate(rows or [np.empty(0, dtype)]), np.fromiter(map(len, rows), np.int64, len(rows))
 
 
 @functools.lru_cache(maxsize=1)

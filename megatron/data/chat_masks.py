@@ -18,6 +18,7 @@ import numpy as np
 from megatron.data.chat import ChatTokenizer, Message, Span, roles_of, texts_of
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
+from megatron.data.pairwise import common_prefix
 
 _WORD = re.compile(r"\S")
 
@@ -190,13 +191,6 @@ def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[
             inside &= (ranges[:, 0] < last) | (ranges[:, 1] <= behind.start())
         trained |= inside
     return np.where(trained, ids, MASKED).astype(np.int32)
-
-
-def common_prefix(ids: np.ndarray, other: np.ndarray) -> int:
-    """Number of leading tokens that two rows share."""
-    length = min(len(ids), len(other))
-    differs = np.flatnonzero(ids[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def completion_labels(prompts: Sequence[np.ndarray], wholes: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -14,20 +14,18 @@ from megatron.data.answers import AnswerDataset
 from megatron.data.begun import Begun, LaidOut
 from megatron.data.blending import (
     BlendedDataset,
+    BlendingKey,
     BlendKey,
     BlendMaps,
     OnceKey,
     Phases,
     PhasesKey,
-    build_blend,
-    build_once,
-    build_phases,
     wanted_samples,
     weight_phases,
     weights_by_documents,
 )
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
-from megatron.data.epochs import EpochKey, RepeatedDataset, build_epoch
+from megatron.data.epochs import EpochKey, RepeatedDataset
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.fullness import fullness_note
@@ -103,28 +101,14 @@ class _Plan:
     once: bool = False
 
     @property
-    def key(self) -> CacheKey:
+    def key(self) -> BlendingKey:
         """Of the maps that blend the parts."""
+        samples = tuple(part.num_samples for part in self.parts)
         if self.phases:
             return PhasesKey(self.phases)
         if self.once:
-            return OnceKey(self.weights, self._samples)
-        if self.epochs is None:
-            return BlendKey(self.weights, self.num_samples)
-        return EpochKey(self._samples)
-
-    def blend(self) -> BlendMaps:
-        if self.phases:
-            return build_phases(self.phases)
-        if self.once:
-            return build_once(self.weights, self._samples)
-        if self.epochs is None:
-            return build_blend(self.weights, self.num_samples)
-        return build_epoch(self._samples)
-
-    @property
-    def _samples(self) -> tuple[int, ...]:
-        return tuple(part.num_samples for part in self.parts)
+            return OnceKey(self.weights, samples)
+        return BlendKey(self.weights, self.num_samples) if self.epochs is None else EpochKey(samples)
 
 
 def holds_answers(args: NeoXArgs) -> bool:
@@ -444,7 +428,7 @@ def _cache(plan: _Plan, args: NeoXArgs) -> Path:
 def _makers(plan: _Plan, args: NeoXArgs) -> Makers:
     """Of all maps of a set, which lie in one file."""
     makers: dict[CacheKey, Callable[[], Any]] = {_key(part, args): partial(_maps, part, args) for part in plan.parts}
-    return makers if len(plan.parts) == 1 else {**makers, plan.key: plan.blend}
+    return makers if len(plan.parts) == 1 else {**makers, plan.key: plan.key.build}
 
 
 def _entry(plan: _Plan, args: NeoXArgs) -> Entry:

@@ -5,17 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.blending import BlendedDataset, BlendMaps
-from megatron.data.cache import CacheKey
+from megatron.data.blending import BlendedDataset, BlendingKey, BlendMaps, spread
 from megatron.data.gpt2_dataset import PackedDataset, Sample
 
 
 @dataclass(frozen=True)
-class EpochKey(CacheKey):
+class EpochKey(BlendingKey):
     """All that decides the maps of one pass over several sets."""
 
     samples: tuple[int, ...]
     epoch_version: int = 1
+
+    def build(self) -> BlendMaps:
+        return build_epoch(self.samples)
 
 
 def build_epoch(samples: Sequence[int]) -> BlendMaps:
@@ -23,11 +25,7 @@ def build_epoch(samples: Sequence[int]) -> BlendMaps:
 
     (GPT-NeoX draws from all sets alike, so that small ones come again and large ones never end.)
     """
-    counts = np.asarray(samples, dtype=np.int64)
-    numbers = np.concatenate([np.arange(count) for count in counts])
-    order = np.argsort((numbers + 0.5) / np.repeat(counts, counts), kind="stable")
-    sets = np.repeat(np.arange(len(counts), dtype=np.min_scalar_type(len(counts) - 1)), counts)
-    return BlendMaps(sets[order], numbers[order], counts)
+    return spread(samples, np.asarray(samples, dtype=np.int64))
 
 
 class RepeatedDataset:

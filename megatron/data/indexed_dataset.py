@@ -301,7 +301,9 @@ class IndexedDatasetWriter:
 
     def finalize(self) -> None:
         """Sync both files and give them their names."""
-        self._close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
         index = temporary(self.index_file)
         write_index(index, self.dtype, lambda: map(documents_of, self._lengths))
         publish(self._temporary, index, self.prefix)
@@ -310,8 +312,3 @@ class IndexedDatasetWriter:
         """Drop what was written."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()

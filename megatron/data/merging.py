@@ -5,18 +5,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.data.columns import COMPANIONS
 from megatron.data.errors import DataError
 from megatron.data.files import temporary
 from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path, publish, write_index
-
-SIDE_FILES = ("_label_document", "_reward_document")  # rows that go with another pair's
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedDataset:
     """Write the pair `output_prefix`. Raises DataError for pairs of different types, or text and labels in one."""
     if not prefixes:
         raise DataError("nothing to merge: no pair of .bin and .idx")
-    kinds = {next((end for end in SIDE_FILES if str(prefix).endswith(end)), "_document"): prefix for prefix in prefixes}
+    kinds = {next((end for end in COMPANIONS if str(prefix).endswith(end)), "_document"): prefix for prefix in prefixes}
     if len(kinds) > 1:
         raise DataError(f"{' and '.join(map(str, kinds.values()))} are of different kinds: merge each kind by itself")
     sets = [IndexedDataset(prefix) for prefix in prefixes]

@@ -12,15 +12,7 @@ import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.begun import Begun
-from megatron.data.blending import (
-    BlendedDataset,
-    BlendKey,
-    BlendMaps,
-    OnceKey,
-    build_blend,
-    build_once,
-    wanted_samples,
-)
+from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, OnceKey, wanted_samples
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
@@ -32,7 +24,7 @@ from megatron.data.datasets import (
     index_cache_dir,
     requested_samples,
 )
-from megatron.data.epochs import EpochKey, build_epoch
+from megatron.data.epochs import EpochKey
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.index_maps import Packing, stretches
@@ -222,19 +214,17 @@ def _written(args: NeoXArgs, name: str, members: list[_Member], wanted: int, epo
     weights = blend_weights(args, name, [member.sources[0] for member in members])
     if epochs is None:
         shares = [wanted] if len(members) == 1 else wanted_samples(weights, wanted)
-        key: CacheKey = BlendKey(weights, wanted)
-        maker: Callable[[], BlendMaps] = partial(build_blend, weights, wanted)
+        key: BlendingKey = BlendKey(weights, wanted)
     else:
         shares = [epochs * samples for samples in _samples(args, members)]
         # To train by size; to validate by weight, each sample once
         key = EpochKey(tuple(shares)) if name == "train" else OnceKey(weights, tuple(shares))
-        maker = partial(build_epoch, shares) if name == "train" else partial(build_once, weights, shares)
     joint = packing_of(args).joint and (epochs is None or name == "train")
     ends = [stretches(begun.stretches(name, i), n, int) if joint else (n,) for i, n in enumerate(shares)]
     keys = tuple(_key(args, member, *each) for member, each in zip(members, ends, strict=True))
     makers: Makers = _makers(members, keys)
     if len(members) > 1:
-        makers = {**makers, key: maker}
+        makers = {**makers, key: key.build}
     cached(_cache(args, members[0]), makers)
     return _Plan(name, tuple(members), keys, key if len(members) > 1 else None)
 

@@ -116,7 +116,7 @@ class EncodeJob:
         }
 
 
-def joined(rows: Sequence[Sequence[int]], dtype: np.dtype) -> Column:
+def joined(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) -> Column:
     """Lists of ids as one array and their lengths. Raises DataError for an id that does not fit."""
     try:
         arrays = [np.array(row, dtype=dtype) for row in rows]

@@ -3,8 +3,8 @@ training and during it. Only rank 0 knows lm-eval: it asks for log-probabilities
 
 `run_evaluation(args, process)` is what eval.py does; `InTraining` is the callback that train.py gives the loop."""
 
-from megatron.evaluation.harness import Evaluation, evaluate
+from megatron.evaluation.harness import evaluate
 from megatron.evaluation.run import run_evaluation
 from megatron.evaluation.training import InTraining
 
-__all__ = ["Evaluation", "InTraining", "evaluate", "run_evaluation"]
+__all__ = ["InTraining", "evaluate", "run_evaluation"]

@@ -16,8 +16,10 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import hub_or_cache
 from megatron.generation.chat import ChatTemplate, find_template
+from megatron.generation.prompts import text_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.best_metric import best_metric
+from megatron.neox_arguments.frozen import thaw
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"
@@ -80,9 +82,7 @@ def check_best_metric(args: NeoXArgs, catalogue: Catalogue) -> None:
     if asked in known or any(asked.startswith(f"{name}_") for name in free):
         return
     there = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
-    raise ConfigError(
-        [f"{args.origin('save_best')}: save_best: {metric}: this run has no such metric; its tasks have {there}"]
-    )
+    raise args.problem("save_best", f"{metric}: this run has no such metric; its tasks have {there}")
 
 
 def _metrics(task: Task) -> list[str] | None:
@@ -105,13 +105,7 @@ def _system_prompt(args: NeoXArgs) -> str | None:
     """`eval_system_prompt`, or what is in its file. Raises ConfigError."""
     if args.eval_system_prompt_file is None:
         return args.eval_system_prompt
-    try:
-        return Path(args.eval_system_prompt_file).read_text(encoding="utf-8").rstrip("\n")
-    except (OSError, UnicodeDecodeError) as problem:
-        place = args.origin("eval_system_prompt_file")
-        raise ConfigError(
-            [f"{place}: eval_system_prompt_file: {args.eval_system_prompt_file}: cannot be read ({problem})"]
-        ) from problem
+    return text_of(args, "eval_system_prompt_file").rstrip("\n")
 
 
 def _settle(task: Task, examples: int | None) -> None:
@@ -154,17 +148,11 @@ def _own_folders(args: NeoXArgs) -> list[Path]:
 
 def _metadata(args: NeoXArgs) -> dict[str, Any]:
     """Arguments of tasks; RULER's also want to know whose tokens they count."""
-    told: dict[str, Any] = {name: _plain(value) for name, value in (args.eval_task_args or {}).items()}
+    told: dict[str, Any] = thaw(args.eval_task_args or {})
     if told and args.vocab_file is not None and "tokenizer" not in told:
         folder = Path(args.vocab_file)
         told["tokenizer"] = str(folder if folder.is_dir() else folder.parent)
     return told
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:

@@ -20,7 +20,7 @@ from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.mpu.leading import Call, lead
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def run_task(
 
 def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None:
     if args.eval_failures == "stop":
-        raise ConfigError([f"{args.origin('eval_tasks')}: eval_tasks: {name}: {why} (eval_failures: stop)"])
+        raise args.problem("eval_tasks", f"{name}: {why} (eval_failures: stop)")
     logger.warning(f"evaluation: {name} is left out: {why}")
 
 

@@ -51,7 +51,5 @@ class Operations:
                     texts[numbers[event.id]] += event.text
             return texts
 
-        everyone: dict[int, str] = {}
-        for found in together(groups, run):
-            everyone |= found
+        everyone = {i: text for found in together(groups, run) for i, text in found.items()}
         return [everyone[i] for i in range(len(requests))]

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.data.files import sync, temporary
 from megatron.evaluation.harness import Evaluation
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
 
@@ -48,8 +48,7 @@ def output_folder(args: NeoXArgs) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as problem:
-        place = f"{args.origin('eval_output_dir')}: eval_output_dir"
-        raise ConfigError([f"{place}: {folder}: cannot be written to ({problem.strerror})"]) from problem
+        raise args.problem("eval_output_dir", f"{folder}: cannot be written to ({problem.strerror})") from problem
     return folder
 
 

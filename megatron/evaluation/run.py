@@ -35,11 +35,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     track: on rank 0, takes the metrics. Raises ConfigError, CheckpointError, TokenizerError.
     """
     logger = configure_logging(process.rank)
-    # Batches of training need not work out on this number of ranks.
-    args = args.check_evaluation().replace(
-        train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
-    )
-    args = args.for_world(process.world_size)
+    args = args.check_evaluation().for_reading(process.world_size)
     watchdog = Watchdog(args, process.world_size, logger)
     store = meet(args, process, logger)
     args = with_local_model(args)

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
+from megatron.generation.model import Run
 from megatron.model import Model
-from megatron.mpu import ParallelGroups, Watchdog
 from megatron.mpu.leading import lead
-from megatron.neox_arguments import NeoXArgs
-from megatron.tokenizer import Tokenizer
-
-
-class _Run(Protocol):
-    """What is needed of `megatron.training.Training`."""
-
-    @property
-    def args(self) -> NeoXArgs: ...
-    @property
-    def groups(self) -> ParallelGroups: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def logger(self) -> logging.Logger: ...
-    @property
-    def watchdog(self) -> Watchdog: ...
-    def inference(self) -> AbstractContextManager[Model]: ...
 
 
 class _Step(Protocol):
@@ -46,7 +26,7 @@ class InTraining:
     """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no task, and a
     `save_best` that no task has, is refused before the first step (ConfigError)."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):

@@ -4,9 +4,8 @@ cache of keys and values, and what `generate.py` does with prompts, from a file 
 
 from megatron.generation.batching import Batcher
 from megatron.generation.complete import Completion, complete
-from megatron.generation.interactive import converse
 from megatron.generation.model import Model, for_inference, load_model
-from megatron.generation.requests import Event, Logprob, Request, RequestError
+from megatron.generation.requests import Event, Request, RequestError
 from megatron.generation.samples import generate
 from megatron.generation.sampling import Sampling
 
@@ -14,13 +13,11 @@ __all__ = [
     "Batcher",
     "Completion",
     "Event",
-    "Logprob",
     "Model",
     "Request",
     "RequestError",
     "Sampling",
     "complete",
-    "converse",
     "for_inference",
     "generate",
     "load_model",

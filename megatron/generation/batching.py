@@ -19,7 +19,6 @@ from megatron.generation.sampling import Chooser, Sampling
 from megatron.generation.text import TextStream
 from megatron.model import KVCache, Model
 from megatron.model.positions import dynamic_ntk_limit
-from megatron.neox_arguments import ConfigError
 
 __all__ = ["Batcher", "Event", "Logprob", "Request", "RequestError", "Sampling"]
 
@@ -116,8 +115,7 @@ class Batcher:
                 dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.group(axis))
         blocks = int(least)
         if blocks < 1:
-            place = args.origin("kv_cache_gb")
-            raise ConfigError([f"{place}: kv_cache_gb: {room / 1e9:.3g} GB hold no {_BLOCK} tokens; set it higher"])
+            raise args.problem("kv_cache_gb", f"{room / 1e9:.3g} GB hold no {_BLOCK} tokens; set it higher")
         if auto and log is not None:
             log(f"kv_cache_gb: auto chose {blocks * size / 1e9:.3g}, for {blocks * _BLOCK} tokens")
         return blocks
@@ -183,16 +181,6 @@ class Batcher:
     def waiting(self) -> int:
         """Requests that wait for one."""
         return len(self._waiting)
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks of the cache that no request holds."""
-        return self.blocks.free
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks of the cache."""
-        return self.blocks.total
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megatron.model import Model, block_specs
 from megatron.model.specs import AttentionSpec, DenseSpec
 from megatron.mpu import together
+from megatron.mpu.memory import free_host_memory
 
 # More than this gains no speed, whatever memory there is.
 _TOKENS = {"cpu": 1024, "cuda": 32768}
@@ -71,9 +71,4 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        found.append(int(limit.read_text()) - int(used.read_text()))
-    return min(found, default=1 << 32)
+    return free_host_memory(unknown=1 << 32)

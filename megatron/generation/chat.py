@@ -13,6 +13,7 @@ from typing import Any
 from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import CARRIED, carried_files, find_hf, is_hf
 from megatron.data.time_limit import RenderTimeout, render_limit
+from megatron.generation.prompts import text_of
 from megatron.generation.requests import RequestError
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -100,12 +101,7 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(["chat templates need the transformers package: pip install 'neox[serve]'"])
     if args.chat_template is not None:
-        try:
-            text = Path(args.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as cause:
-            place = args.origin("chat_template")
-            raise ConfigError([f"{place}: chat_template: {args.chat_template}: cannot be read ({cause})"]) from cause
-        return ChatTemplate(text, tokenizer, args.chat_template)
+        return ChatTemplate(text_of(args, "chat_template"), tokenizer, args.chat_template)
     for source, files in _places(args, carried):
         found = _template_of(files)
         if found is not None:

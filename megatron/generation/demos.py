@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import html
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpointing import replace_file
-from megatron.generation.chat import ChatTemplate, find_template, read_system_prompt
-from megatron.generation.prompts import Prompt, problem_of
+from megatron.generation.chat import ChatTemplate, find_template
+from megatron.generation.model import Run
+from megatron.generation.prompts import Prompt, text_of
 from megatron.generation.questions import Question, all_tokens, read_questions
 from megatron.generation.requests import RequestError
 from megatron.generation.samples import Sample, sample
-from megatron.model import Model
-from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero
+from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
-from megatron.tokenizer import Tokenizer
 
 FOLDER, COMPARISON = "demo_outputs", "comparison.md"
 
@@ -29,22 +26,9 @@ class _Checkpointer(Protocol):
     def carried(self) -> Mapping[str, bytes]: ...
 
 
-class _Run(Protocol):
-    """What is needed of `megatron.training.Training`."""
-
-    @property
-    def args(self) -> NeoXArgs: ...
-    @property
-    def groups(self) -> ParallelGroups: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def logger(self) -> logging.Logger: ...
-    @property
-    def watchdog(self) -> Watchdog: ...
+class _Run(Run, Protocol):
     @property
     def checkpointer(self) -> _Checkpointer: ...
-    def inference(self) -> AbstractContextManager[Model]: ...
 
 
 class _Step(Protocol):
@@ -54,14 +38,11 @@ class _Step(Protocol):
 
 def demo_questions(args: NeoXArgs) -> list[Question]:
     """The questions of `demo_prompts`. Raises ConfigError for what cannot be read."""
-    try:
-        system = read_system_prompt(args.system_prompt_file) if args.system_prompt_file is not None else None
-    except RequestError as problem:
-        raise problem_of(args, "system_prompt_file", str(problem)) from problem
+    system = text_of(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
     try:
         return read_questions(str(args.demo_prompts), args.chat, system)
     except RequestError as problem:
-        raise problem_of(args, "demo_prompts", str(problem)) from problem
+        raise args.problem("demo_prompts", str(problem)) from problem
 
 
 class Demos:
@@ -84,7 +65,7 @@ class Demos:
         try:
             tokens = all_tokens(self.questions, run.tokenizer, template, positions - args.maximum_tokens)
         except RequestError as problem:
-            raise problem_of(args, "demo_prompts", f"{args.demo_prompts}: {problem}") from problem
+            raise args.problem("demo_prompts", f"{args.demo_prompts}: {problem}") from problem
         self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
         self.ends = template.ends if template is not None else ()
 

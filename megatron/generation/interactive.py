@@ -8,8 +8,8 @@ import select
 import sys
 
 from megatron.generation.batching import Batcher
-from megatron.generation.chat import ChatTemplate, Message, find_template, read_system_prompt
-from megatron.generation.prompts import NOT_STARTED, make_prompts, problem_of
+from megatron.generation.chat import ChatTemplate, Message, find_template
+from megatron.generation.prompts import NOT_STARTED, make_prompts, text_of
 from megatron.generation.requests import Request, RequestError
 from megatron.generation.sampling import Sampling
 from megatron.model import Model
@@ -88,12 +88,8 @@ def _conversation(model: Model) -> Conversation | None:
         return None
 
     def find() -> tuple[str, str, str | None]:
-        template, system = find_template(args, model.tokenizer), None
-        if args.system_prompt_file is not None:
-            try:
-                system = read_system_prompt(args.system_prompt_file)
-            except RequestError as problem:
-                raise problem_of(args, "system_prompt_file", str(problem)) from problem
+        template = find_template(args, model.tokenizer)
+        system = text_of(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
         return template.text, template.source, system
 
     text, source, system = on_rank_zero(model.groups, find)
@@ -123,8 +119,7 @@ def converse(model: Model) -> int:
 
     def refuse() -> None:
         if not on_terminal:
-            raise problem_of(
-                args,
+            raise args.problem(
                 "text_gen_type",
                 "interactive takes prompts from the standard input of rank 0, which ended before the first one; use a "
                 "terminal, a pipe, or input-file with -i FILE",

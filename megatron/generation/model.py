@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.checkpointing import (
     CheckpointError,
@@ -32,13 +34,29 @@ from megatron.checkpointing.huggingface import (
 )
 from megatron.model import Model, Stage, build_stage, for_inference
 from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, on_rank_zero, together, together_local
+from megatron.mpu import DTYPES, ParallelGroups, Watchdog, on_rank_zero, together, together_local
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, with_vocabulary
 
 __all__ = ["Model", "for_inference", "load_model"]
 
-_Load = Callable[[list[int]], Mapping[int, Mapping[str, Tensor]]]
+_Load = Callable[..., Mapping[int, Mapping[str, Tensor]]]
+
+
+class Run(Protocol):
+    """What reading a model in the middle of a run needs of `megatron.training.Training`."""
+
+    @property
+    def args(self) -> NeoXArgs: ...
+    @property
+    def groups(self) -> ParallelGroups: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def logger(self) -> logging.Logger: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
+    def inference(self) -> AbstractContextManager[Model]: ...
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
@@ -61,69 +79,50 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     args = for_inference(with_vocabulary(args, tokenizer))
     check_model(saved, args, str(path))
     _verify_weights(path, groups)
-    stage = _empty(args, groups, logger)
-    rank, size = groups.rank("tensor"), groups.size("tensor")
-
-    def load(layers: list[int]) -> Mapping[int, Mapping[str, Tensor]]:
-        return load_weights(path, args, layers=layers, tensor_rank=rank, tensor_size=size)
-
-    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
-    together_local(groups, lambda: _fill(stage, [layers], load))  # at once: what does not fit is told of all layers
+    # At once: what does not fit is told of all layers.
+    stage = _filled(args, groups, partial(load_weights, path, args), logger, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
-    return _model(args, groups, tokenizer, stage, columns, path, ends, logger)
+    dtype, place = DTYPES[args.params_dtype], str(path)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
+    return _with_its_ends(model, logger)
 
 
 def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
     rows, said = on_rank_zero(groups, lambda: adopted_rows(path, args, tokenizer.vocab_size))
     args = for_inference(args.replace(padded_vocab_size=rows))
-    stage = _empty(args, groups, logger)
-    rank, size = groups.rank("tensor"), groups.size("tensor")
-
-    def load(layers: list[int]) -> Mapping[int, Mapping[str, Tensor]]:
-        return load_hf_weights(path, args, layers=layers, tensor_rank=rank, tensor_size=size)
-
-    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
-    together_local(groups, lambda: _fill(stage, [[layer] for layer in layers], load))
+    stage = _filled(args, groups, partial(load_hf_weights, path, args), logger, at_once=False)
     logger.info(said)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
     columns, ends = on_rank_zero(groups, lambda: (HFFolder(path).vocab_size, declared_ends(carried_files(path))))
-    return _model(args, groups, tokenizer, stage, columns, path, ends, logger)
+    dtype, place = DTYPES[args.params_dtype], str(path)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
+    return _with_its_ends(model, logger)
 
 
-def _model(
-    args: NeoXArgs,
-    groups: ParallelGroups,
-    tokenizer: Tokenizer,
-    stage: Stage,
-    columns: int | None,
-    path: Path,
-    ends: tuple[int, ...],
-    logger: logging.Logger,
-) -> Model:
-    """It says what ends texts where that is more than the end of document."""
-    found = Model(
-        args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path), declared_ends=ends
-    )
-    if len(found.ends) > 1:
-        named = [f"{i} {tokenizer.special_tokens.get(i, '')}".rstrip() for i in found.ends]
+def _with_its_ends(model: Model, logger: logging.Logger) -> Model:
+    """The model, after saying what ends its texts where that is more than the end of document."""
+    if len(model.ends) > 1:
+        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.ends]
         logger.info(f"texts end at the tokens {', '.join(named)}")
-    return found
+    return model
 
 
-def _empty(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> Stage:
-    stage: nn.Module = build_stage(args, groups, log=logger.info).to(DTYPES[args.params_dtype]).eval()
-    assert isinstance(stage, Stage)
+def _filled(args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging.Logger, *, at_once: bool) -> Stage:
+    """This rank's stage, every parameter with its value; all layers at once in memory, or one after the other."""
+    stage = build_stage(args, groups, log=logger.info)
+    stage.to(DTYPES[args.params_dtype]).eval()
+    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
+
+    @torch.no_grad()
+    def fill() -> None:
+        for part in [layers] if at_once else [[layer] for layer in layers]:
+            weights = load(layers=part, tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"))
+            for layer, name, param in stage_parameters(stage):
+                if layer in weights:
+                    param.copy_(weights[layer][name])
+
+    together_local(groups, fill)
     return stage
-
-
-@torch.no_grad()
-def _fill(stage: Stage, parts: list[list[int]], load: _Load) -> None:
-    """Give every parameter its value, the layers of one part at a time in memory."""
-    for part in parts:
-        weights = load(part)
-        for layer, name, param in stage_parameters(stage):
-            if layer in weights:
-                param.copy_(weights[layer][name])
 
 
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 NOT_STARTED = "WARNING: text generation did not start: the first token ended the document"
@@ -31,8 +31,7 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
     if not long:
         return prompts
     if args.eval_overlong == "refuse":
-        raise problem_of(
-            args,
+        raise args.problem(
             "sample_input_file",
             f"{len(long)} prompts, the first of them number {long[0] + 1}, are too long with maximum_tokens "
             f"{args.maximum_tokens} (eval_overlong: refuse); set eval_overlong to truncate_left or skip",
@@ -68,15 +67,19 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
     try:
         content = Path(file).read_text(encoding="utf-8")
     except OSError as cause:
-        raise problem_of(args, key, f"{file}: {cause.strerror}") from cause
+        raise args.problem(key, f"{file}: {cause.strerror}") from cause
     except UnicodeDecodeError as cause:
-        raise problem_of(args, key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+        raise args.problem(key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
     texts = [text for part in content.split(args.prompt_end) if (text := part.strip())]
     if not texts:
-        raise problem_of(args, key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
+        raise args.problem(key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
     return texts
 
 
-def problem_of(args: NeoXArgs, key: str, text: str) -> ConfigError:
-    """What is wrong with a key's value, and where that stands."""
-    return ConfigError([f"{args.origin(key)}: {key}: {text}"])
+def text_of(args: NeoXArgs, key: str) -> str:
+    """The content of the file that `key` names. Raises ConfigError."""
+    file = getattr(args, key)
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise args.problem(key, f"{file}: cannot be read ({cause})") from cause

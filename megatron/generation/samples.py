@@ -21,7 +21,7 @@ from megatron.generation.interactive import converse
 from megatron.generation.meter import Meter
 from megatron.generation.model import Model, load_model
 from megatron.generation.precompute import precompute
-from megatron.generation.prompts import NOT_STARTED, Prompt, problem_of, read_prompts
+from megatron.generation.prompts import NOT_STARTED, Prompt, read_prompts
 from megatron.generation.requests import Event
 from megatron.generation.sampling import Sampling
 from megatron.generation.score_file import write_scores
@@ -56,11 +56,7 @@ class Sample:
 def generate(args: NeoXArgs, process: Process) -> None:
     """Write the samples that the configuration asks for, on every rank."""
     logger = configure_logging(process.rank)
-    # Batches of training need not work out on this number of ranks.
-    args = args.check_generation().replace(
-        train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
-    )
-    args = args.for_world(process.world_size)
+    args = args.check_generation().for_reading(process.world_size)
     store = meet(args, process, logger)
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
@@ -122,7 +118,7 @@ def output_file(args: NeoXArgs) -> Path:
     elif not os.access(folder, os.W_OK):
         reason = f"the folder {folder} cannot be written to"
     if reason is not None:
-        raise problem_of(args, "sample_output_file", f"{file}: {reason}")
+        raise args.problem("sample_output_file", f"{file}: {reason}")
     return file
 
 
@@ -134,7 +130,7 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
         os.replace(unfinished, file)
     except OSError as cause:
         unfinished.unlink(missing_ok=True)
-        raise problem_of(args, "sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
 # -- generating --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from megatron.generation.budget import forward_budget
 from megatron.generation.meter import Meter
 from megatron.generation.model import Model
 from megatron.generation.partial import partial_file, stamp_of
-from megatron.generation.prompts import problem_of
 from megatron.generation.scoring import Request, Scored, rolling_windows, score_texts
 from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
@@ -78,13 +77,13 @@ def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(text)
             except ValueError as cause:
-                raise problem_of(args, "sample_input_file", f"{file}:{number}: not JSON ({cause})") from cause
+                raise args.problem("sample_input_file", f"{file}:{number}: not JSON ({cause})") from cause
             keys = ("text",) if isinstance(row, dict) and "text" in row else ("prompt", "completion")
             if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
                 expected = 'expected {"text": ...}, or {"prompt": ..., "completion": ...}, of strings'
-                raise problem_of(args, "sample_input_file", f"{file}:{number}: {expected}")
+                raise args.problem("sample_input_file", f"{file}:{number}: {expected}")
             if not row[keys[-1]]:
-                raise problem_of(args, "sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
+                raise args.problem("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
             yield number, row
 
 
@@ -93,11 +92,11 @@ def _check(args: NeoXArgs, file: Path) -> int:
     try:
         total = sum(1 for _ in _lines(args, file))
     except OSError as cause:
-        raise problem_of(args, "sample_input_file", f"{file}: {cause.strerror}") from cause
+        raise args.problem("sample_input_file", f"{file}: {cause.strerror}") from cause
     except UnicodeDecodeError as cause:
-        raise problem_of(args, "sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+        raise args.problem("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
     if not total:
-        raise problem_of(args, "sample_input_file", f"{file}: holds no lines")
+        raise args.problem("sample_input_file", f"{file}: holds no lines")
     return total
 
 
@@ -162,7 +161,7 @@ def _append(args: NeoXArgs, file: Path, lines: Sequence[Line]) -> None:
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as cause:
-        raise problem_of(args, "sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
 def _finish(args: NeoXArgs, growing: Path, file: Path) -> None:
@@ -170,4 +169,4 @@ def _finish(args: NeoXArgs, growing: Path, file: Path) -> None:
         os.replace(growing, file)
         sync(file.parent)
     except OSError as cause:
-        raise problem_of(args, "sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause

@@ -69,7 +69,6 @@ def score(
     size, rank = model.groups.size("data"), model.groups.rank("data")
     shares = [list(_batches(rows[i::size], budget)) for i in range(size)]
     forwards = max(map(len, shares)) if model.lockstep else len(shares[rank])
-    everyone: dict[int, tuple[list[float], list[bool]]] = {}
 
     def report(done: int) -> None:
         on_progress(min(done * size, len(fitting)))
@@ -77,8 +76,7 @@ def score(
     def run() -> dict[int, tuple[list[float], list[bool]]]:
         return _run(model, shares[rank], forwards, ntk is not None, report)
 
-    for found in together(model.groups, run):
-        everyone |= found
+    everyone = {i: found for share in together(model.groups, run) for i, found in share.items()}
     if any(value != value for logprobs, _ in everyone.values() for value in logprobs):
         raise CheckpointError(
             f"the model gives NaN as logits in {model.args.params_dtype}: its weights are damaged or precision cannot "

@@ -7,20 +7,12 @@ the machine before a run.
 """
 
 from megatron.launch.arch_list import set_arch_list
-from megatron.launch.environment import LaunchError, ProcessInfo, enter, process_info
+from megatron.launch.environment import enter, process_info
 from megatron.launch.home import home
-from megatron.launch.hosts import Node
-from megatron.launch.plan import Run
 from megatron.launch.stacks import show_stacks_on_signal
 from megatron.launch.start import dry_run, launch
-from megatron.launch.watch import Outcome
 
 __all__ = [
-    "LaunchError",
-    "Node",
-    "Outcome",
-    "ProcessInfo",
-    "Run",
     "dry_run",
     "enter",
     "home",

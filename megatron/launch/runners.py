@@ -134,9 +134,8 @@ def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Na
 
 
 def _export(runner: Any, run: Run) -> None:
-    meeting = {"MASTER_ADDR": run.master_addr, "MASTER_PORT": str(run.master_port)}
-    for name, value in {**run.environment, **meeting}.items():
-        runner.exports[name] = value  # words of their own, without a shell: no quotes
+    # Words of their own, without a shell: no quotes
+    runner.exports |= {**run.environment, "MASTER_ADDR": run.master_addr, "MASTER_PORT": str(run.master_port)}
 
 
 def _pool(run: Run) -> Mapping[str, int]:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
@@ -29,8 +28,8 @@ from megatron.launch.runners import (
     torchrun,
 )
 from megatron.launch.slurm import end_of_job, of_this_start, srun, status_of
-from megatron.launch.watch import PASSED_ON
-from megatron.process import say, take_early
+from megatron.launch.watch import signals_kept
+from megatron.process import say
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -119,8 +118,8 @@ def _start(run: Run) -> int:
         if not run.args.no_ssh_check:
             _check_ssh(run.nodes[0].host)
         write_text(Path(hostfile_path(run)), hostfile_of(run))
-    received: list[int] = []
-    code = _watch(command, {**os.environ, **env}, Front(run) if run.launcher == "pdsh" else None, received)
+    with signals_kept() as received:
+        code = _watch(command, {**os.environ, **env}, Front(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
         return end_of_job(run.args, code, signal.SIGUSR1 in received, before, os.environ)
     return code
@@ -129,14 +128,8 @@ def _start(run: Run) -> int:
 def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, received: list[int]) -> int:
     """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends all.
 
-    received: takes up the signals that came.
+    received: the signals, as they come.
     """
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, remember) for number in PASSED_ON}
-    received += take_early(previous[signal.SIGUSR1])
     # A session of its own: Ctrl-C reaches us alone, and the ranks once.
     process = subprocess.Popen(
         list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
@@ -160,8 +153,6 @@ def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, 
     finally:
         process.kill()
         process.wait()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _check_ssh(host: str) -> None:

@@ -5,8 +5,8 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -60,6 +60,23 @@ class Elsewhere(Protocol):
         ...
 
 
+@contextmanager
+def signals_kept() -> Iterator[list[int]]:
+    """The signals that are passed on, as they come while the block runs; an early SIGUSR1 is among them."""
+    received: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, remember) for number in PASSED_ON}
+    received += take_early(previous[signal.SIGUSR1])
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def watch_ranks(
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],
@@ -73,13 +90,6 @@ def watch_ranks(
     moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
     signal N counts as exit code 128 + N. With `elsewhere` the run ends when it has ended on every machine.
     """
-    received: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, remember) for number in PASSED_ON}
-    received += take_early(previous[signal.SIGUSR1])
     ranks: list[Rank] = []
     told: set[str] = set()
 
@@ -88,18 +98,17 @@ def watch_ranks(
             told.add(text)
             say(f"deepy.py: warning: {text}")
 
-    try:
-        for env in environments:
-            log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
-            ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-        return _watch(ranks, received, _Screen(), elsewhere)
-    finally:
-        _end(ranks)
-        for rank in ranks:
-            rank.log.close()
-            os.close(rank.output)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with signals_kept() as received:
+        try:
+            for env in environments:
+                log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
+                ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
+            return _watch(ranks, received, _Screen(), elsewhere)
+        finally:
+            _end(ranks)
+            for rank in ranks:
+                rank.log.close()
+                os.close(rank.output)
 
 
 class _Screen:

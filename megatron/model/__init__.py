@@ -9,7 +9,7 @@ from megatron.model.init import init_stage
 from megatron.model.partitioning import partition_layers
 from megatron.model.stage import Hidden, InferenceContext, Stage, build_stage
 from megatron.model.trainable import freeze, lowest_trained, trained_parameters
-from megatron.model.weight_map import block_specs, layer_params, layer_specs, shared_params
+from megatron.model.weight_map import block_specs, layer_params, layer_specs, named_params, shared_params
 
 __all__ = [
     "Hidden",
@@ -24,6 +24,7 @@ __all__ = [
     "freeze",
     "init_stage",
     "layer_params",
+    "named_params",
     "layer_specs",
     "lowest_trained",
     "partition_layers",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.stage import Stage
-from megatron.model.weight_map import layer_params
+from megatron.model.weight_map import named_params
 from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 
@@ -50,10 +50,8 @@ def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.dev
 @torch.no_grad()
 def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
     """Fill every parameter of this rank's stage."""
-    specs = layer_params(args)
     rank, size = groups.rank("tensor"), groups.size("tensor")
-    for layer, name, param in stage_parameters(stage):
-        spec = next(s for s in specs[layer] if s.name == name)
+    for layer, _, param, spec in specified(stage, args):
         param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
 
 
@@ -70,7 +68,7 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
     return [(layer, name, param) for (layer, name), param in found.items()]
 
 
-def specified(stage: Stage, args: NeoXArgs) -> list[tuple[nn.Parameter, ParamSpec]]:
-    """Every parameter of a stage with what the weight map says of it."""
-    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
-    return [(param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]
+def specified(stage: Stage, args: NeoXArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:
+    """`stage_parameters`, each with what the weight map says of it."""
+    specs = named_params(args)
+    return [(layer, name, param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from megatron.model.specs import LayerSpec
 from megatron.model.weight_map import layer_params, layer_specs
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 # What NeoX calls these layers, for `pipe_partition_method: type:REGEX`.
 _NEOX_CLASSES = {
@@ -32,12 +32,8 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
         weights = [int(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
         if any(weights):
             return weights
-    raise ConfigError(
-        [
-            f"{args.origin('pipe_partition_method')}: pipe_partition_method: {args.pipe_partition_method}: expected "
-            "uniform, parameters, or type:REGEX that finds a layer, as type:transformer|mlp"
-        ]
-    )
+    expected = "expected uniform, parameters, or type:REGEX that finds a layer, as type:transformer|mlp"
+    raise args.problem("pipe_partition_method", f"{args.pipe_partition_method}: {expected}")
 
 
 def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:

@@ -58,13 +58,17 @@ def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
     return {layer: specs for layer, specs in found.items() if specs or layer <= args.num_layers + 3}
 
 
+def named_params(args: NeoXArgs) -> dict[tuple[int, str], ParamSpec]:
+    """`layer_params`, by layer and name."""
+    return {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
+
+
 def shared_params(args: NeoXArgs) -> dict[str, int]:
     """What blocks share, by name, with the first block that holds it, whose it counts as."""
     found: dict[str, int] = {}
-    for layer, specs in layer_params(args).items():
-        for spec in specs:
-            if spec.shared:
-                found.setdefault(spec.name, layer)
+    for (layer, name), spec in named_params(args).items():
+        if spec.shared:
+            found.setdefault(name, layer)
     return found
 
 

@@ -9,7 +9,7 @@ from megatron.mpu.cross_entropy import (
     token_logprobs_and_statistics,
     token_logprobs_and_sums,
 )
-from megatron.mpu.distributed import configure_logging, join, on_rank_zero, together, together_local
+from megatron.mpu.distributed import configure_logging, join, on_rank_zero, together, together_in, together_local
 from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.handshake import meet
@@ -60,6 +60,7 @@ __all__ = [
     "seeded",
     "shard",
     "together",
+    "together_in",
     "together_local",
     "token_logprobs",
     "token_logprobs_and_statistics",

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.handshake import meet
 from megatron.mpu.rendezvous import Process
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
 _GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists what it found, whatever torch makes of it
@@ -75,10 +75,10 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
     elif backend == "nccl" and not has_gpu:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if _GPUS.is_dir() and not hidden:
-            raise ConfigError([
-                f"{args.origin('distributed_backend')}: distributed_backend: nccl, but torch sees none of this "
-                "machine's GPUs: `python deepy.py doctor` says why (distributed_backend: gloo trains on CPUs)"
-            ])  # fmt: skip
+            raise args.problem(
+                "distributed_backend", "nccl, but torch sees none of this machine's GPUs: `python deepy.py doctor` "
+                "says why (distributed_backend: gloo trains on CPUs)",
+            )  # fmt: skip
         backend = "gloo"
         logger.info("distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs")
     return backend
@@ -102,15 +102,20 @@ def on_rank_zero(groups: ParallelGroups, work: Callable[[], T]) -> T:
 
 def together(groups: ParallelGroups, work: Callable[[], T]) -> list[T]:
     """Do something on every rank and give every rank all results, by rank; the first problem is raised on all."""
-    if groups.world_size == 1:
+    return together_in(None, groups.world_size, work)
+
+
+def together_in(group: dist.ProcessGroup | None, size: int, work: Callable[[], T]) -> list[T]:
+    """`together`, over a group of `size` ranks; None: all of them."""
+    if size == 1:
         return [work()]
     own: tuple[object, object] = (None, None)
     try:
         own = (work(), None)
     except Exception as problem:  # as above
         own = (None, problem)
-    everyone: list[tuple[object, object]] = [own] * groups.world_size
-    dist.all_gather_object(everyone, own)
+    everyone: list[tuple[object, object]] = [own] * size
+    dist.all_gather_object(everyone, own, group=group)
     for _, raised in everyone:
         if isinstance(raised, Exception):
             raise raised

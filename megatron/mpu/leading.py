@@ -7,11 +7,11 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron.mpu.distributed import together
+from megatron.mpu.distributed import together_local
 from megatron.mpu.groups import ParallelGroups
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def lead(
             if kind == "done":
                 return leader.result if leader is not None else None
             if kind == "failed":
-                _fail(leader, told[0])
+                raise leader.problem if leader is not None and leader.problem is not None else told[0]
             if kind == "call":
                 name, arguments = told
                 outcome = _run(groups, partial(operations[name], *arguments))
@@ -102,16 +102,10 @@ class _Leader:
 
 
 def _run(groups: ParallelGroups, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    kept: list[Any] = []
     try:
-        together(groups, lambda: kept.append(work()))
+        return together_local(groups, work), None
     except Exception as problem:  # rank 0's thread decides what it means
         return None, problem
-    return kept[0], None
-
-
-def _fail(leader: _Leader | None, told: Exception) -> NoReturn:
-    raise leader.problem if leader is not None and leader.problem is not None else told
 
 
 def _tellable(problem: Exception) -> Exception:

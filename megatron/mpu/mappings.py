@@ -9,6 +9,7 @@ the gradients are those of one rank, without a word.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from megatron.mpu.torch_versions import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None
+_Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -51,84 +53,51 @@ def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # of a view 2.11 makes a slice's gradient
 
 
-class _CopyToTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _pass(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return grad
+
+
+class _Mapping(torch.autograd.Function):
+    """One collective forwards, another one backwards."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _all_reduce(grad, ctx.group), None
-
-
-class _ReduceFromTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class _GatherFromSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ReduceScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _all_gather(grad, ctx.group), None
-
-
-class _ScatterToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_chunk(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _all_gather(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 def copy_to_tensor(x: Tensor, group: Group) -> Tensor:
     """Identity; the gradient is summed over tensor ranks. Input of a column-parallel layer, or a replicated
     parameter that only sees this rank's part of the sequence."""
-    return x if group is None else _CopyToTensor.apply(x, group)
+    return x if group is None else _Mapping.apply(x, group, _same, _all_reduce)
 
 
 def reduce_from_tensor(x: Tensor, group: Group) -> Tensor:
     """Sum over tensor ranks; the gradient passes through. Output of a row-parallel layer."""
-    return x if group is None else _ReduceFromTensor.apply(x, group)
+    return x if group is None else _Mapping.apply(x, group, _all_reduce, _pass)
 
 
 def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
     """`[seq/T, ...]` to `[seq, ...]`; the gradient is reduce-scattered."""
-    return x if group is None else _GatherFromSequence.apply(x, group)
+    return x if group is None else _Mapping.apply(x, group, _all_gather, _reduce_scatter)
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum `[seq, ...]` over tensor ranks, keep this rank's `[seq/T, ...]`; the gradient is gathered."""
-    return x if group is None else _ReduceScatterToSequence.apply(x, group)
+    return x if group is None else _Mapping.apply(x, group, _reduce_scatter, _all_gather)
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Keep this rank's part of a replicated `[seq, ...]`; the gradient is gathered (whole on every rank)."""
-    return x if group is None else _ScatterToSequence.apply(x, group)
+    return x if group is None else _Mapping.apply(x, group, _own_chunk, _all_gather)
 
 
 def gather_from_tensor(x: Tensor, group: Group) -> Tensor:

@@ -5,17 +5,16 @@ The bottom room: it imports neither torch nor DeepSpeed, so that resolving a con
 
 from typing import Any
 
-from megatron.neox_arguments.cli import DeepyCommand, parse_deepy, parse_script, script_args
+from megatron.neox_arguments.cli import parse_script, script_args
 from megatron.neox_arguments.errors import ConfigError, UserError
 from megatron.neox_arguments.installed import need_harness
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.neox_names import group
 from megatron.neox_arguments.program import ProgramArgs
-from megatron.neox_arguments.report import arguments_dump, flat_values, print_config, yaml_value
+from megatron.neox_arguments.report import arguments_dump, flat_values, yaml_value
 
 __all__ = [
     "ConfigError",
-    "DeepyCommand",
     "NeoXArgs",
     "ProgramArgs",
     "UserError",
@@ -23,9 +22,7 @@ __all__ = [
     "flat_values",
     "load",
     "need_harness",
-    "parse_deepy",
     "parse_script",
-    "print_config",
     "script_args",
     "yaml_value",
 ]

@@ -95,6 +95,11 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
     return field(default=default, metadata={"meaning": meaning, **facts})
 
 
+def new_key(default: Any, meaning: str, **facts: Any) -> Any:
+    """Declare a key that neither GPT-NeoX nor its geodesic fork has; as `key`."""
+    return key(default, meaning, source="new", **facts)
+
+
 def keys_of(declaration: type) -> Mapping[str, Key]:
     """Every key declared by a dataclass and its bases, in order of declaration."""
     return _keys_of(declaration)

@@ -45,10 +45,6 @@ class Problems:
         origin = self.origin(path)
         self.lines.append(f"{origin}: {path}: {text}" if origin else f"{path}: {text}")
 
-    def say(self, line: str) -> None:
-        """Note a problem that brings its own place."""
-        self.lines.append(line)
-
     def raise_if_any(self) -> None:
         if self.lines:
             raise ConfigError(self.lines)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 
 _FP8, _MOE, _MAMBA, _MUP = "FP8", "mixture of experts", "Mamba", "MuP"
 _FP8_OFF = "FP8 is off: te_fp8_mha is not true"
@@ -15,11 +15,10 @@ _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
 
 @dataclass(frozen=True)
 class TransformerEngineKeys:
-    te_backend: Literal["auto", "native"] = key(
+    te_backend: Literal["auto", "native"] = new_key(
         "auto",
         "Whose layers do the maths of te_mha and te_layernorm_mlp, under Transformer-Engine's names on disk; native: "
         "our own, which auto chooses",
-        source="new",
     )
     te_mha: bool = key(False, "Transformer-Engine's attention")
     te_layernorm_mlp: bool = key(False, "Transformer-Engine's MLP, which holds the norm before it")

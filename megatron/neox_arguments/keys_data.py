@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 from megatron.neox_arguments.sections import SeqCurriculum, WeightSchedule
 
 
@@ -31,8 +31,8 @@ class DataKeys:
         "Make the weights from document counts, proportional to (n / N) ^ weighted_sampler_alpha",
         differs="GPT-NeoX also multiplies by 1 - n / N: compat_weight_by_num_documents",
     )
-    weight_by: Literal["documents", "tokens", "bytes"] | None = key(
-        None, "Make the weights from the sets' sizes in this unit, (n / N) ^ weighted_sampler_alpha", source="new"
+    weight_by: Literal["documents", "tokens", "bytes"] | None = new_key(
+        None, "Make the weights from the sets' sizes in this unit, (n / N) ^ weighted_sampler_alpha"
     )
     weighted_sampler_alpha: float = key(
         1.0,
@@ -40,19 +40,16 @@ class DataKeys:
         "0: all sets alike",
         ge=0,
     )
-    train_data_weight_schedule: Mapping[str, Any] | None = key(
-        None, "Weights of train_data_paths that change while training", section=WeightSchedule, source="new"
+    train_data_weight_schedule: Mapping[str, Any] | None = new_key(
+        None, "Weights of train_data_paths that change while training", section=WeightSchedule
     )
-    seq_curriculum: Mapping[str, Any] | None = key(
+    seq_curriculum: Mapping[str, Any] | None = new_key(
         None,
         "Short sequences first: the same samples, cut into rows of seq_len; a step's tokens stay as many",
         section=SeqCurriculum,
-        source="new",
     )
-    compat_weight_by_num_documents: bool = key(
-        False,
-        "Multiply these weights by 1 - n / N, as GPT-NeoX does (two sets with alpha 1 always get half each)",
-        source="new",
+    compat_weight_by_num_documents: bool = new_key(
+        False, "Multiply these weights by 1 - n / N, as GPT-NeoX does (two sets with alpha 1 always get half each)"
     )
     data_impl: Literal["mmap", "infer", "cached"] = key(
         "mmap",
@@ -75,39 +72,35 @@ class DataKeys:
     allow_chopped: bool = key(
         True, "Samples of whole documents: cut those longer than seq_length + 1 tokens; false: leave them out"
     )
-    truncate_documents: int | None = key(None, "Use only this many tokens of each document", ge=1, source="new")
-    drop_last: bool | None = key(
+    truncate_documents: int | None = new_key(None, "Use only this many tokens of each document", ge=1)
+    drop_last: bool | None = new_key(
         None,
         "packed: cut the documents, in their order, into blocks of seq_length tokens that do not overlap (group_texts "
         "of HuggingFace); the rest that fills no block is left out (true) or padded (false). Unset: GPT-NeoX's windows",
-        source="new",
     )
-    compat_group_texts_batch: int | None = key(
-        None, "With drop_last: blocks of so many documents by themselves, 1000 in HuggingFace", ge=1, source="new"
+    compat_group_texts_batch: int | None = new_key(
+        None, "With drop_last: blocks of so many documents by themselves, 1000 in HuggingFace", ge=1
     )
-    compat_pack_impl: bool = key(
-        False,
-        "pack_until_overflow and unpacked as GPT-NeoX's, with its order and its errors",
-        source="new",
+    compat_pack_impl: bool = new_key(
+        False, "pack_until_overflow and unpacked as GPT-NeoX's, with its order and its errors"
     )
-    reset_attention_mask: bool = key(
+    reset_attention_mask: bool = new_key(
         False,
         "Attention stays inside documents of a sample (Megatron), and none of their first tokens is predicted from the "
         "document before",
-        source="new",
     )
-    reset_position_ids: bool = key(False, "Positions start anew in each document of a sample (Megatron)", source="new")
+    reset_position_ids: bool = new_key(False, "Positions start anew in each document of a sample (Megatron)")
     use_shared_fs: bool = key(
         True,
         "All machines see the same files; false: each makes its own index maps",
         differs="in GPT-NeoX false has effect with data_path only (#919)",
     )
-    limit_samples: int | None = key(
-        None, "Use only this many documents, or pairs, of each set: for a first try", ge=1, source="new"
+    limit_samples: int | None = new_key(
+        None, "Use only this many documents, or pairs, of each set: for a first try", ge=1
     )
-    data_seed: int | None = key(None, "Seed of shuffling and blending; unset: seed", ge=0, lt=2**32, source="new")
-    index_cache_dir: str | None = key(
-        None, "Folder of the index maps; unset: index_cache in `save`, else beside the data", source="new"
+    data_seed: int | None = new_key(None, "Seed of shuffling and blending; unset: seed", ge=0, lt=2**32)
+    index_cache_dir: str | None = new_key(
+        None, "Folder of the index maps; unset: index_cache in `save`, else beside the data"
     )
     num_workers: int = key(2, "Processes that load data on each rank; 0: none", ge=0)
     char_level_ppl: bool = key(False, "Validation also reports the perplexity per character")
@@ -129,8 +122,6 @@ class TokenizerKeys:
         "HFGPT2Tokenizer: a folder or a name on the Hub, unset: gpt2",
     )
     merge_file: str | None = key(None, "GPT2BPETokenizer: its merges.txt")
-    eod_token: str | None = key(
-        None,
-        "Name of the token that ends documents; unset: <|endoftext|>, else the tokenizer's own EOS",
-        source="new",
+    eod_token: str | None = new_key(
+        None, "Name of the token that ends documents; unset: <|endoftext|>, else the tokenizer's own EOS"
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 from megatron.neox_arguments.sections import CommsLogger, CurriculumLearning
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; remove it"
@@ -16,10 +16,8 @@ class DeepspeedKeys:
     deepspeed: Literal[True, False] = key(
         True, "Train on DeepSpeed", refuse_values={False: "there is no other engine; remove it"}
     )
-    deepspeed_config_file: str | None = key(
-        None,
-        "A DeepSpeed configuration (JSON); its keys count as written here, with that file as their place",
-        source="new",
+    deepspeed_config_file: str | None = new_key(
+        None, "A DeepSpeed configuration (JSON); its keys count as written here, with that file as their place"
     )
     deepspeed_extra_args: Mapping[str, Any] | None = key(
         None, "Further keys for DeepSpeed's configuration; they may repeat ours, not contradict them"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 
 
 @dataclass(frozen=True)
@@ -16,40 +16,30 @@ class EvaluationKeys:
         differs="GPT-NeoX scores ten documents of a task; here all of them, but for eval_limit",
     )
     eval_results_prefix: str = key("", "Prefix of result files")
-    eval_output_dir: str | None = key(
-        None, "Folder of result files; unset: eval.py writes into the working folder, training none", source="new"
+    eval_output_dir: str | None = new_key(
+        None, "Folder of result files; unset: eval.py writes into the working folder, training none"
     )
-    eval_limit: float | None = key(
-        None, "Documents of each task, below 1 a share of them; unset: all", source="new", gt=0
+    eval_limit: float | None = new_key(None, "Documents of each task, below 1 a share of them; unset: all", gt=0)
+    eval_num_fewshot: int | None = new_key(None, "Examples before each question; unset: as the task says", ge=0)
+    eval_include_path: str | tuple[str, ...] | None = new_key(None, "Folders with YAML files of own tasks")
+    eval_task_args: Mapping[str, Any] | None = new_key(
+        None, "Arguments of tasks that take some, as {max_seq_lengths: [4096]} of RULER"
     )
-    eval_num_fewshot: int | None = key(
-        None, "Examples before each question; unset: as the task says", source="new", ge=0
+    eval_batch_size: Literal["auto"] | int = new_key("auto", "Texts of a forward; auto: as memory allows", ge=1)
+    eval_overlong: Literal["truncate_left", "refuse", "skip"] = new_key(
+        "truncate_left", "What is done with a text longer than the model's positions (they are counted)"
     )
-    eval_include_path: str | tuple[str, ...] | None = key(None, "Folders with YAML files of own tasks", source="new")
-    eval_task_args: Mapping[str, Any] | None = key(
-        None, "Arguments of tasks that take some, as {max_seq_lengths: [4096]} of RULER", source="new"
+    eval_apply_chat_template: bool = new_key(
+        False, "Ask as in a conversation, through the chat template of the tokenizer"
     )
-    eval_batch_size: Literal["auto"] | int = key(
-        "auto", "Texts of a forward; auto: as memory allows", source="new", ge=1
+    eval_system_prompt: str | None = new_key(None, "What a system says before every question")
+    eval_system_prompt_file: str | None = new_key(None, "File with that text")
+    eval_log_samples: bool = new_key(False, "Write every document, answer and score beside the results")
+    eval_cache: str | None = new_key(None, "Folder of answers so far, so that an interrupted evaluation goes on")
+    eval_failures: Literal["report", "stop"] = new_key(
+        "report", "A task that fails: say so and go on with the others, or end the run"
     )
-    eval_overlong: Literal["truncate_left", "refuse", "skip"] = key(
-        "truncate_left", "What is done with a text longer than the model's positions (they are counted)", source="new"
+    eval_confirm_unsafe_code: bool = new_key(
+        False, "Run tasks that execute code which the model wrote, as HumanEval does"
     )
-    eval_apply_chat_template: bool = key(
-        False, "Ask as in a conversation, through the chat template of the tokenizer", source="new"
-    )
-    eval_system_prompt: str | None = key(None, "What a system says before every question", source="new")
-    eval_system_prompt_file: str | None = key(None, "File with that text", source="new")
-    eval_log_samples: bool = key(False, "Write every document, answer and score beside the results", source="new")
-    eval_cache: str | None = key(
-        None, "Folder of answers so far, so that an interrupted evaluation goes on", source="new"
-    )
-    eval_failures: Literal["report", "stop"] = key(
-        "report", "A task that fails: say so and go on with the others, or end the run", source="new"
-    )
-    eval_confirm_unsafe_code: bool = key(
-        False, "Run tasks that execute code which the model wrote, as HumanEval does", source="new"
-    )
-    eval_compare_hf: bool = key(
-        False, "eval.py: score with lm-eval's hf backend too, and print the differences", source="new"
-    )
+    eval_compare_hf: bool = new_key(False, "eval.py: score with lm-eval's hf backend too, and print the differences")

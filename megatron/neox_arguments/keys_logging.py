@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class LoggingKeys:
     use_wandb: bool | None = key(
         None, "Log to Weights & Biases", differs="GPT-NeoX turns it on by itself when it finds a key; unset is off here"
     )
-    wandb_mode: Literal["online", "offline", "disabled"] | None = key(
-        None, "Where that run is written; unset: WANDB_MODE, else online", source="new"
+    wandb_mode: Literal["online", "offline", "disabled"] | None = new_key(
+        None, "Where that run is written; unset: WANDB_MODE, else online"
     )
     wandb_init_all_ranks: bool = key(False, "One run a rank, in one group")
     wandb_project: str = key("neox", "Weights & Biases project")
@@ -25,19 +25,15 @@ class LoggingKeys:
     wandb_team: str | None = key(None, "Weights & Biases entity")
     wandb_host: str = key("https://api.wandb.ai", "Weights & Biases server")
     use_comet: bool | None = key(None, "Log to Comet")
-    comet_mode: Literal["online", "offline"] | None = key(
-        None, "offline: write the experiment into log_dir", source="new"
-    )
+    comet_mode: Literal["online", "offline"] | None = new_key(None, "offline: write the experiment into log_dir")
     comet_workspace: str | None = key(None, "Comet workspace")
     comet_project: str | None = key(None, "Comet project")
     comet_experiment_name: str | None = key(None, "Comet experiment name")
     comet_tags: tuple[str, ...] | None = key(None, "Comet tags")
     comet_others: Mapping[str, Any] | None = key(None, "Further values shown with the Comet experiment")
     git_hash: str | None = key(None, "Commit recorded with the run; unset: git says it")
-    log_device_metrics: Literal["auto", True, False] = key(
-        "auto",
-        "Utilisation, memory and power of all GPUs (NVML); auto: where there are GPUs and nvidia-ml-py",
-        source="new",
+    log_device_metrics: Literal["auto", True, False] = new_key(
+        "auto", "Utilisation, memory and power of all GPUs (NVML); auto: where there are GPUs and nvidia-ml-py"
     )
     peak_theoretical_tflops: float | None = key(None, "Peak of one device; if set, MFU and HFU are logged", gt=0)
     log_grad_norm: bool = key(False, "Log the norm of each parameter's gradient (the whole norm always is)")
@@ -65,24 +61,22 @@ class TextgenKeys:
         "(precompute_model_name)",
     )
     return_logits: bool = key(False, "Write the logits of generated tokens too", later="writing logits")
-    return_logprobs: int | None = key(
+    return_logprobs: int | None = new_key(
         None, "Write each generated token's log-probability, and those of so many most likely ones (0: none)",
-        ge=0, source="new",
+        ge=0
     )  # fmt: skip
     temperature: float = key(0.0, "Divides the logits; 0: always the most likely token", ge=0)
     top_p: float = key(0.0, "Sample from the smallest set with this probability; 0: all tokens", ge=0, le=1)
     top_k: int = key(0, "Sample from this many most likely tokens; 0: all tokens", ge=0)
-    min_p: float = key(
-        0.0, "Sample from tokens at least so likely, of the most likely one; 0: all tokens", source="new", ge=0, le=1
+    min_p: float = new_key(
+        0.0, "Sample from tokens at least so likely, of the most likely one; 0: all tokens", ge=0, le=1
     )
-    repetition_penalty: float = key(
-        1.0, "Divides positive and multiplies negative logits of tokens that came already; 1: off", source="new", gt=0
+    repetition_penalty: float = new_key(
+        1.0, "Divides positive and multiplies negative logits of tokens that came already; 1: off", gt=0
     )
-    frequency_penalty: float = key(
-        0.0, "Subtracted from a token's logit as often as it was generated; 0: off", source="new"
-    )
-    presence_penalty: float = key(0.0, "Subtracted from the logits of generated tokens; 0: off", source="new")
-    stop_strings: tuple[str, ...] = key((), "A text ends before the first of these", source="new")
+    frequency_penalty: float = new_key(0.0, "Subtracted from a token's logit as often as it was generated; 0: off")
+    presence_penalty: float = new_key(0.0, "Subtracted from the logits of generated tokens; 0: off")
+    stop_strings: tuple[str, ...] = new_key((), "A text ends before the first of these")
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
     prompt_end: str = key("\n", "What separates prompts in the input file, and ends one at the terminal")
     sample_input_file: str | None = key(None, "File with prompts")
@@ -91,24 +85,20 @@ class TextgenKeys:
     )
     num_samples: int = key(1, "Samples to generate without prompts", ge=1)
     recompute: bool = key(False, "Generate without a cache: every token runs the text before it again (slow)")
-    chat: bool = key(
+    chat: bool = new_key(
         False,
         "text_gen_type interactive, demo_prompts: prompts are a user's turns in a conversation, put through the chat "
         "template",
-        source="new",
     )
-    system_prompt_file: str | None = key(None, "File with what such a conversation begins with", source="new")
-    demo_prompts: str | None = key(
+    system_prompt_file: str | None = new_key(None, "File with what such a conversation begins with")
+    demo_prompts: str | None = new_key(
         None,
         "Training: file of prompts that are answered before the first step and after the last, in <save>/demo_outputs; "
         "a text a line, or .jsonl with `prompt` or `messages`",
-        source="new",
     )
-    kv_cache_gb: Literal["auto"] | float = key(
-        "auto", "Size of the cache of keys and values on each rank; auto: a share of free memory", source="new", gt=0
+    kv_cache_gb: Literal["auto"] | float = new_key(
+        "auto", "Size of the cache of keys and values on each rank; auto: a share of free memory", gt=0
     )
-    chat_template: str | None = key(
-        None,
-        "File with a Jinja template of conversations; unset: the one beside vocab_file, else the loaded model's",
-        source="new",
+    chat_template: str | None = new_key(
+        None, "File with a Jinja template of conversations; unset: the one beside vocab_file, else the loaded model's"
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import REQUIRED, key
+from megatron.neox_arguments.declare import REQUIRED, key, new_key
 from megatron.neox_arguments.sections import Bf16, DataTypes, Fp16, RopeScaling
 
 Init = Literal[
@@ -27,13 +27,12 @@ class ModelKeys:
         "Key-value heads (GQA, MQA); a list: of each layer, a shorter one repeats; unset: num_attention_heads",
         ge=1,
     )
-    compat_gqa_rows: Literal["pre1315", "post1315"] | None = key(
+    compat_gqa_rows: Literal["pre1315", "post1315"] | None = new_key(
         None,
         "num_kv_heads in GPT-NeoX's checkpoints: query, key and value rows as before its #1315 (November 2024), or as "
         "since; unset: as since, and under the names of before mid-2024 as before. Own checkpoints tell it themselves",
-        source="new",
     )
-    head_dim: int = key(None, "Width of a head; unset: hidden_size / num_attention_heads", ge=1, source="new")
+    head_dim: int = new_key(None, "Width of a head; unset: hidden_size / num_attention_heads", ge=1)
     seq_length: int = key(REQUIRED, "Tokens of one sample", ge=1)
     max_position_embeddings: int = key(REQUIRED, "Longest sequence the model can read; rows of learned positions", ge=1)
     intermediate_size: int | tuple[int, ...] | None = key(
@@ -46,17 +45,15 @@ class ModelKeys:
         None, "Inner width in units of hidden_size when intermediate_size is unset; 4", gt=0
     )
     mlp_multiple_of: int = key(1, "An inner width that is not given is rounded up to a multiple of this", ge=1)
-    compat_ffn_width: Literal["none", "upstream", "fork"] | None = key(
-        None,
-        "Whose inner width the keys mean: as they are (none), GPT-NeoX's (upstream) or its geodesic fork's",
-        source="new",
+    compat_ffn_width: Literal["none", "upstream", "fork"] | None = new_key(
+        None, "Whose inner width the keys mean: as they are (none), GPT-NeoX's (upstream) or its geodesic fork's"
     )
     norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = key(
         "layernorm", "Kind of normalisation; te_*: under Transformer-Engine's names"
     )
     use_qk_layernorm: bool = key(False, "Normalise queries and keys: layernorm over all heads, rmsnorm over each head")
-    qk_norm_per_head: bool = key(
-        False, "use_separate_qk_norms: over each head alone, with one weight for all, as Qwen 3", source="new"
+    qk_norm_per_head: bool = new_key(
+        False, "use_separate_qk_norms: over each head alone, with one weight for all, as Qwen 3"
     )
     use_separate_qk_norms: bool = key(
         False,
@@ -70,8 +67,8 @@ class ModelKeys:
         refuse_values={"post": "the geodesic fork trained pre under this name; write pre, or olmo3"},
         source="fork",
     )
-    zero_centered_gamma: bool = key(
-        False, "rmsnorm multiplies by 1 + its weight, as Gemma's; also those of queries and keys", source="new"
+    zero_centered_gamma: bool = new_key(
+        False, "rmsnorm multiplies by 1 + its weight, as Gemma's; also those of queries and keys"
     )
     layernorm_epsilon: float = key(1e-5, "Added to the variance in layernorm", gt=0)
     rms_norm_epsilon: float = key(
@@ -87,27 +84,17 @@ class ModelKeys:
     opt_pos_emb_offset: int = key(0, "learned: rows of the table before position 0, as in OPT", ge=0)
     rpe_num_buckets: int = key(32, "rpe: distances told apart", ge=2)
     rpe_max_distance: int = key(128, "rpe: distances from here on are one", ge=2)
-    rope_scaling: Mapping[str, Any] | None = key(
-        None,
-        "Stretch rotary positions to longer sequences, with HuggingFace's names",
-        section=RopeScaling,
-        source="new",
+    rope_scaling: Mapping[str, Any] | None = new_key(
+        None, "Stretch rotary positions to longer sequences, with HuggingFace's names", section=RopeScaling
     )
-    rope_local_base_freq: float | None = key(
-        None,
-        "Base of the rotary frequencies in sliding_attention layers, which rope_scaling then leaves alone",
-        gt=0,
-        source="new",
+    rope_local_base_freq: float | None = new_key(
+        None, "Base of the rotary frequencies in sliding_attention layers, which rope_scaling then leaves alone", gt=0
     )
-    no_rope_layers: tuple[int, ...] | None = key(
-        None,
-        "rotary: 1 for layers that rotate, 0 for those without positions; a shorter list repeats. As in SmolLM3",
-        source="new",
+    no_rope_layers: tuple[int, ...] | None = new_key(
+        None, "rotary: 1 for layers that rotate, 0 for those without positions; a shorter list repeats. As in SmolLM3"
     )
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = key(
-        None,
-        "Which layers sliding_window_width holds for; a shorter list repeats. Unset: for all",
-        source="new",
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = new_key(
+        None, "Which layers sliding_window_width holds for; a shorter list repeats. Unset: for all"
     )
     rotary_save_freqs_buffer: bool = key(False, "Write the rotary frequencies into checkpoints, as Pythia's files have")
     sliding_window_width: int | None = key(
@@ -118,12 +105,11 @@ class ModelKeys:
     )
     rotary_pct: float = key(1.0, "Share of each head's dimensions that is rotated", gt=0, le=1)
     rotary_emb_base: int | float = key(10000, "Base of the rotary frequencies", gt=0)
-    query_pre_attn_scalar: float | None = key(
-        None, "Attention logits are divided by its root; unset: head_dim", gt=0, source="new"
+    query_pre_attn_scalar: float | None = new_key(
+        None, "Attention logits are divided by its root; unset: head_dim", gt=0
     )
-    embedding_multiplier: float = key(
-        1.0, "Token embeddings are multiplied by this, rounded to their type; Gemma: root of hidden_size", gt=0,
-        source="new",
+    embedding_multiplier: float = new_key(
+        1.0, "Token embeddings are multiplied by this, rounded to their type; Gemma: root of hidden_size", gt=0
     )  # fmt: skip
     no_weight_tying: bool = key(False, "Give the output layer its own weights instead of the embedding's")
     attention_config: tuple[Any, ...] = key(
@@ -145,10 +131,8 @@ class ModelKeys:
     sparsity_config: Mapping[str, Any] | None = key(
         None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"
     )
-    attention_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = key(
-        "auto",
-        "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math",
-        source="new",
+    attention_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = new_key(
+        "auto", "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math"
     )
     make_vocab_size_divisible_by: int = key(
         128,
@@ -157,11 +141,10 @@ class ModelKeys:
         differs="GPT-NeoX pads to a multiple of this x model_parallel_size: padded_vocab_size takes any size",
     )
     padded_vocab_size: int = key(None, "Rows of the embedding; unset: made from the tokenizer", ge=1)
-    mask_padded_vocab: Literal["auto"] | bool | int = key(
+    mask_padded_vocab: Literal["auto"] | bool | int = new_key(
         "auto",
         "Leave the rows that pad the vocabulary out of the softmax. true: those behind the tokenizer's tokens; a "
         "number: those behind so many; auto: where the checkpoint, or its import from HuggingFace, says which are real",
-        source="new",
     )
     activation: Activation = key("gelu", "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated")
     bias_gelu_fusion: bool = key(False, "Use the tanh approximation of gelu, as the fused kernel of GPT-NeoX does")
@@ -179,9 +162,7 @@ class ModelKeys:
     use_bias_in_norms: bool = key(
         True, "Biases in layernorm", differs="GPT-NeoX never reads it: compat_norm_bias keeps the biases"
     )
-    compat_norm_bias: bool = key(
-        False, "Keep layernorm's biases whatever use_bias_in_norms says, as GPT-NeoX does", source="new"
-    )
+    compat_norm_bias: bool = new_key(False, "Keep layernorm's biases whatever use_bias_in_norms says, as GPT-NeoX does")
     attention_dropout: float = key(0.0, "Dropout of attention probabilities", ge=0, lt=1)
     hidden_dropout: float = key(0.0, "Dropout of what a block adds to the residual stream", ge=0, lt=1)
     output_layer_parallelism: Literal["column", "row"] = key(
@@ -189,7 +170,7 @@ class ModelKeys:
         "How the output layer is split",
         refuse_values={"row": "GPT-NeoX broke it (#905) and took it out; write column"},
     )
-    compile: Literal[False, "block"] = key(False, "Compile each transformer block with torch.compile", source="new")
+    compile: Literal[False, "block"] = new_key(False, "Compile each transformer block with torch.compile")
     scaled_upper_triang_masked_softmax_fusion: bool = key(False, "Fused causal softmax", no_effect=_KERNEL)
     scaled_masked_softmax_fusion: bool = key(False, "Fused masked softmax", no_effect=_KERNEL)
     fp16_lm_cross_entropy: bool = key(

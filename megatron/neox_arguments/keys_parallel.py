@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 from megatron.neox_arguments.sections import ZeroOptimization
 
 _HOSTS = (
@@ -36,33 +36,21 @@ class RunnerKeys:
     num_gpus: int | None = key(None, "Ranks to start on each machine; unset: one a visible GPU, or one", ge=1)
     master_addr: str | None = key(None, "Address at which the ranks meet; unset: the first machine")
     master_port: int = key(29500, "Port at which the ranks meet", ge=1, le=65535)
-    max_restarts: int = key(
-        0, "Times that deepy.py starts a failed run again; it goes on from `save`", ge=0, source="new"
+    max_restarts: int = new_key(0, "Times that deepy.py starts a failed run again; it goes on from `save`", ge=0)
+    rendezvous_timeout_s: float = new_key(
+        45.0, "How long machines and ranks wait at start for the next one, after the latest that came", gt=0
     )
-    rendezvous_timeout_s: float = key(
-        45.0,
-        "How long machines and ranks wait at start for the next one, after the latest that came",
-        gt=0,
-        source="new",
+    first_step_timeout_mins: float = new_key(
+        30.0, "How long ranks wait for each other until the first step is done, and while they save or validate", gt=0
     )
-    first_step_timeout_mins: float = key(
-        30.0,
-        "How long ranks wait for each other until the first step is done, and while they save or validate",
-        gt=0,
-        source="new",
+    collective_timeout_s: float = new_key(
+        40.0, "How long ranks wait for each other in later steps; never less than three times the longest step", gt=0
     )
-    collective_timeout_s: float = key(
-        40.0,
-        "How long ranks wait for each other in later steps; never less than three times the longest step",
-        gt=0,
-        source="new",
-    )
-    min_allreduce_gb_s: float | None = key(
+    min_allreduce_gb_s: float | None = new_key(
         None,
         "Bus bandwidth that an all-reduce of all ranks must reach before training starts; unset: "
         "NEOX_MIN_ALLREDUCE_GB_S of the environment, which a site's file sets, else it is only said",
         gt=0,
-        source="new",
     )
 
 

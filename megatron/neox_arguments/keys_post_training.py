@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import key, new_key
 from megatron.neox_arguments.losses import TRAIN_IMPLS
 
 _RL, _UNLEARN = TRAIN_IMPLS["reinforce"].later, "unlearning"
@@ -22,24 +22,21 @@ class PostTrainingKeys:
         "What is trained: language modelling, or an objective of post-training",
         later_values={name: impl.later for name, impl in TRAIN_IMPLS.items() if impl.later},
     )
-    sft_loss_type: TextLoss = key(
+    sft_loss_type: TextLoss = new_key(
         "nll",
         "train_impl normal: the tokens' negative log-likelihood; dft: each times the token's own probability (dynamic "
         "fine-tuning); validation is nll",
-        source="new",
     )
-    neftune_noise_alpha: float | None = key(
+    neftune_noise_alpha: float | None = new_key(
         None,
         "train_impl normal: uniform noise on the embeddings, in training alone, of this over the root of (tokens of "
         "the document x hidden_size), as NEFTune; 5 to 15 are common",
         ge=0,
-        source="new",
     )
-    disable_dropout: bool | None = key(
+    disable_dropout: bool | None = new_key(
         None,
         "Train without hidden_dropout and attention_dropout; unset: in preferences, where the policy would be compared "
         "with a reference that has none",
-        source="new",
     )
     train_label_data_paths: Paths = key(
         None, "Labels of train_data_paths, one for each: the tokens, -100 where they are not trained"
@@ -63,40 +60,34 @@ class PostTrainingKeys:
     neg_test_data_paths: Paths = key(None, "Prompts with rejected answers, the test set of dataset_impl: pairwise")
     pos_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
     neg_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
-    max_length: int | None = key(
+    max_length: int | None = new_key(
         None,
         "Preferences: tokens that are used of an answer with its prompt; what is longer loses its end, or with "
         "allow_chopped: false is left out",
         ge=2,
-        source="new",
     )
-    max_prompt_length: int | None = key(
+    max_prompt_length: int | None = new_key(
         None,
         "Preferences: tokens that are used of what comes before the first trained one; a longer prompt loses its "
         "beginning",
         ge=1,
-        source="new",
     )
-    dpo_loss_type: PairLoss | tuple[PairLoss, ...] = key(
+    dpo_loss_type: PairLoss | tuple[PairLoss, ...] = new_key(
         "sigmoid",
         "Loss of a pair, or a list of losses, as TRL spells them; sigmoid_norm: on averages over tokens (OLMo 3, "
         "Tulu 3); sft: likelihood of the chosen answer; [sigmoid, sft] with dpo_reference_free is CPO; simpo and orpo "
         "need no reference. aot and aot_unpaired compare all pairs of a step, TRL those of a micro-batch",
-        source="new",
     )
-    dpo_loss_weights: tuple[float, ...] | None = key(
-        None, "Weight of each loss of dpo_loss_type; unset: 1", source="new"
-    )
-    dpo_label_smoothing: float = key(
+    dpo_loss_weights: tuple[float, ...] | None = new_key(None, "Weight of each loss of dpo_loss_type; unset: 1")
+    dpo_label_smoothing: float = new_key(
         0.0,
         "Share of pairs taken for mislabelled, in sigmoid (conservative DPO; TRL ignores it there), sigmoid_norm, "
         "robust, exo_pair (needs it), aot, aot_unpaired and simpo",
         ge=0,
         lt=0.5,
-        source="new",
     )
-    discopop_tau: float = key(0.05, "dpo_loss_type: discopop: width of its switch", gt=0, source="new")
-    simpo_gamma: float = key(0.5, "dpo_loss_type: simpo: margin of the rewards", ge=0, source="new")
+    discopop_tau: float = new_key(0.05, "dpo_loss_type: discopop: width of its switch", gt=0)
+    simpo_gamma: float = new_key(0.5, "dpo_loss_type: simpo: margin of the rewards", ge=0)
     dpo_beta: float = key(
         0.1,
         "DPO: strength of the reference: 0.1 for summed log-probabilities, 5 for sigmoid_norm, 2 for simpo are common",
@@ -104,27 +95,22 @@ class PostTrainingKeys:
     )
     dpo_fp32: bool = key(True, "DPO: losses in fp32", no_effect=_SIXTEEN_BIT)
     dpo_reference_free: bool = key(False, "DPO without a reference model: as if it gave every answer the same")
-    dpo_reference: Literal["cache", "on_the_fly"] = key(
+    dpo_reference: Literal["cache", "on_the_fly"] = new_key(
         "cache",
         "Where the reference's log-probabilities come from, in DPO and KTO; it is the model as the run began (load). "
         "cache: all are made before the first step and kept; on_the_fly: a frozen copy, whole on every data-parallel "
         "rank, makes them in each step",
-        source="new",
     )
-    reference_cache_dir: str | None = key(
+    reference_cache_dir: str | None = new_key(
         None,
         "dpo_reference: cache: folder of the log-probabilities, by model and content, for all runs; unset: "
         "reference_cache beside the index maps",
-        source="new",
     )
-    kto_loss_type: AnswerLoss = key(
-        "kto", "Loss of a judged answer, as TRL spells it; apo_zero_unpaired has no KL", source="new"
-    )
-    kto_kl: Literal["drawn", "rotated"] = key(
+    kto_loss_type: AnswerLoss = new_key("kto", "Loss of a judged answer, as TRL spells it; apo_zero_unpaired has no KL")
+    kto_kl: Literal["drawn", "rotated"] = new_key(
         "drawn",
         "Answers to other prompts, for the KL: drawn: of the whole set; rotated: of the example before in the "
         "micro-batch (TRL), with pack_impl: unpacked",
-        source="new",
     )
     kto_beta: float = key(
         0.1,
@@ -133,9 +119,7 @@ class PostTrainingKeys:
         differs="GPT-NeoX takes the KL from the other half of the micro-batch, averages class weights over a half and "
         "multiplies rewards by the share of the row that is no padding: compat_kto",
     )
-    compat_kto: bool = key(
-        False, "KTO with GPT-NeoX's KL and averages, one answer a row (pack_impl: unpacked)", source="new"
-    )
+    compat_kto: bool = new_key(False, "KTO with GPT-NeoX's KL and averages, one answer a row (pack_impl: unpacked)")
     kto_fp32: bool = key(True, "KTO: losses in fp32", no_effect=_SIXTEEN_BIT)
     kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", gt=0)
     kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", gt=0)

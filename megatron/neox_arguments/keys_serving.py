@@ -2,31 +2,29 @@
 
 from dataclasses import dataclass
 
-from megatron.neox_arguments.declare import key
+from megatron.neox_arguments.declare import new_key
 
 
 @dataclass(frozen=True)
 class ServingKeys:
-    serve_host: str = key(
-        "127.0.0.1", "Address that tools/serve.py listens at; one that other machines reach needs a token", source="new"
+    serve_host: str = new_key(
+        "127.0.0.1", "Address that tools/serve.py listens at; one that other machines reach needs a token"
     )
-    serve_port: int = key(8000, "Its port; 0: any that is free", source="new", ge=0, le=65535)
-    serve_model_name: str | None = key(
-        None, "What clients call the model; unset: the name of the folder it is loaded from", source="new"
+    serve_port: int = new_key(8000, "Its port; 0: any that is free", ge=0, le=65535)
+    serve_model_name: str | None = new_key(
+        None, "What clients call the model; unset: the name of the folder it is loaded from"
     )
-    serve_token_file: str | None = key(
-        None, "File with the token that clients must show; unset: NEOX_SERVE_TOKEN, else none", source="new"
+    serve_token_file: str | None = new_key(
+        None, "File with the token that clients must show; unset: NEOX_SERVE_TOKEN, else none"
     )
-    serve_max_rows: int = key(128, "Texts that are written at once; others wait", source="new", ge=1)
-    serve_max_requests: int = key(
-        1024, "Texts that may be written or wait at a time; more are refused with status 429", source="new", ge=1
+    serve_max_rows: int = new_key(128, "Texts that are written at once; others wait", ge=1)
+    serve_max_requests: int = new_key(
+        1024, "Texts that may be written or wait at a time; more are refused with status 429", ge=1
     )
-    serve_max_body_bytes: int = key(4 * 1024 * 1024, "Longest body of a request", source="new", ge=1024)
-    serve_header_timeout_s: float = key(
-        30.0, "Time in which a request's header must have come; the connection is closed after it", source="new", gt=0
+    serve_max_body_bytes: int = new_key(4 * 1024 * 1024, "Longest body of a request", ge=1024)
+    serve_header_timeout_s: float = new_key(
+        30.0, "Time in which a request's header must have come; the connection is closed after it", gt=0
     )
-    serve_body_timeout_s: float = key(30.0, "Time in which a body must have come", source="new", gt=0)
-    serve_request_timeout_s: float = key(600.0, "Time in which a request must be answered", source="new", gt=0)
-    serve_shutdown_timeout_s: float = key(
-        30.0, "Time that requests have to end after SIGTERM or Ctrl-C", source="new", ge=0
-    )
+    serve_body_timeout_s: float = new_key(30.0, "Time in which a body must have come", gt=0)
+    serve_request_timeout_s: float = new_key(600.0, "Time in which a request must be answered", gt=0)
+    serve_shutdown_timeout_s: float = new_key(30.0, "Time that requests have to end after SIGTERM or Ctrl-C", ge=0)

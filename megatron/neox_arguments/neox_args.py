@@ -100,6 +100,12 @@ class NeoXArgs(
         made = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
         return NeoXArgs(**{**values, **sizes, **made})
 
+    def for_reading(self, world_size: int) -> "NeoXArgs":
+        """`for_world`, of a command that trains nothing: its batches need not work out on this number of ranks."""
+        return self.replace(
+            train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
+        ).for_world(world_size)
+
     def origin(self, key: str) -> str:
         """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
         place = Problems(self.origins).origin(key)
@@ -115,30 +121,30 @@ class NeoXArgs(
         changed = value == 0.0 and name in ("gradient_clipping", *DROPOUTS) and self.given[name] != 0
         return f"derived from {place}" if changed else place
 
+    def problem(self, key: str, text: str) -> ConfigError:
+        """What is wrong with the value of `key`, beginning with where that stands."""
+        return ConfigError([f"{self.origin(key)}: {key}: {text}"])
+
     def notes(self) -> list[str]:
         """Lines to be said once at start: keys without effect here, and readings that differ from GPT-NeoX."""
         return notes(self)
 
     def check_training(self) -> "NeoXArgs":
         """This object, if it has all that training needs. Raises ConfigError."""
-        self._check(validate_training(self))
-        return self
+        return self._check(validate_training(self))
 
     def check_generation(self) -> "NeoXArgs":
         """This object, if it has all that text generation needs. Raises ConfigError."""
         # Text is written and scored alike, however the weights are trained.
-        self._check(validate_generation(self), but=("train_impl", "dataset_impl"))
-        return self
+        return self._check(validate_generation(self), but=("train_impl", "dataset_impl"))
 
     def check_evaluation(self) -> "NeoXArgs":
         """This object, if it has all that evaluation needs. Raises ConfigError."""
-        self._check(validate_evaluation(self))
-        return self
+        return self._check(validate_evaluation(self))
 
     def check_serving(self) -> "NeoXArgs":
         """This object, if it has all that tools/serve.py needs. Raises ConfigError."""
-        self._check(validate_serving(self))
-        return self
+        return self._check(validate_serving(self))
 
     def check_for(self, script: str | Path) -> "NeoXArgs":
         """This object, if it has all that train.py, eval.py, generate.py or serve.py needs before it does anything.
@@ -157,11 +163,12 @@ class NeoXArgs(
         """What a run refuses, by dotted path, with the reason and what to do; empty for what can run."""
         return refusals(self)
 
-    def _check(self, problems: Problems, but: Sequence[str] = ()) -> None:
+    def _check(self, problems: Problems, but: Sequence[str] = ()) -> "NeoXArgs":
         for path, reason in self.refusals().items():
             if path not in but:
                 problems.add(path, reason)
         problems.raise_if_any()
+        return self
 
     def to_json(self) -> str:
         """Everything needed to make the same object in another process (`from_json`)."""

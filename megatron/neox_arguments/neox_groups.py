@@ -4,7 +4,8 @@ Our groups are cut otherwise. Each class here declares every key that GPT-NeoX's
 neighbours of those keys.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import make_dataclass
 
 from megatron.neox_arguments.keys_architectures import (
     MoEKeys,
@@ -21,69 +22,26 @@ from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, Runne
 from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
 from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
 
-NeoXArgsMoE = MoEKeys
-NeoXArgsLRScheduler = OptimizerKeys
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsDeepspeedRunner(RunnerKeys, DeepspeedKeys):
-    """How DeepSpeed's launcher starts ranks."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsDeepspeedConfig(DeepspeedKeys, BatchKeys, OptimizerKeys, PrecisionKeys, ParallelKeys):
-    """What DeepSpeed's configuration holds."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsModel(
-    ModelKeys, PrecisionKeys, TransformerEngineKeys, OtherArchitectureKeys, PostTrainingKeys, DeadKeys
-):  # fmt: skip
-    """The shape of the model and its layers."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsOptimizer(OptimizerKeys, MadeKeys):
-    """The optimizer."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsTokenizer(TokenizerKeys, ModelKeys):
-    """The tokenizer and its vocabulary."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsTraining(
-    TrainingKeys, CheckpointKeys, DataKeys, TokenizerKeys, OptimizerKeys, PostTrainingKeys, UnlearningKeys, MuPKeys,
-    ModelKeys, MadeKeys,
-):  # fmt: skip
-    """Data, checkpoints and the course of training."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsParallelism(ParallelKeys, MadeKeys):
-    """How the model is split."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsLogging(LoggingKeys, MadeKeys):
-    """What is logged, and where to."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsTextgen(TextgenKeys, EvaluationKeys, PostTrainingKeys):
-    """Text generation and evaluation."""
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class NeoXArgsOther(
-    ParallelKeys, TrainingKeys, DataKeys, CheckpointKeys, RunnerKeys, DeadKeys, MadeKeys
-):  # fmt: skip
-    """Ranks, seeds and what is left."""
-
-
-GROUPS = (
-    NeoXArgsDeepspeedRunner, NeoXArgsDeepspeedConfig, NeoXArgsModel, NeoXArgsMoE, NeoXArgsLRScheduler,
-    NeoXArgsOptimizer, NeoXArgsTokenizer, NeoXArgsTraining, NeoXArgsParallelism, NeoXArgsLogging, NeoXArgsTextgen,
-    NeoXArgsOther,
-)  # fmt: skip
+_BASES: Mapping[str, tuple[type, ...]] = {
+    "NeoXArgsDeepspeedRunner": (RunnerKeys, DeepspeedKeys),
+    "NeoXArgsDeepspeedConfig": (DeepspeedKeys, BatchKeys, OptimizerKeys, PrecisionKeys, ParallelKeys),
+    "NeoXArgsModel": (
+        ModelKeys, PrecisionKeys, TransformerEngineKeys, OtherArchitectureKeys, PostTrainingKeys, DeadKeys,
+    ),
+    "NeoXArgsMoE": (MoEKeys,),
+    "NeoXArgsLRScheduler": (OptimizerKeys,),
+    "NeoXArgsOptimizer": (OptimizerKeys, MadeKeys),
+    "NeoXArgsTokenizer": (TokenizerKeys, ModelKeys),
+    "NeoXArgsTraining": (
+        TrainingKeys, CheckpointKeys, DataKeys, TokenizerKeys, OptimizerKeys, PostTrainingKeys, UnlearningKeys,
+        MuPKeys, ModelKeys, MadeKeys,
+    ),
+    "NeoXArgsParallelism": (ParallelKeys, MadeKeys),
+    "NeoXArgsLogging": (LoggingKeys, MadeKeys),
+    "NeoXArgsTextgen": (TextgenKeys, EvaluationKeys, PostTrainingKeys),
+    "NeoXArgsOther": (ParallelKeys, TrainingKeys, DataKeys, CheckpointKeys, RunnerKeys, DeadKeys, MadeKeys),
+}  # fmt: skip
+GROUPS: Mapping[str, type] = {
+    name: make_dataclass(name, (), bases=bases, frozen=True, init=False, repr=False, eq=False)
+    for name, bases in _BASES.items()
+}

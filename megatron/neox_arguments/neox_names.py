@@ -92,8 +92,8 @@ class NeoXNames:
 def group(name: str, module: str) -> type:
     """GPT-NeoX's group of keys of this name, read only when it is asked for. Raises AttributeError as a module does."""
     if name.startswith("NeoXArgs"):
-        from megatron.neox_arguments import neox_groups
+        from megatron.neox_arguments.neox_groups import GROUPS
 
-        if hasattr(neox_groups, name):
-            return getattr(neox_groups, name)
+        if name in GROUPS:
+            return GROUPS[name]
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,7 +1,5 @@
 """Folders of a run that are not on this machine: `save` and `load` as scheme://bucket/folder."""
 
-from __future__ import annotations
-
 import difflib
 import getpass
 import re

@@ -63,11 +63,7 @@ def arguments_dump(args: "NeoXArgs") -> str:
         row += "." * (64 - len(row)) + ("default" if value == key.default else "updated")
         rows.append(row)
     rows = sorted(sorted(rows), key=lambda row: row[-7:], reverse=True)
-    begin, end = (
-        "-------------------- arguments --------------------",
-        "---------------- end of arguments ----------------",
-    )
-    return "\n".join([begin, *rows, end])
+    return "\n".join([f"{' arguments ':-^51}", *rows, f"{' end of arguments ':-^50}"])
 
 
 def flat_values(args: "NeoXArgs") -> Iterator[tuple[str, Any]]:

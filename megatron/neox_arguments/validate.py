@@ -6,12 +6,10 @@ from megatron.neox_arguments.best_metric import best_metric
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.places import is_remote, problem_of
 from megatron.neox_arguments.read import show
+from megatron.neox_arguments.validate_data import validate_packing, validate_pairs, validate_weights
 from megatron.neox_arguments.validate_model import at, validate_model, validate_parallel, validate_trainable
-from megatron.neox_arguments.validate_packing import validate_packing
-from megatron.neox_arguments.validate_pairs import validate_pairs
 from megatron.neox_arguments.validate_preferences import validate_preferences
 from megatron.neox_arguments.validate_schedule import validate_schedule
-from megatron.neox_arguments.validate_weights import validate_weights
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.validate_data import phases
 from megatron.neox_arguments.validate_model import at
-from megatron.neox_arguments.validate_weights import phases
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.neox_args import NeoXArgs

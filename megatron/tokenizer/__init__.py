@@ -11,18 +11,13 @@ from megatron.tokenizer.build import (
     padded_vocab_size,
     with_vocabulary,
 )
-from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from megatron.tokenizer.huggingface import HFTokenizer
 from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
-from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
 
 __all__ = [
     "KINDS",
     "CharLevelTokenizer",
-    "GPT2BPETokenizer",
-    "HFGPT2Tokenizer",
     "HFTokenizer",
-    "SPMTokenizer",
-    "TiktokenTokenizer",
     "Tokenizer",
     "TokenizerError",
     "build_tokenizer",

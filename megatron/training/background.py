@@ -8,11 +8,11 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ParallelGroups, together_in
 
 T = TypeVar("T")
 _LONGEST_WRITE = timedelta(hours=12)  # of the slowest rank; the others only wait for it
@@ -26,7 +26,7 @@ class BackgroundWriter:
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE) if groups.world_size > 1 else None
-        self._first = groups.world_rank == 0
+        self._first, self._size = groups.world_rank == 0, groups.world_size
         self._thread: threading.Thread | None = None
         self.problem: Exception | None = None
         atexit.register(self._leave)
@@ -62,22 +62,7 @@ class BackgroundWriter:
 
     def _work(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
         try:
-            results = self._together(write)
-            self._together(lambda: finish(results) if self._first else None)
+            results = together_in(self._group, self._size, write)
+            together_in(self._group, self._size, lambda: finish(results) if self._first else None)
         except Exception as problem:  # told to the training loop, which asks after every step
             self.problem = problem
-
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        own: tuple[Any, Exception | None] = (None, None)
-        try:
-            own = (work(), None)
-        except Exception as problem:  # the other ranks would wait for ever
-            own = (None, problem)
-        everyone: list[Any] = [own]
-        if self._group is not None:
-            everyone = [None] * self._group.size()
-            dist.all_gather_object(everyone, own, group=self._group)
-        for _, raised in everyone:
-            if raised is not None:
-                raise raised
-        return [result for result, _ in everyone]

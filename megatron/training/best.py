@@ -11,7 +11,7 @@ from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.huggingface import recover
 from megatron.data import SampleSet
 from megatron.mpu import on_rank_zero
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.best_metric import Mode, best_metric
 from megatron.objectives import Objective
 from megatron.training.evaluation import validation_metrics
@@ -59,13 +59,9 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
     if metric.startswith("validation/"):
         known = validation_metrics(args, objective)
         if metric not in known:
-            raise _problem(args, metric, f"this run has no such metric; it has {', '.join(known)}")
+            raise args.problem("save_best", f"{metric}: this run has no such metric; it has {', '.join(known)}")
         if valid is None:
-            raise _problem(args, metric, "there is no validation data")
-
-
-def _problem(args: NeoXArgs, metric: str, text: str) -> ConfigError:
-    return ConfigError([f"{args.origin('save_best')}: save_best: {metric}: {text}"])
+            raise args.problem("save_best", f"{metric}: there is no validation data")
 
 
 class BestCallback:
@@ -109,7 +105,7 @@ class BestCallback:
             if there:  # else they were given up, as a signal ends the run
                 args, objective = self.training.args, self.training.engine.objective
                 known = ", ".join([*validation_metrics(args, objective), *there])
-                raise _problem(args, self.metric, f"this run has no such metric; it has {known}")
+                raise args.problem("save_best", f"{self.metric}: this run has no such metric; it has {known}")
         if value is None or value != value or step.iteration == 0:
             return None
         if self.best is not None and not self.best.beaten_by(value):

@@ -234,54 +234,35 @@ class LogCallback:
 def validate(training: Training, which: str, iteration: int, row: dict[str, float | int], bar: tqdm) -> None:
     """Loss on the validation ("valid") or test ("test") set, into the log and the row; nothing without such a set."""
     dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[which]
-    args = training.args
-    if dataset is None or args.eval_iters == 0:
+    if dataset is None or training.args.eval_iters == 0:
         return
-    name, samples = "validation" if which == "valid" else "test", args.eval_iters * args.train_batch_size
-    if holds_answers(args):
-        _validate_objective(training, dataset, name, samples, iteration, row, bar)
-        return
+    name = "validation" if which == "valid" else "test"
     with training.watchdog.phase(f"computing the {name} loss"):
-        detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
-        found = evaluate(training.engine, dataset, samples, args, training.groups, training.tokenizer.eod, detokenize)
-    row[f"{name}/lm_loss"] = found.lm_loss
-    row[f"{name}/lm_loss_ppl"] = found.perplexity
-    row[f"{name}/unigram_entropy"] = found.unigram_entropy
-    line = f" {name} results at iteration {iteration} |"
-    line += f" lm_loss value: {found.lm_loss:.6E} | lm_loss_ppl value: {found.perplexity:.6E} | "
-    if found.character_perplexity is not None:
-        row[f"{name}/lm_loss_char_lvl_ppl"] = found.character_perplexity
-        line += f"lm_loss_char_lvl_ppl value: {found.character_perplexity:.6E} | "
-    row.update({f"{name}/{metric}": value for metric, value in found.metrics.items()})
-    line += "".join(f"{metric} value: {value:.6E} | " for metric, value in found.metrics.items())
-    _say_framed(training, bar, line, f" unigram entropy of these {name} tokens: {found.unigram_entropy:.4f} nats")
-
-
-def _validate_objective(
-    training: Training,
-    dataset: SampleSet,
-    name: str,
-    samples: int,
-    iteration: int,
-    row: dict[str, float | int],
-    bar: tqdm,
-) -> None:
-    """The same of an objective that has metrics of its own: its loss and these."""
-    with training.watchdog.phase(f"computing the {name} loss"):
-        loss, means = evaluate_objective(
-            training.engine, dataset, samples, training.args, training.groups, training.tokenizer.eod
-        )
-    shown = {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
-    row.update({f"{name}/{metric}": value for metric, value in shown.items()})
-    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in shown.items())
-    _say_framed(training, bar, f" {name} results at iteration {iteration} |{values} ")
-
-
-def _say_framed(training: Training, bar: tqdm, line: str, *after: str) -> None:
+        found = _results(training, dataset)
+    row.update({f"{name}/{metric}": value for metric, value in found.items()})
+    entropy = found.pop("unigram_entropy", None)
+    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in found.items())
+    line = f" {name} results at iteration {iteration} |{values} "
+    after = [] if entropy is None else [f" unigram entropy of these {name} tokens: {entropy:.4f} nats"]
     rule = "-" * (len(line) + 1)
     with bar.external_write_mode():
         for text in (rule, line, rule, *after):
             training.logger.info(text)
+
+
+def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
+    """The loss on a set, and the metrics of the objective or of language modelling, by name."""
+    args, engine, eod = training.args, training.engine, training.tokenizer.eod
+    samples = args.eval_iters * args.train_batch_size
+    if holds_answers(args):
+        loss, means = evaluate_objective(engine, dataset, samples, args, training.groups, eod)
+        return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
+    detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
+    found = evaluate(engine, dataset, samples, args, training.groups, eod, detokenize)
+    own = {"lm_loss": found.lm_loss, "lm_loss_ppl": found.perplexity, "unigram_entropy": found.unigram_entropy}
+    if found.character_perplexity is not None:
+        own["lm_loss_char_lvl_ppl"] = found.character_perplexity
+    return {**own, **found.metrics}
 
 
 class ValidationCallback:

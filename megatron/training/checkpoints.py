@@ -33,14 +33,14 @@ from megatron.checkpointing import (
 from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weights import describe_source
-from megatron.model import layer_params, shared_params, trained_parameters
+from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
 from megatron.mpu import on_rank_zero, together, together_local
 from megatron.training.forward_check import check_forward
 from megatron.training.same_run import check_same_run
 from megatron.training.saving import Progress, Saver
 from megatron.training.schedules import resumed_schedule
-from megatron.training.sources import Source, earlier_checkpoint
+from megatron.training.sources import Source, or_earlier
 
 __all__ = ["Checkpointer", "Progress"]
 
@@ -71,16 +71,7 @@ class Checkpointer(Saver):
             self._check_forward(source, manifest)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
             return Progress()
-        while True:
-            try:
-                progress = self._restore(source, goes_on)
-                break
-            except DamagedError as problem:
-                earlier = earlier_checkpoint(source) if args.load_fallback else None
-                if earlier is None:
-                    raise
-                self.logger.warning(f"{problem}; load_fallback: trying {earlier}")
-                source = earlier
+        source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
 
@@ -255,7 +246,7 @@ class Checkpointer(Saver):
         """Moments, step counts and fp32 master weights, cut for this rank."""
         on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
-        specs = {(layer, spec.name): spec for layer, found in layer_params(self.args).items() for spec in found}
+        specs = named_params(self.args)
 
         def read(layer: int, name: str) -> dict[str, Tensor]:
             return files.read(layer, specs[layer, name], tensor_rank, tensor_size)

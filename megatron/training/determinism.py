@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 # What the libraries may be told, ours first. NCCL's other algorithms sum in an order that timing decides.
 _VARIABLES = {
@@ -24,11 +24,10 @@ def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
     """
     if not args.deterministic_mode:
         return
-    place = args.origin("deterministic_mode")
     for name, values in _VARIABLES.items():
         if os.environ.setdefault(name, values[0]) not in values:
-            wrong = f"{place}: deterministic_mode: the environment sets {name}={os.environ[name]}"
-            raise ConfigError([f"{wrong}; unset it, or use one of {', '.join(values)}"])
+            wrong = f"the environment sets {name}={os.environ[name]}"
+            raise args.problem("deterministic_mode", f"{wrong}; unset it, or use one of {', '.join(values)}")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     variables = ", ".join(f"{name}={os.environ[name]}" for name in _VARIABLES)

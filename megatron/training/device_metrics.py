@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu import ParallelGroups, together
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 METRICS = ("utilization", "memory_gib", "power_watts")
 """Per cent of the last sample period of the driver in which a kernel ran; GiB in use, by whomever; watts."""
@@ -64,11 +64,10 @@ class DeviceMetrics:
         own = torch.tensor(self._nvml.sample())
         if self._groups.device.type == "cuda":
             own = own.pin_memory().to(self._groups.device, non_blocking=True)
-        everyone = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+        everyone = [own]
         if self._groups.world_size > 1:
+            everyone = [torch.empty_like(own) for _ in range(self._groups.world_size)]
             dist.all_gather(everyone, own)
-        else:
-            everyone = [own]
         ranks = torch.stack(everyone)
         names = [f"device/{metric}_{kind}" for kind in ("min", "mean", "max") for metric in METRICS]
         return names, torch.cat([ranks.amin(0), ranks.mean(0), ranks.amax(0)])
@@ -89,6 +88,6 @@ def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging
 
     missing = [f"rank {rank}: {why}" for rank, why in enumerate(together(groups, begin)) if why is not None]
     if missing and args.log_device_metrics is True:
-        raise ConfigError([f"{args.origin('log_device_metrics')}: log_device_metrics: true, but {missing[0]}"])
+        raise args.problem("log_device_metrics", f"true, but {missing[0]}")
     logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")
     return None if missing else DeviceMetrics(opened[0], groups)

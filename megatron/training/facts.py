@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.model import Stage, layer_params
-from megatron.model.init import stage_parameters
+from megatron.model import Stage
+from megatron.model.init import specified
 from megatron.mpu import ParallelGroups, on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.probes import sum_over_ranks
@@ -35,12 +35,11 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
 
 def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
-    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
     own = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
-        for layer, name, param in stage_parameters(stage):
-            if specs[layer, name].is_first_copy(groups):
-                size = torch.Size(specs[layer, name].shape).numel()
+        for _, _, param, spec in specified(stage, args):
+            if spec.is_first_copy(groups):
+                size = torch.Size(spec.shape).numel()
                 own += torch.tensor([size, size * param.requires_grad], device=groups.device)
     total, trainable = sum_over_ranks(own, groups).tolist()
     return total, trainable
@@ -48,10 +47,9 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
 
 def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
-    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
     sizes = [
-        (torch.Size(specs[layer, name].local_shape(groups.size("tensor"))).numel(), param.requires_grad)
-        for layer, name, param in stage_parameters(stage)
+        (torch.Size(spec.local_shape(groups.size("tensor"))).numel(), param.requires_grad)
+        for _, _, param, spec in specified(stage, args)
     ]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 

@@ -109,7 +109,6 @@ class SpikeGuard:
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
         self.skips = False
-        self.skipped = 0
         self._losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def state(self) -> list[float]:
@@ -126,9 +125,7 @@ class SpikeGuard:
         if len(self._losses) >= self.LEAST:
             limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)
         self.skips = loss > limit
-        if self.skips:
-            self.skipped += 1
-        elif math.isfinite(loss):
+        if not self.skips and math.isfinite(loss):
             self._losses.append(loss)
 
 

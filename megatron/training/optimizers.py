@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.model import Stage, layer_params
-from megatron.model.init import stage_parameters
+from megatron.model import Stage
+from megatron.model.init import specified
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -20,13 +20,11 @@ def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
 
     Of trained parameters alone; groups may be empty.
     """
-    specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for layer, name, param in stage_parameters(stage):
-        if not param.requires_grad:
-            continue
-        (decayed if specs[layer, name].weight_decay else plain).append(param)
+    for _, _, param, spec in specified(stage, args):
+        if param.requires_grad:
+            (decayed if spec.weight_decay else plain).append(param)
     return [
         {"name": "weight_decay_params", "params": decayed, "weight_decay": args.weight_decay},
         {"name": "no_weight_decay_params", "params": plain, "weight_decay": 0.0},
@@ -49,12 +47,12 @@ def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim
 
 
 def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
-    place = args.origin("use_bnb_optimizer")
     if args.optimizer_name not in ("adam", "adamw"):
-        raise ConfigError([f"{place}: use_bnb_optimizer: is for Adam and AdamW, not {args.optimizer['type']}"])
+        raise args.problem("use_bnb_optimizer", f"is for Adam and AdamW, not {args.optimizer['type']}")
     try:
         import bitsandbytes
     except ImportError as problem:
+        place = args.origin("use_bnb_optimizer")
         raise ConfigError([f"{place}: use_bnb_optimizer needs bitsandbytes: pip install 'neox[bnb]'"]) from problem
     params = args.optimizer["params"]
     return bitsandbytes.optim.AdamW8bit(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])

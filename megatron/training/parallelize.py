@@ -10,7 +10,7 @@ import torch
 from megatron.model import Stage, freeze
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine, PipelineSchedule
 
@@ -54,7 +54,5 @@ def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
     # torch.compile would only say so in the first step. On a GPU it is Triton that compiles its launchers.
     names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     if not any(shutil.which(name) for name in names):
-        place = args.origin("compile")
-        raise ConfigError(
-            [f"{place}: compile: {args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"]
-        )
+        needed = f"{args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"
+        raise args.problem("compile", needed)

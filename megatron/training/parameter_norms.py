@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron.model import layer_params, trained_parameters
+from megatron.model import named_params, trained_parameters
 from megatron.mpu import ParallelGroups, together
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine, Parts
@@ -26,12 +26,7 @@ class ParameterNorms:
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> None:
         self.args, self.groups, self.engine = args, groups, engine
         trained = trained_parameters(args)  # one parameter of all blocks is named after the first
-        specs = {
-            (layer, spec.name): spec
-            for layer, found in layer_params(args).items()
-            for spec in found
-            if (layer, spec.name) in trained
-        }
+        specs = {name: spec for name, spec in named_params(args).items() if name in trained}
         self._names = list(specs)
         self._sizes = torch.tensor([float(torch.Size(spec.shape).numel()) for spec in specs.values()])
         self._sizes = self._sizes.to(groups.device, torch.float64)

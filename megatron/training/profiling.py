@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.loggers import log_directory
 
 HISTORY = 100_000  # allocations and frees that a snapshot goes back
@@ -112,7 +112,7 @@ def _folder(args: NeoXArgs, key: str, named: str | None) -> Path:
     if logs is not None:
         return logs / "profile"
     own = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
-    raise ConfigError([f"{args.origin(key)}: {key}: there is no folder for its files; set {own}, log_dir or save"])
+    raise args.problem(key, f"there is no folder for its files; set {own}, log_dir or save")
 
 
 def _write_trace(folder: Path, rank: int) -> Callable[[torch.profiler.profile], None]:

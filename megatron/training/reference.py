@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron.checkpointing import CheckpointError, replace_file, told
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
@@ -36,8 +35,8 @@ from megatron.data.references import (
 )
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_local
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_in, together_local
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.losses import scores_reference
 from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoints import Checkpointer, Progress
@@ -88,10 +87,11 @@ def resume_with_reference(
     else:
         progress = checkpointer.resume()
         if progress.iteration > 0:
-            raise ConfigError(
-                [f"{args.origin('load')}: load: goes on from iteration {progress.iteration}, and its weights would be "
-                 "the reference; set finetune: true to begin preference training with them"]
-            )  # fmt: skip
+            raise args.problem(
+                "load",
+                f"goes on from iteration {progress.iteration}, and its weights would be the reference; set finetune: "
+                "true to begin preference training with them",
+            )
         on_rank_zero(groups, lambda: _write_record(args, source, about))
     weights_are_there = [not goes_on]
 
@@ -310,11 +310,7 @@ class _Cache:
         return (batches[i : i + at_once] for i in range(0, len(batches), at_once))
 
     def _from_data_ranks(self, value: object) -> list:
-        if self.groups.group("data") is None:
-            return [value]
-        everyone: list = [None] * self.groups.size("data")
-        dist.all_gather_object(everyone, value, group=self.groups.group("data"))
-        return everyone
+        return together_in(self.groups.group("data"), self.groups.size("data"), lambda: value)
 
 
 def _named(dataset: SampleSet, numbers: range) -> dict[bytes, AnswerRow]:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron.checkpointing import Change, config_key, model_keys, read_manifest, replace_file
-from megatron.checkpointing.files import file_sha256
 from megatron.data import DataError
 from megatron.data.datasets import MadeOf, index_cache_dir
-from megatron.data.files import known_sha256
+from megatron.data.files import known_sha256, sha256
 from megatron.data.references import SCORES
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups, together
@@ -71,7 +70,7 @@ def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, gro
             kinds = _HF_WEIGHTS if source.is_hf else ("layer_*",)
             files = sorted(file for kind in kinds for file in source.path.glob(kind))
             own = files[groups.world_rank :: groups.world_size]
-            found = together(groups, lambda: {file.name: file_sha256(file) for file in own})
+            found = together(groups, lambda: {file.name: sha256(file) for file in own})
             names = {name: sha256 for part in found for name, sha256 in part.items()}
     return {
         "weights": dict(sorted(names.items())),

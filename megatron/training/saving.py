@@ -58,6 +58,7 @@ from megatron.checkpointing.staging import save_store
 from megatron.data import Datasets, data_fingerprint
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups, on_rank_zero, together
+from megatron.mpu.memory import free_host_memory
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.background import BackgroundWriter
@@ -287,7 +288,9 @@ class Saver:
         """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is written beside
         the steps: where that was asked for, and the copy fits into the memory that every machine has free."""
         optimizer = not self.args.no_save_optim
-        found = together(self.groups, lambda: (platform.node(), self._bytes(optimizer), _free_memory()))
+        found = together(
+            self.groups, lambda: (platform.node(), self._bytes(optimizer), free_host_memory(unknown=1 << 62))
+        )
         needed = sum(size for _, size, _ in found)
 
         def check(needed: int) -> None:
@@ -479,13 +482,3 @@ def _serialised(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def _free_memory() -> int:
-    """Bytes that this process and others of its machine could still take."""
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        found.append(int(limit.read_text()) - int(used.read_text()))
-    return min(found, default=1 << 62)

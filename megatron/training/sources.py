@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.checkpointing import (
     CheckpointError,
@@ -26,7 +28,9 @@ from megatron.checkpointing.huggingface import (
     is_hf,
 )
 from megatron.checkpointing.staging import bring, refresh, remote_folders
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,35 +87,30 @@ def stage(args: NeoXArgs) -> None:
         return
     refresh(args, writes=True)
     path = choose_source(args).path
-    while path is not None:
+    if path is not None:
+        or_earlier(args, path, lambda found: bring(args, found), lambda earlier: f"fetching {earlier.name} too")
+
+
+def or_earlier(
+    args: NeoXArgs, path: Path, work: Callable[[Path], T], doing: Callable[[Path], str] = lambda path: f"trying {path}"
+) -> tuple[Path, T]:
+    """The checkpoint, or with `load_fallback` the nearest before it in its folder, that `work` does not find damaged,
+    and what it returns for it. doing: what is done with an earlier one, for the log. Raises DamagedError."""
+    while True:
         try:
-            return bring(args, path)
+            return path, work(path)
         except DamagedError as problem:
-            earlier = earlier_checkpoint(path) if args.load_fallback else None
-            if earlier is None:
+            there = list_checkpoints(path.parent) if args.load_fallback else []
+            earlier = [other for other in there if step_of(other) < step_of(path)]
+            if not earlier:
                 raise
-            logging.getLogger("megatron").warning(f"{problem}; load_fallback: fetching {earlier.name} too")
-            path = earlier
-
-
-def earlier_checkpoint(path: Path) -> Path | None:
-    """The checkpoint before this one in its folder."""
-    before = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
-    return before[-1] if before else None
+            path = earlier[-1]
+            logging.getLogger("megatron").warning(f"{problem}; load_fallback: {doing(path)}")
 
 
 def _with_manifest(path: Path, args: NeoXArgs) -> Path:
     """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read. DamagedError."""
-    while True:
-        try:
-            read_manifest(path)
-            return path
-        except DamagedError as problem:
-            earlier = earlier_checkpoint(path) if args.load_fallback else None
-            if earlier is None:
-                raise
-            logging.getLogger("megatron").warning(f"{problem}; load_fallback: trying {earlier}")
-            path = earlier
+    return or_earlier(args, path, read_manifest)[0]
 
 
 def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArgs:
@@ -153,7 +152,6 @@ def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
     meant = {True: tokens, False: None, "auto": real}
     rows = meant[asked] if isinstance(asked, bool | str) else asked
     if rows is not None and rows < tokens:
-        place = args.origin("mask_padded_vocab")
-        raise ConfigError([f"{place}: mask_padded_vocab: {rows}, but the tokenizer has {tokens} tokens; write true"])
+        raise args.problem("mask_padded_vocab", f"{rows}, but the tokenizer has {tokens} tokens; write true")
     masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size
     return args.replace(mask_padded_vocab=rows if masks else False)

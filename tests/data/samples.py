@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter, IndexMaps
+from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data.index_maps import IndexMaps
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"

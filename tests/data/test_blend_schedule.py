@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import IndexedDataset, build_blend, data_fingerprint, train_loader, weights_by_documents, write_npy
-from megatron.data.blending import build_phases, wanted_samples, weight_phases
+from megatron.data import IndexedDataset, build_blend, data_fingerprint, train_loader, write_npy
+from megatron.data.blending import build_phases, wanted_samples, weight_phases, weights_by_documents
 from tests.data.samples import DATASET, write_dataset
 from tests.data.test_datasets import A, B, build, build_train_blend, make_blend
 from tests.data.test_loader import make_args as loader_args

@@ -6,9 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.data import BlendedDataset, BlendMaps, DataError, build_blend, wanted_samples, weights_by_documents
+from megatron.data import DataError, build_blend
 from megatron.data import blending as room
-from megatron.data.blending import build_once, normalized
+from megatron.data.blending import (
+    BlendedDataset,
+    BlendMaps,
+    build_once,
+    normalized,
+    wanted_samples,
+    weights_by_documents,
+)
 from tests.data.samples import INDEXMAPS, golden_json
 
 BLENDS = sorted(path.stem for path in (INDEXMAPS / "blending").glob("*.npz"))

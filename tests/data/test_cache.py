@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import BlendedDataset, BlendMaps, DataError, IndexMaps, Packing, build_blend, build_packed
-from megatron.data.blending import BlendKey
+from megatron.data import DataError, build_blend, build_packed
+from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps
 from megatron.data.cache import TAIL, cached, load
-from megatron.data.index_maps import IndexKey
+from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from tests.data.samples import write_dataset
 from tests.data.test_datasets import build, make_blend
 

@@ -11,16 +11,16 @@ import pytest
 
 from megatron.data import (
     Begun,
-    BlendedDataset,
     DataError,
     IndexedDataset,
-    PackedDataset,
     build_datasets,
     data_fingerprint,
     fingerprint,
     split_boundaries,
     unigram_entropy,
 )
+from megatron.data.blending import BlendedDataset
+from megatron.data.gpt2_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
 A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import DataError, RepeatedDataset, build_epoch, epoch_iterations
+from megatron.data import DataError, epoch_iterations
+from megatron.data.epochs import RepeatedDataset, build_epoch
 from tests.data.samples import golden_json
 from tests.data.test_datasets import A, B, build, make_args
 

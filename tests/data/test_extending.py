@@ -5,16 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import (
-    Begun,
-    Packing,
-    build_maps,
-    build_packed,
-    data_fingerprint,
-    epoch_iterations,
-    order_keys,
-    order_sha256,
-)
+from megatron.data import Begun, build_packed, data_fingerprint, epoch_iterations, order_keys, order_sha256
+from megatron.data.index_maps import Packing
+from megatron.data.packing import build_maps
 from tests.data.samples import INDEXMAPS, golden_json, golden_maps
 from tests.data.test_datasets import A, B, build, make_args, make_blend
 from tests.data.test_index_maps import _case

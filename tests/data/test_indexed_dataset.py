@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter, best_fitting_dtype
+from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import best_fitting_dtype
 from tests.data.samples import DATASET, write_dataset
 
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from megatron.data import (
-    BlendedDataset,
     DataError,
     IndexedDataset,
     IndexedDatasetWriter,
-    PackedDataset,
-    RepeatedDataset,
-    collate_samples,
     data_fingerprint,
     data_notes,
     epoch_iterations,
     order_keys,
 )
+from megatron.data.batch import collate_samples
+from megatron.data.blending import BlendedDataset
+from megatron.data.epochs import RepeatedDataset
+from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.labels import open_labels, open_rewards
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset
 from tests.data.test_datasets import build, make_args

@@ -14,19 +14,18 @@ import pytest
 import torch
 
 from megatron.data import (
-    BlendedDataset,
     DataError,
     IndexedDataset,
     IndexedDatasetWriter,
-    PackedDataset,
     build_blend,
     build_packed,
-    collate,
-    collate_samples,
     collation,
     eval_batches,
     train_loader,
 )
+from megatron.data.batch import collate, collate_samples
+from megatron.data.blending import BlendedDataset
+from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.loader import micro_batch_seed
 from tests.data.samples import write_dataset
 

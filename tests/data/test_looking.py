@@ -12,7 +12,8 @@ from megatron.data.columns import Column, find_columns
 from megatron.data.looking import KINDS, PADDING, TRAINED, Documents, Part, Rows, grouped, spans
 from megatron.data.render import terminal, visible
 from megatron.data.report import FITS, dataset_stats, histogram, table
-from megatron.tokenizer import HFTokenizer, SPMTokenizer
+from megatron.tokenizer import HFTokenizer
+from megatron.tokenizer.others import SPMTokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset
 
 CHAT = DATASET / "chat_kto_conversation_document"

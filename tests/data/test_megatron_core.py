@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter, collate
+from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data.batch import collate
 from megatron.model.attention import document_mask
 from tests.data.samples import DATASET
 

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import IndexedDataset, IndexMaps, PackedDataset, Packing, best_fit, build_maps
+from megatron.data import IndexedDataset
+from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.labels import labelled
-from megatron.data.packing import until_overflow
+from megatron.data.packing import best_fit, build_maps, until_overflow
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps
 
 WHOLE = ("pack_until_overflow", "unpacked", "best_fit")

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from trl.data_utils import extract_prompt
 
-from megatron.data import BlendedDataset, DataError, IndexedDataset, IndexedDatasetWriter
+from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.begun import Begun
+from megatron.data.blending import BlendedDataset
 from megatron.data.preferences import build_answer_sets
 from tests.data.samples import DATASET, INDEXMAPS, golden_maps
 
@@ -173,9 +174,7 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
     assert sorted(build(2, precompute_model_name="base", **args)[i].reference.tolist() for i in (0, 1)) == [
         [-4, -4.5], [-3.5, -12]
     ]  # fmt: skip
-    with pytest.raises(
-        DataError, match=r"n_sums\.bin: sums over whole documents, but document 1 .* cut to 3 tokens"
-    ):
+    with pytest.raises(DataError, match=r"n_sums\.bin: sums over whole documents, but document 1 .* cut to 3 tokens"):
         build(2, precompute_model_name="sums", **args)
     build(2, precompute_model_name="sums", allow_chopped=False, **args)
 

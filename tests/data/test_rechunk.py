@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import PackedDataset, build_packed, check_curriculum, collate, row_length, step_length, train_loader
+from megatron.data import build_packed, check_curriculum, row_length, step_length, train_loader
+from megatron.data.batch import collate
+from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.rechunk import rechunk
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.data.samples import write_dataset

@@ -91,16 +91,16 @@ def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, ch
     model = model_of()
     size = None if blocks is None else blocks * _BLOCK * model.stage.cache_bytes / 1e9
     batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
-    assert blocks in (None, batcher.total_blocks)
+    assert blocks in (None, batcher.blocks.total)
     preempted = []
     grow = batcher._grow
     batcher._grow = lambda: (before := batcher.waiting, grow(), preempted.append(batcher.waiting - before))  # type: ignore[method-assign, assignment, func-returns-value]
     with chunked(chunk):
         same([outcome(events) for events in answers(batcher, REQUESTS)], alone)
-        assert batcher.free_blocks == batcher.total_blocks > 0
+        assert batcher.blocks.free == batcher.blocks.total > 0
         # All that was read is known now.
         same([outcome(events) for events in answers(batcher, REQUESTS[::-1])], alone[::-1])
-    assert batcher.free_blocks == batcher.total_blocks
+    assert batcher.blocks.free == batcher.blocks.total
     assert (sum(preempted) > 0) == (blocks is not None)
 
 
@@ -116,7 +116,7 @@ def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple
     while batcher.busy:
         for event in batcher.step():
             events.setdefault(event.id, []).append(event)
-    assert batcher.free_blocks == batcher.total_blocks
+    assert batcher.blocks.free == batcher.blocks.total
     return [outcome(events[id]) for id in ids]
 
 
@@ -150,7 +150,7 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
     while batcher.busy:
         for event in batcher.step():
             events.setdefault(event.id, []).append(event)
-    assert batcher.free_blocks == batcher.total_blocks
+    assert batcher.blocks.free == batcher.blocks.total
     assert (batcher.running, batcher.waiting, batcher.step()) == (0, 0, [])
     assert events.keys() == numbers.keys() and 10 < len(cancelled) < 90
     for id, found in events.items():
@@ -168,7 +168,7 @@ def test_cancelling_frees_blocks_at_once() -> None:
     for id in ids[10:70]:
         batcher.cancel(id)
     batcher.cancel(ids[10]), batcher.cancel(12345)
-    assert batcher.total_blocks - batcher.free_blocks == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
+    assert batcher.blocks.total - batcher.blocks.free == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
     gone = [event for event in batcher.step() if event.finish_reason == "cancelled"]
     assert sorted(event.id for event in gone) == ids[10:70]
 
@@ -205,7 +205,7 @@ def test_refused(request_: Request, message: str) -> None:
     batcher = Batcher(model, cache_gb=5 * _BLOCK * model.stage.cache_bytes / 1e9)
     with pytest.raises(RequestError, match=message):
         batcher.add(request_)
-    assert not batcher.busy and batcher.free_blocks == batcher.total_blocks == 5
+    assert not batcher.busy and batcher.blocks.free == batcher.blocks.total == 5
 
 
 def test_a_cache_that_holds_nothing_is_refused() -> None:
@@ -216,11 +216,11 @@ def test_a_cache_that_holds_nothing_is_refused() -> None:
 def test_an_automatic_size_is_told() -> None:
     said: list[str] = []
     batcher = Batcher(model_of(), maximum_rows=3, log=said.append)
-    assert batcher.total_blocks == 3 * POSITIONS // _BLOCK  # memory is no bound here
+    assert batcher.blocks.total == 3 * POSITIONS // _BLOCK  # memory is no bound here
     assert said == [
         f"kv_cache_gb: auto chose {3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}, for 384 tokens"
     ]
-    assert Batcher(model_of(), maximum_rows=3, tokens=100).total_blocks == 9
+    assert Batcher(model_of(), maximum_rows=3, tokens=100).blocks.total == 9
 
 
 def test_log_probabilities_of_a_prompt_alone() -> None:
@@ -249,4 +249,4 @@ def test_what_is_not_a_number_ends_all_and_leaks_nothing() -> None:
         next(model.stage.layers["5"].parameters()).fill_(float("nan"))
     with pytest.raises(CheckpointError, match="the model gives NaN as logits in fp32"):
         batcher.step()
-    assert not batcher.busy and batcher.free_blocks == batcher.total_blocks
+    assert not batcher.busy and batcher.blocks.free == batcher.blocks.total

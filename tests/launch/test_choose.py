@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, Node, Run
 from megatron.launch.devices import choose_ranks
+from megatron.launch.environment import LaunchError
+from megatron.launch.hosts import Node
 from megatron.launch.local import environments
 from megatron.launch.meeting import Place
-from megatron.launch.plan import hand_over, plan
+from megatron.launch.plan import Run, hand_over, plan
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 GPUS = ["0", "1", "2", "3"]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError
 from megatron.launch.command import help_text, main, script_line, tools
-from megatron.neox_arguments import ConfigError, load, parse_deepy
+from megatron.launch.environment import LaunchError
+from megatron.neox_arguments import ConfigError, load
+from megatron.neox_arguments.cli import parse_deepy
 
 ROOT = Path(__file__).resolve().parents[2]
 

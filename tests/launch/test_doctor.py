@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.launch import LaunchError
 from megatron.launch.doctor import main
 from megatron.launch.doctor.check import Check, table, verdict
 from megatron.launch.doctor.devices import Gpu, ability_check, driver_check, gpu_checks
@@ -21,6 +20,7 @@ from megatron.launch.doctor.network import peer_check, port_check, split_address
 from megatron.launch.doctor.software import Torch, compiled_checks, deepspeed_check, python_check, torch_check
 from megatron.launch.doctor.storage import GIB, MIB, disk_check, open_files_check, shared_memory_check
 from megatron.launch.doctor.transport import Network, interface_checks, nccl_check, transport_check
+from megatron.launch.environment import LaunchError
 from megatron.launch.nccl import Nccl
 from tests.launch.test_nccl import library
 

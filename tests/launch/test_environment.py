@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from megatron.launch import LaunchError, ProcessInfo, process_info
-from megatron.launch.environment import first_host
+from megatron.launch import process_info
+from megatron.launch.environment import LaunchError, ProcessInfo, first_host
 
 TORCHRUN = {
     "RANK": "5",

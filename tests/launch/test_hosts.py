@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, Node
-from megatron.launch.hosts import carried, choose_slots, hosts_of, read_hostfile
+from megatron.launch.environment import LaunchError
+from megatron.launch.hosts import Node, carried, choose_slots, hosts_of, read_hostfile
 from megatron.neox_arguments import NeoXArgs
 from tests.training.runs import BASE
 

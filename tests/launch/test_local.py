@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, Node, Run
+from megatron.launch.environment import LaunchError
+from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
+from megatron.launch.plan import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, Node, Outcome, Run
 from megatron.launch import courier as couriers
+from megatron.launch.environment import LaunchError
 from megatron.launch.front import Front
+from megatron.launch.hosts import Node
 from megatron.launch.meeting import Meeting, Place
+from megatron.launch.plan import Run
+from megatron.launch.watch import Outcome
 
 
 def run_of(ranks: list[int | None], node: int, port: int, **more) -> Run:

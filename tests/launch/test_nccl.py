@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError
+from megatron.launch.environment import LaunchError
 from megatron.launch.nccl import Nccl, choose, own_nccl, preloaded, read_version, site_nccl
 
 OWN, SITE = "/venv/nvidia/nccl/lib/libnccl.so.2", "/opt/nccl/libnccl.so.2"

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import LaunchError, Node, dry_run, enter
+from megatron.launch import dry_run, enter
+from megatron.launch.environment import LaunchError
+from megatron.launch.hosts import Node
 from megatron.launch.plan import Run, plan
 from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
 from megatron.neox_arguments import ConfigError, NeoXArgs

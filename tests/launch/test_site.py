@@ -9,7 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from megatron.launch import LaunchError
+from megatron.launch.environment import LaunchError
 from megatron.launch.site import sbatch_line, site_nodes, site_variables, starts_from_a_model
 from megatron.neox_arguments import NeoXArgs
 from tests.launch.test_nccl import fake_torch, library

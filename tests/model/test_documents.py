@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data import Batch, collate
+from megatron.data import Batch
+from megatron.data.batch import collate
 from megatron.model.attention import document_mask
 from megatron.mpu import token_logprobs
 from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter, PackedDataset, Packing, build_maps
-from megatron.data import collate_samples as collate
+from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter
+from megatron.data.batch import collate_samples as collate
+from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.index_maps import Packing
+from megatron.data.packing import build_maps
 from megatron.training.engine import Engine
 from tests.model.runs import LR, MODELS, Step, engine_for, whole_weights
 from tests.model.stages import documents, random_weights, small

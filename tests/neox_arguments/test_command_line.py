@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.neox_arguments import ConfigError, NeoXArgs, load, parse_deepy, parse_script
+from megatron.neox_arguments import ConfigError, NeoXArgs, load, parse_script
+from megatron.neox_arguments.cli import parse_deepy
 
 TEXT = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\nmax_position_embeddings: 32\n"
 

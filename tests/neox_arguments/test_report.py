@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.neox_arguments import NeoXArgs, arguments_dump, load, print_config
+from megatron.neox_arguments import NeoXArgs, arguments_dump, load
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.read import ConfigLoader
-from megatron.neox_arguments.report import diff_config
+from megatron.neox_arguments.report import diff_config, print_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = """\

@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tokenizer import (
-    CharLevelTokenizer,
-    GPT2BPETokenizer,
-    HFGPT2Tokenizer,
-    HFTokenizer,
-    SPMTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    TokenizerError,
-    describe,
-    make_tokenizer,
-)
+from megatron.tokenizer import CharLevelTokenizer, HFTokenizer, Tokenizer, TokenizerError, describe, make_tokenizer
+from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer
+from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 
 TEXTS = [json.loads(line)["text"] for line in (DATASET / "corpusA.jsonl").read_text().splitlines()]

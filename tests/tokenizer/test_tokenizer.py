@@ -9,13 +9,13 @@ import pytest
 from megatron.data import IndexedDataset
 from megatron.tokenizer import (
     CharLevelTokenizer,
-    GPT2BPETokenizer,
     HFTokenizer,
     TokenizerError,
     build_tokenizer,
     make_tokenizer,
     padded_vocab_size,
 )
+from megatron.tokenizer.huggingface import GPT2BPETokenizer
 from tests.data.samples import DATASET, TOKENIZER
 
 

@@ -124,7 +124,7 @@ def train_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> t
 
     from megatron.training import saving
 
-    saving._free_memory = lambda: 1000
+    saving.free_host_memory = lambda unknown: 1000
     said = io.StringIO()
     logging.getLogger("megatron").addHandler(logging.StreamHandler(said))
     warned: list[str] = []

@@ -48,7 +48,7 @@ def test_same_in_every_layout(name: str, one_process: dict[str, list[Evaluation]
 
 def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, np.ndarray]:
     """Mean loss of five samples, one at a time through the bare model, and their labels."""
-    from megatron.data import collate_samples
+    from megatron.data.batch import collate_samples
 
     training = begin(values)
     assert training.datasets.valid is not None
@@ -100,7 +100,7 @@ def test_characters_are_those_of_the_text() -> None:
 
 def first_batches(rank: int, world_size: int, values: dict[str, Any]) -> list[Any]:
     """For the pool: eight validation samples."""
-    from megatron.data import collate_samples
+    from megatron.data.batch import collate_samples
 
     training = begin(values)
     valid, eod = training.datasets.valid, training.tokenizer.eod

@@ -150,7 +150,7 @@ def test_spike_guard_window() -> None:
     guard.decide(1.02)
     assert not guard.skips
     guard.decide(1.2)
-    assert guard.skips and guard.skipped == 1
+    assert guard.skips
     guard.decide(1.005)
     assert not guard.skips, "the spike did not enter the window"
 

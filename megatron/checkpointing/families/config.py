@@ -1,7 +1,5 @@
 """Parts of config.json that families share: sizes, rotary positions, windows, activations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

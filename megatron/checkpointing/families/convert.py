@@ -4,8 +4,6 @@ Everything here is pure and knows no files: tensors are whole (not cut over tens
 what goes one way comes back the other bit for bit.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Gemma 3, text: norms around attention and MLP that multiply by 1 + w, scaled embeddings, two rotary bases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.checkpointing.families.config import (

@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia: rows of queries, keys and values as ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError

@@ -1,7 +1,5 @@
 """LLaMA 2 and 3, Mistral, Qwen 3 and SmolLM3: one table, and what their configurations differ in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.checkpointing.families.config import (

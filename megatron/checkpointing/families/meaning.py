@@ -1,7 +1,5 @@
 """What a configuration computes, so that two of them can be compared: keys without effect left out, defaults filled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

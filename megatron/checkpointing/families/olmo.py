@@ -1,7 +1,5 @@
 """OLMo 2 and OLMo 3: norms after attention and MLP, and over the whole width of queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError

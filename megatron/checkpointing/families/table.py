@@ -4,8 +4,6 @@ A row says which foreign tensors one of our parameters is made of, and how: `joi
 bit. Shapes, tensor-parallel cuts and initial values of our side stand in `model.weight_map`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """README.md of an export: the model card of the Hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath

@@ -1,7 +1,5 @@
 """A checkpoint, ours or GPT-NeoX's in any layout, as a HuggingFace folder: streamed, checked, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.families import hf_config, hf_shapes, to_hf, with_fields
-from megatron.checkpointing.files import readable_size, sync_dir, write_bytes
+from megatron.checkpointing.files import need_free, write_bytes
 from megatron.checkpointing.huggingface.card import model_card
 from megatron.checkpointing.huggingface.extras import CARD, extras_of
 from megatron.checkpointing.huggingface.folder import (
@@ -29,6 +27,7 @@ from megatron.checkpointing.huggingface.folder import (
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
 from megatron.checkpointing.manifest import read_manifest, verify
 from megatron.checkpointing.weights import describe_source, load_weights
+from megatron.data.files import sync
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 
@@ -99,7 +98,7 @@ def export_hf(
             return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
 
         found = check_parity(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
-        sync_dir(temporary)
+        sync(temporary)
         _replace(temporary, output)
     except OSError as problem:
         raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
@@ -183,10 +182,7 @@ def _begin(output: Path, needed: int) -> Path:
 
 def check_space(folder: Path, needed: int) -> None:
     """Raises CheckpointError before anything is written that will not fit."""
-    free = shutil.disk_usage(folder).free
-    if free < needed + _SPARE:
-        sizes = f"up to {readable_size(needed + _SPARE)}, {readable_size(free)} are free"
-        raise CheckpointError(f"{folder}: the result takes {sizes}; make room")
+    need_free(folder, needed + _SPARE, "the result takes up to")
 
 
 def recover(output: Path) -> None:
@@ -204,5 +200,5 @@ def _replace(temporary: Path, output: Path) -> None:
     if output.exists():
         os.rename(output, aside)
     os.rename(temporary, output)
-    sync_dir(output.parent)
+    sync(output.parent)
     shutil.rmtree(aside, ignore_errors=True)

@@ -4,8 +4,6 @@ An imported model keeps these files in `huggingface/` of its checkpoints, and tr
 come out as they went in.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

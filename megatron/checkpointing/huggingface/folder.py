@@ -4,8 +4,6 @@ Weights are read from safetensors (https://github.com/huggingface/safetensors: e
 JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as safetensors.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Whether the Hub can be reached: asked once, so that nothing waits for retries on a machine without a network."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A HuggingFace model as a checkpoint of ours, and as the start of a run: streamed, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -18,7 +16,7 @@ from torch import Tensor
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import check_hf_tensors, from_hf, meaning
-from megatron.checkpointing.files import FileRecord, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, write_bytes
 from megatron.checkpointing.huggingface.exporting import Each, check_space, plain_each
 from megatron.checkpointing.huggingface.extras import CARRIED, CHAT_TEMPLATE, GENERATION, TOKENIZER, carried_files
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
@@ -26,7 +24,7 @@ from megatron.checkpointing.huggingface.parity import Parity, check_parity, plai
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
 from megatron.checkpointing.publish import begin, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
-from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -88,11 +86,8 @@ def import_hf(
         layers = groupby(tensors, key=lambda found: found[0])
         for layer, (_, found) in zip(each(sorted(specs), len(specs)), layers, strict=True):
             whole = {name: value for _, name, value in found}
-            for rank in range(tensor):
-                local = {spec.name: shard(whole[spec.name], spec, rank, tensor) for spec in specs[layer]}
-                state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=tensor, naming=naming)
-                records.append(save_tensors(state, temporary / names.layer_file(layer, rank)))
-            del whole, local, state, found
+            records += save_layer(temporary, layer, whole, args, naming)
+            del whole, found
 
         def weights(layer: int) -> Mapping[str, Tensor]:
             return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]

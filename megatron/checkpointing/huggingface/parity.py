@@ -4,8 +4,6 @@ Both models are built without weights, and each of their modules gets its own ju
 of the largest layer, not of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Names and cuts are those of Meta's model.py; rows of q and k stand there in pair
 in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py has it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,9 +18,10 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config import rope_of
-from megatron.checkpointing.files import load_tensors, save_tensors, sync_dir, write_bytes
+from megatron.checkpointing.files import load_tensors, save_tensors, write_bytes
 from megatron.checkpointing.huggingface.exporting import check_space
 from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, read_json, weight_bytes
+from megatron.data.files import sync
 
 PARAMS, TOKENIZER = "params.json", "tokenizer.model"
 # Meta's name -> HuggingFace's name, and the dimension that is cut over the files (None: every file has it whole).
@@ -258,9 +257,9 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
         write_bytes((json.dumps(params, indent=2) + "\n").encode(), temporary / PARAMS)
         if (folder.path / TOKENIZER).is_file():
             write_bytes((folder.path / TOKENIZER).read_bytes(), temporary / TOKENIZER)
-        sync_dir(temporary)
+        sync(temporary)
         os.rename(temporary, output)  # of an empty folder too
-        sync_dir(output.parent)
+        sync(output.parent)
     except OSError as problem:
         raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
     finally:

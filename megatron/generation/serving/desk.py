@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron.generation.batching import Event, Request
 from megatron.generation.serving.errors import APIError
@@ -41,12 +42,7 @@ class Load:
     total_blocks: int = 0
 
     def __add__(self, other: Load) -> Load:
-        return Load(
-            self.running + other.running,
-            self.waiting + other.waiting,
-            self.free_blocks + other.free_blocks,
-            self.total_blocks + other.total_blocks,
-        )
+        return Load(*map(operator.add, astuple(self), astuple(other)))
 
 
 Outcome = Event | Refusal

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.generation.prompts import problem_of
+from megatron.generation.prompts import text_of
 from megatron.neox_arguments import NeoXArgs
 
 TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
@@ -47,12 +46,9 @@ def find_entrance(args: NeoXArgs) -> Entrance:
 def _find_token(args: NeoXArgs) -> str | None:
     if args.serve_token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        token = Path(args.serve_token_file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as cause:
-        raise problem_of(args, "serve_token_file", f"{args.serve_token_file}: cannot be read ({cause})") from cause
+    token = text_of(args, "serve_token_file").strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise problem_of(args, "serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
+        raise args.problem("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
     return token
 
 
@@ -61,10 +57,10 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as cause:
-        raise problem_of(args, "serve_host", f"{host}: is no address of this machine ({cause.strerror})") from cause
+        raise args.problem("serve_host", f"{host}: is no address of this machine ({cause.strerror})") from cause
     if not has_token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise problem_of(
-            args, "serve_host", f"{host}: others reach it, and would need no token; set the environment variable "
+        raise args.problem(
+            "serve_host", f"{host}: others reach it, and would need no token; set the environment variable "
             f"{TOKEN_VARIABLE} or serve_token_file, or leave serve_host at 127.0.0.1",
         )  # fmt: skip
     found = socket.socket(family, kind)
@@ -73,7 +69,7 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
         found.bind(address)
     except OSError as cause:
         found.close()
-        raise problem_of(args, "serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
+        raise args.problem("serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
     return found
 
 

@@ -93,8 +93,8 @@ class Replica:
             outcomes.append((number, event))
             if event.finish_reason is not None:
                 del self.numbers[event.id], self.ids[number]
-        batcher = self.batcher
-        return Done(outcomes, Load(batcher.running, batcher.waiting, batcher.free_blocks, batcher.total_blocks))
+        batcher, blocks = self.batcher, self.batcher.blocks
+        return Done(outcomes, Load(batcher.running, batcher.waiting, blocks.free, blocks.total))
 
 
 def run(replica: Replica, channel: Channel, source: Source | None) -> None:

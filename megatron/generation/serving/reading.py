@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.generation.chat import ChatTemplate
 from megatron.generation.requests import Request, RequestError
-from megatron.generation.sampling import Sampling
 from megatron.generation.serving.bodies import ChatBody, CompletionBody, parse
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.replies import Asked
@@ -33,9 +32,10 @@ class Reader:
         self._check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
             raise APIError(400, "max_tokens: 0 leaves nothing to do without echo", param="max_tokens")
+        self._check_ids("prompt", (token for ids in body.prompt if not isinstance(ids, str) for token in ids))
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         found = iter(self.tokenizer.tokenize_batch(texts))
-        prompts = [next(found) if isinstance(prompt, str) else self._ids(prompt) for prompt in body.prompt]
+        prompts = [next(found) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         echoed = [
             (prompt if isinstance(prompt, str) else self.tokenizer.detokenize(prompt)) if body.echo else ""
             for prompt in body.prompt
@@ -68,7 +68,8 @@ class Reader:
         ends: tuple[int, ...],
     ) -> Asked:
         seed = body.seed if body.seed is not None else secrets.randbits(62)
-        sampling = self._sampling(body)
+        self._check_ids("logit_bias", body.logit_bias)
+        sampling = body.sampling()
         requests: list[Request] = []
         for prompt in prompts:
             tokens = list(prompt) or [self.tokenizer.eod]  # an empty one begins a document
@@ -88,13 +89,6 @@ class Reader:
                     )
                 )
         return Asked(body, requests, echoed)
-
-    def _sampling(self, body: CompletionBody | ChatBody) -> Sampling:
-        wrong = next((token for token in body.logit_bias if not 0 <= token < self.tokenizer.vocab_size), None)
-        if wrong is not None:
-            last = self.tokenizer.vocab_size - 1
-            raise APIError(400, f"logit_bias: {wrong} is no token id; they go from 0 to {last}", param="logit_bias")
-        return body.sampling()
 
     def _fitting(self, length: int, body: CompletionBody | ChatBody) -> int:
         room = self.positions - length
@@ -116,12 +110,11 @@ class Reader:
             )
         return limit
 
-    def _ids(self, tokens: list[int]) -> list[int]:
+    def _check_ids(self, name: str, tokens: Iterable[int]) -> None:
         wrong = next((token for token in tokens if not 0 <= token < self.tokenizer.vocab_size), None)
         if wrong is not None:
             last = self.tokenizer.vocab_size - 1
-            raise APIError(400, f"prompt: {wrong} is no token id; they go from 0 to {last}", param="prompt")
-        return tokens
+            raise APIError(400, f"{name}: {wrong} is no token id; they go from 0 to {last}", param=name)
 
     def _check_model(self, name: str) -> None:
         if name != self.name:

@@ -19,7 +19,6 @@ from megatron.checkpointing.staging import with_local_model
 from megatron.generation.batching import Batcher
 from megatron.generation.chat import ChatTemplate, find_template
 from megatron.generation.model import Model, load_model
-from megatron.generation.prompts import problem_of
 from megatron.generation.serving.desk import Desk, Refusal
 from megatron.generation.serving.loop import Channel, Leader, Replica, run
 from megatron.mpu import Process, configure_logging, join, meet, together_local
@@ -47,11 +46,7 @@ def serve(args: NeoXArgs, process: Process) -> None:
     """Answer requests until SIGTERM or SIGINT; on every rank."""
     logger = configure_logging(process.rank)
     name = model_name(args)  # not that of a local copy
-    # Batches of training need not work out on this number of ranks.
-    args = args.check_serving().replace(
-        train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
-    )
-    args = args.for_world(process.world_size)
+    args = args.check_serving().for_reading(process.world_size)
     store = meet(args, process, logger)
     args = with_local_model(args)
     groups = join(args, process, logger, store)
@@ -109,7 +104,7 @@ def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger
     try:
         listener = Listener(entrance.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
-        raise problem_of(args, "serve_port", f"{entrance.address}: {cause.strerror}") from cause
+        raise args.problem("serve_port", f"{entrance.address}: {cause.strerror}") from cause
     leader.on_done = partial(listener.call, desk.deliver)
     end = Refusal("the server has shut down", 503)
     with _on_signals(stop):

@@ -3,7 +3,6 @@
 One small function a check, each giving a `Check`; `command` runs them and prints a table or JSON.
 """
 
-from megatron.launch.doctor.check import Check
 from megatron.launch.doctor.command import main
 
-__all__ = ["Check", "main"]
+__all__ = ["main"]

@@ -19,6 +19,16 @@ class Check:
     advice: str = ""
 
 
+def failed(name: str, found: str, advice: str = "") -> Check:
+    """A check that no run could start with."""
+    return Check(name, "failed", found, advice)
+
+
+def warning(name: str, found: str, advice: str = "") -> Check:
+    """A check that a run can start with, though not well."""
+    return Check(name, "warning", found, advice)
+
+
 def verdict(checks: Sequence[Check]) -> Literal["ok", "warning", "failed"]:
     """The worst state."""
     states = {check.state for check in checks}

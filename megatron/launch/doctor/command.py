@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron.launch.devices import visible_gpus
-from megatron.launch.doctor.check import Check, as_json, table, verdict
+from megatron.launch.doctor.check import Check, as_json, failed, table, verdict, warning
 from megatron.launch.doctor.config import checkpoint_bytes, data_checks, load_check, read_config, tokenizer_check
 from megatron.launch.doctor.devices import ability_check, driver_check, driver_version, gpu_checks, read_gpus
 from megatron.launch.doctor.hub import model_check
@@ -102,7 +102,7 @@ def _site(env: Mapping[str, str]) -> tuple[Mapping[str, str], Check | None]:
     try:
         return site_variables(env) or env, None
     except LaunchError as problem:
-        return env, Check("site", "failed", str(problem), "export NEOX_SITE=NAME of slurm/sites/NAME.sh, or unset it")
+        return env, failed("site", str(problem), "export NEOX_SITE=NAME of slurm/sites/NAME.sh, or unset it")
 
 
 def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
@@ -111,7 +111,7 @@ def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
     temporary = disk_check("temporary", where, GIB // 4, "compiled kernels and small files")
     if is_remote(folder):
         if args is None:
-            return [Check("save", "warning", f"{folder} is remote and is not looked at"), temporary]
+            return [warning("save", f"{folder} is remote and is not looked at"), temporary]
         folder = args.save_dir or folder
     needed, what = (checkpoint_bytes(args), "a checkpoint") if args else (GIB, "a small checkpoint")
     return [disk_check("save", folder, needed, what), temporary]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed
 from megatron.launch.home import home
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
@@ -20,8 +20,8 @@ def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
         args = load(files).check_training()
     except ConfigError as refused:
         more = len(refused.problems) - _SHOWN
-        checks = [Check("config", "failed", problem) for problem in refused.problems[:_SHOWN]]
-        return None, checks + ([Check("config", "failed", f"{more} more problems")] if more > 0 else [])
+        checks = [failed("config", problem) for problem in refused.problems[:_SHOWN]]
+        return None, checks + ([failed("config", f"{more} more problems")] if more > 0 else [])
     return args, [Check("config", "ok", f"{', '.join(files)}: can train")]
 
 
@@ -33,7 +33,7 @@ def data_checks(args: NeoXArgs) -> list[Check]:
         found += not absent
         if absent:
             missing.append(
-                Check("data", "failed", f"{key}: {prefix}{' and '.join(absent)} not there or empty", args.origin(key))
+                failed("data", f"{key}: {prefix}{' and '.join(absent)} not there or empty", args.origin(key))
             )
     return missing or [Check("data", "ok", f"{found} pairs of .bin and .idx")]
 
@@ -46,9 +46,7 @@ def load_check(args: NeoXArgs) -> Check | None:
     folder = Path(place)
     if any((folder / name).exists() for name in ("latest", "config.json")) or any(folder.glob("global_step*")):
         return Check("load", "ok", place)
-    return Check(
-        "load", "failed", f"{place} holds no checkpoint ({args.origin('load')})", "name one, or remove the key"
-    )
+    return failed("load", f"{place} holds no checkpoint ({args.origin('load')})", "name one, or remove the key")
 
 
 def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Check:
@@ -56,9 +54,7 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
     try:
         build(args)
     except Exception as problem:  # those of the tokenizer's own library too
-        return Check(
-            "tokenizer", "failed", f"{args.tokenizer_type}: {problem}".splitlines()[0], args.origin("tokenizer_type")
-        )
+        return failed("tokenizer", f"{args.tokenizer_type}: {problem}".splitlines()[0], args.origin("tokenizer_type"))
     return Check("tokenizer", "ok", f"{args.tokenizer_type}" + (f", {args.vocab_file}" if args.vocab_file else ""))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed, warning
 from megatron.launch.doctor.software import Torch
 from megatron.launch.torch_builds import NoBuild, choose, here
 
@@ -61,15 +61,15 @@ def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int,
         return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
     found = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
     if torch.version is None or torch.problem:
-        return Check("driver", "warning", found, "torch cannot be asked")
+        return warning("driver", found, "torch cannot be asked")
     if torch.cuda is None:
-        return Check("driver", "warning", f"{found}; torch is built without CUDA", _suited(serves))
+        return warning("driver", f"{found}; torch is built without CUDA", _suited(serves))
     if not gpus and serves is not None and serves[0] < int(torch.cuda.partition(".")[0]):
         found = f"{found}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
-        return Check("driver", "failed", found, _suited(serves))
+        return failed("driver", found, _suited(serves))
     if not gpus:
         advice = f"CUDA_VISIBLE_DEVICES hides them, or the driver is older than CUDA {torch.cuda} needs: nvidia-smi"
-        return Check("driver", "warning", found, advice)
+        return warning("driver", found, advice)
     return Check("driver", "ok", found)
 
 
@@ -89,9 +89,7 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
     for name in wanted:
         if name not in [gpu.name for gpu in gpus]:
             there = ", ".join(gpu.name for gpu in gpus) or "none"
-            checks.append(
-                Check(f"gpu {name}", "failed", f"not there; this machine shows {there}", "see CUDA_VISIBLE_DEVICES")
-            )
+            checks.append(failed(f"gpu {name}", f"not there; this machine shows {there}", "see CUDA_VISIBLE_DEVICES"))
     for gpu in gpus:
         if wanted and gpu.name not in wanted:
             continue
@@ -99,20 +97,17 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
         found = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
         if gpu.problem:
             checks.append(
-                Check(
-                    title,
-                    "failed",
-                    f"{gpu.model}: {gpu.problem}",
-                    "nvidia-smi -q shows its state; leave it out with --exclude",
+                failed(
+                    title, f"{gpu.model}: {gpu.problem}", "nvidia-smi -q shows its state; leave it out with --exclude"
                 )
             )
         elif used > _IN_USE:
-            checks.append(Check(title, "warning", found, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
+            checks.append(warning(title, found, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
         else:
             checks.append(Check(title, "ok", found))
     models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not wanted or gpu.name in wanted)})
     if len(models) > 1:
-        checks.append(Check("gpus", "warning", f"not alike: {', '.join(models)}", "the slowest sets the pace"))
+        checks.append(warning("gpus", f"not alike: {', '.join(models)}", "the slowest sets the pace"))
     return checks
 
 
@@ -126,5 +121,5 @@ def ability_check(gpus: Sequence[Gpu], torch: Torch) -> Check | None:
     words = ", ".join(f"{name} {'yes' if least >= needed else 'no'}" for name, needed in able.items())
     found = f"capability {major}.{minor}: {words}; cuDNN {torch.cudnn or 'missing'}"
     if least < able["bf16"]:
-        return Check("ability", "warning", found, "train with precision: fp16")
+        return warning("ability", found, "train with precision: fp16")
     return Check("ability", "ok", found)

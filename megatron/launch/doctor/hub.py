@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -27,9 +27,7 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
             return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")
-        return Check(
-            title, "failed", "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first"
-        )
+        return failed(title, "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first")
     endpoint = env.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, code = _ask(f"{endpoint}/{repository}/resolve/{revision or 'main'}/config.json", token, timeout_s)
     if status is None:
@@ -44,7 +42,7 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
         )
     if status < 400:
         return Check(title, "ok", f"can be read; {said}")
-    return Check(title, "failed", *_refusal(status, code, said, bool(token)))
+    return failed(title, *_refusal(status, code, said, bool(token)))
 
 
 def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
@@ -62,15 +60,13 @@ def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
 
 def _folder(title: str, folder: Path) -> Check:
     if not folder.is_dir():
-        return Check(title, "failed", f"{folder} is no folder", "name the folder with the model's config.json")
+        return failed(title, f"{folder} is no folder", "name the folder with the model's config.json")
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "of no named type")
     except (OSError, ValueError, AttributeError) as problem:
-        return Check(
-            title, "failed", f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder"
-        )
+        return failed(title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        return Check(title, "failed", f"{folder}: no weights (*.safetensors, *.bin)", "copy the whole model")
+        return failed(title, f"{folder}: no weights (*.safetensors, *.bin)", "copy the whole model")
     return Check(title, "ok", f"{folder}: {kind}")
 
 

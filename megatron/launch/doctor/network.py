@@ -6,7 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed, warning
 
 TIMEOUT_S = 3.0
 
@@ -19,13 +19,13 @@ def port_check(port: int) -> Check:
         try:
             probe.bind(("", port))
         except PermissionError:
-            return Check(title, "failed", "may not be opened by this user", "choose one from 1024 on: master_port")
+            return failed(title, "may not be opened by this user", "choose one from 1024 on: master_port")
         except OSError as problem:
             if problem.errno != errno.EADDRINUSE:
-                return Check(title, "failed", f"cannot be opened: {problem.strerror}", "choose another: master_port")
+                return failed(title, f"cannot be opened: {problem.strerror}", "choose another: master_port")
             owner = _owner(port)
             who = f"by {owner}" if owner else "by another process"
-            return Check(title, "failed", f"is taken {who}", "choose another (master_port), or end that process")
+            return failed(title, f"is taken {who}", "choose another (master_port), or end that process")
     return Check(title, "ok", "is free")
 
 
@@ -36,24 +36,20 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
     try:
         address = str(socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as problem:
-        return Check(
-            title, "failed", f"its name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS"
-        )
+        return failed(title, f"its name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS")
     started = time.perf_counter()
     try:
         socket.create_connection((address, number), timeout_s).close()
     except ConnectionRefusedError:
         found = f"{address} answers and refuses: nothing listens at {number}"
-        return Check(
-            title, "failed", found, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
+        return failed(
+            title, found, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
         )
     except TimeoutError:
         found = f"{address} does not answer within {timeout_s:g} s"
-        return Check(
-            title, "failed", found, "a firewall drops it, the machine is off, or the address is of another network"
-        )
+        return failed(title, found, "a firewall drops it, the machine is off, or the address is of another network")
     except OSError as problem:
-        return Check(title, "failed", f"{address}: {problem.strerror}", "check the address and the route to it")
+        return failed(title, f"{address}: {problem.strerror}", "check the address and the route to it")
     return Check(title, "ok", f"{address} answers after {1000 * (time.perf_counter() - started):.1f} ms")
 
 
@@ -63,7 +59,7 @@ def hostname_check(name: str | None = None) -> Check:
     try:
         return Check("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
     except OSError:
-        return Check("hostname", "warning", f"{name} has no address", "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME")
+        return warning("hostname", f"{name} has no address", "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME")
 
 
 def split_address(peer: str, port: int) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron.launch.arch_list import readable
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed, warning
 from megatron.neox_arguments.deepspeed_versions import FIX, TESTED, wrong_deepspeed
 
 PYTHON, TORCH = (3, 11), (2, 11)
@@ -66,31 +66,31 @@ def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str
     """The interpreter."""
     found = f"{'.'.join(map(str, number))} ({executable})"
     if number[:2] < PYTHON:
-        return Check("python", "failed", found, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh")
+        return failed("python", found, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh")
     return Check("python", "ok", found)
 
 
 def torch_check(torch: Torch) -> Check:
     """torch, and the CUDA it was built for."""
     if torch.version is None:
-        return Check("torch", "failed", "not installed", "make env, or bash setup_uv_env.sh (docs/install.md)")
+        return failed("torch", "not installed", "make env, or bash setup_uv_env.sh (docs/install.md)")
     if torch.problem:
-        return Check("torch", "failed", f"{torch.version} cannot be imported: {torch.problem}", "install it again")
+        return failed("torch", f"{torch.version} cannot be imported: {torch.problem}", "install it again")
     found = f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA")
     if _numbers(torch.version)[:2] < TORCH:
-        return Check("torch", "failed", found, "2.11 or newer is needed")
+        return failed("torch", found, "2.11 or newer is needed")
     return Check("torch", "ok", found)
 
 
 def deepspeed_check(found: str | None) -> Check:
     """The installed DeepSpeed: some releases compute wrong gradients."""
     if found is None:
-        return Check("deepspeed", "failed", "not installed", FIX)
+        return failed("deepspeed", "not installed", FIX)
     wrong = wrong_deepspeed(found)
     if wrong is not None:
-        return Check("deepspeed", "failed", wrong, FIX)
+        return failed("deepspeed", wrong, FIX)
     if found.split("+")[0] != TESTED:
-        return Check("deepspeed", "warning", f"{found}: not known to be wrong, and not tested", FIX)
+        return warning("deepspeed", f"{found}: not known to be wrong, and not tested", FIX)
     return Check("deepspeed", "ok", f"{found}, the release tested")
 
 
@@ -99,7 +99,7 @@ def packages_check(find: Callable[[str], str | None] = installed) -> Check:
     found = {name: find(name) for name in NEEDED}
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Check("packages", "failed", f"missing: {', '.join(missing)}", "pip install -c constraints.txt -e .")
+        return failed("packages", f"missing: {', '.join(missing)}", "pip install -c constraints.txt -e .")
     return Check("packages", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
@@ -122,12 +122,12 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:
-            checks.append(Check(name, "failed", f"{number}: importing it takes more than 60 s", "remove it"))
+            checks.append(failed(name, f"{number}: importing it takes more than 60 s", "remove it"))
             continue
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             advice = f"compile it again for this torch: pip install --no-build-isolation {name}; or remove it"
-            checks.append(Check(name, "failed", f"{number} cannot be imported: {said}", advice))
+            checks.append(failed(name, f"{number} cannot be imported: {said}", advice))
         else:
             checks.append(Check(name, "ok", number))
     return checks
@@ -139,7 +139,7 @@ def arch_list_check(env: Mapping[str, str] = os.environ) -> Check | None:
     if readable(value):
         return None
     found = f"{value!r}, which DeepSpeed's builder cannot read"
-    return Check("TORCH_CUDA_ARCH_LIST", "warning", found, "deepy.py and train.py set the device's own, as 9.0")
+    return warning("TORCH_CUDA_ARCH_LIST", found, "deepy.py and train.py set the device's own, as 9.0")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed, warning
 
 MIB, GIB = 1 << 20, 1 << 30
 _PROBE = 64 * MIB
@@ -29,31 +29,27 @@ def disk_check(
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        return Check(title, "failed", f"{there} is a file", "name a folder")
+        return failed(title, f"{there} is a file", "name a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        return Check(
-            title, "failed", f"{there} may not be written by this user", "name another folder, or see its rights"
-        )
+        return failed(title, f"{there} may not be written by this user", "name another folder, or see its rights")
     space = statvfs(str(there))
     free = space.f_bavail * space.f_frsize
     found = f"{folder}: {size(free)} free"
     if space.f_files and not space.f_favail:
-        return Check(title, "failed", f"{found}, no files left (inodes)", "delete files, or name another folder")
+        return failed(title, f"{found}, no files left (inodes)", "delete files, or name another folder")
     if free < needed:
-        return Check(
-            title, "failed", f"{found}, less than {what} of about {size(needed)}", "make room, or name another folder"
-        )
+        return failed(title, f"{found}, less than {what} of about {size(needed)}", "make room, or name another folder")
     try:
         speed = _write(there)
     except OSError as problem:
         full = problem.errno in _FULL
         why = "the disk or the quota is full" if full else f"cannot be written: {problem.strerror}"
-        return Check(title, "failed", f"{found}, but {why}", "make room, or name another folder")
+        return failed(title, f"{found}, but {why}", "make room, or name another folder")
     found += f", {speed / MIB:.0f} MiB/s"
     if free < 2 * needed:
-        return Check(title, "warning", found, f"enough for one of {what} (about {size(needed)}), not for two")
+        return warning(title, found, f"enough for one of {what} (about {size(needed)}), not for two")
     if speed < _SLOW:
-        return Check(title, "warning", found, f"slow: {what} of {size(needed)} takes {needed / speed:.0f} s")
+        return warning(title, found, f"slow: {what} of {size(needed)} takes {needed / speed:.0f} s")
     return Check(title, "ok", found)
 
 
@@ -81,8 +77,8 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
     found = f"{size(free)} of {size(total)} free"
     advice = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     if free < 32 * MIB:
-        return Check(folder, "failed", found, advice)
-    return Check(folder, "ok", found) if free >= GIB else Check(folder, "warning", found, advice)
+        return failed(folder, found, advice)
+    return Check(folder, "ok", found) if free >= GIB else warning(folder, found, advice)
 
 
 def open_files_check(limits: tuple[int, int] | None = None) -> Check:
@@ -90,7 +86,7 @@ def open_files_check(limits: tuple[int, int] | None = None) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     found = f"{_limit(soft)} (may be raised to {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < 4096:
-        return Check("open files", "warning", found, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
+        return warning("open files", found, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
     return Check("open files", "ok", found)
 
 
@@ -98,9 +94,7 @@ def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
     """Memory that may be locked: a network that reads memory itself cannot start without."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
     if soft != resource.RLIM_INFINITY and soft < GIB:
-        return Check(
-            "locked memory", "warning", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)"
-        )
+        return warning("locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)")
     return Check("locked memory", "ok", _limit(soft) if soft < 0 else size(soft))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.launch.doctor.check import Check
+from megatron.launch.doctor.check import Check, failed, warning
 from megatron.launch.environment import LaunchError
 from megatron.launch.nccl import Nccl, choose, read_version, site_nccl
 
@@ -56,16 +56,16 @@ def nccl_check(own: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) 
     try:
         site = site_nccl(env)
     except LaunchError as problem:
-        return Check("nccl", "failed", *str(problem).split("; ", 1))
+        return failed("nccl", *str(problem).split("; ", 1))
     choice = choose(own, site)
     preload = f"LD_PRELOAD={choice.preload} python deepy.py ..." if choice.preload else "unset LD_PRELOAD"
     for file in loaded:
         version = read_version(file)
         if own is not None and own.version and version and version < own.version:
             found = f"{Nccl(version)} ({file}) is loaded, older than the {own} that torch was built with"
-            return Check("nccl", "failed", found, preload)
+            return failed("nccl", found, preload)
     if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
-        return Check("nccl", "warning", f"{choice.said}, is not loaded", preload)
+        return warning("nccl", f"{choice.said}, is not loaded", preload)
     return Check("nccl", "ok", choice.said)
 
 
@@ -87,21 +87,21 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
     )
     given = f" ({set_here})" if set_here else ""
     if plugin not in (None, "none") and file is None:
-        return _failed(
-            f"NCCL_NET_PLUGIN={plugin}: no such library", "its folder belongs into LD_LIBRARY_PATH (module load)"
+        return failed(
+            "transport",
+            f"NCCL_NET_PLUGIN={plugin}: no such library",
+            "its folder belongs into LD_LIBRARY_PATH (module load)",
         )
     if net is not None and net not in _BUILT_IN and file is None:
-        return _failed(
+        return failed(
+            "transport",
             f"NCCL_NET={net}: its plugin libnccl-net.so is not found",
             "its folder belongs into LD_LIBRARY_PATH (module load)",
         )
     if net != "Socket" and file is not None and net != "IB":
         if provider in _SLOW_PROVIDERS:
-            return Check(
-                "transport",
-                "warning",
-                f"plugin {file} over {provider}{given}",
-                "FI_PROVIDER=cxi on Slingshot, efa on AWS",
+            return warning(
+                "transport", f"plugin {file} over {provider}{given}", "FI_PROVIDER=cxi on Slingshot, efa on AWS"
             )
         return Check("transport", "ok", f"plugin {file}{given}")
     disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")
@@ -110,16 +110,15 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
     outside = ", ".join(name for name in network.interfaces if name != "lo")
     tcp = f"TCP over {env.get('NCCL_SOCKET_IFNAME') or outside or 'no interface'}{given}"
     if network.slingshot and net != "Socket":
-        return _failed(
+        return failed(
+            "transport",
             f"{tcp}, although Slingshot is here ({', '.join(network.slingshot)})",
             "load the OFI plugin (aws-ofi-nccl) and set NCCL_NET='AWS Libfabric', FI_PROVIDER=cxi: TCP is 17x slower",
         )
     if fast:
-        return Check(
-            "transport", "warning", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE"
-        )
+        return warning("transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE")
     if several:
-        return Check("transport", "warning", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")
+        return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")
     return Check("transport", "ok", f"{tcp}; within this machine shared memory and NVLink")
 
 
@@ -135,7 +134,7 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
         there = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
         if not there:
             found = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
-            checks.append(Check(name, "failed", found, f"set {name} to one of these, or unset it"))
+            checks.append(failed(name, found, f"set {name} to one of these, or unset it"))
     return checks
 
 
@@ -149,10 +148,6 @@ def _plugin(plugin: str | None, network: Network) -> str | None:
         if name in network.libraries:
             return network.libraries[name]
     return None
-
-
-def _failed(found: str, advice: str) -> Check:
-    return Check("transport", "failed", found, advice)
 
 
 def _names(folder: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from megatron.data import Batch
-from megatron.model import Stage, forward_only, layer_params
+from megatron.model import Stage, forward_only
 from megatron.model.init import initial_value, specified, stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
@@ -119,7 +119,7 @@ class DeepSpeedEngine:
 
     def _mark(self) -> None:
         """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
-        for param, spec in specified(self.stage, self.args):
+        for _, _, param, spec in specified(self.stage, self.args):
             param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
             param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
@@ -264,14 +264,11 @@ class DeepSpeedEngine:
 
     def _master_from_init(self) -> None:
         # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
-        specs = layer_params(self.args)
         rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
-        for layer, name, param in self._params:
-            if not param.requires_grad:
-                continue
-            spec = next(s for s in specs[layer] if s.name == name)
-            whole = initial_value(spec, layer, self.args, self.groups.device)
-            safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())
+        for layer, _, param, spec in specified(self.stage, self.args):
+            if param.requires_grad:
+                whole = initial_value(spec, layer, self.args, self.groups.device)
+                safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:

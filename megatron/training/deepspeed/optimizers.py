@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
-from megatron.model import Stage, layer_params, trained_parameters
-from megatron.mpu import ParallelGroups, together_local
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.model import Stage, named_params, trained_parameters
+from megatron.mpu import ParallelGroups, together_in, together_local
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.deepspeed.config import offload
 from megatron.training.optimizers import build_optimizer, parameter_groups
 
@@ -25,7 +24,7 @@ def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups
     CPU_Adam, and when an optimizer of the CPU meets weights on a GPU.
     """
     found = parameter_groups(stage, args)
-    specs = {(layer, spec.name): spec for layer, own in layer_params(args).items() for spec in own}
+    specs = named_params(args)
     decays = {specs[name].weight_decay for name in trained_parameters(args)}
     for group, decayed in zip(found, (True, False), strict=True):
         if not group["params"] and decayed in decays:
@@ -40,11 +39,8 @@ def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups
 
 def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
     """All pipeline stages own the same parameter groups; otherwise DeepSpeed's norm waits for ever."""
-    if groups.group("pipe") is None:
-        return
     names = [group["name"] for group in groups_of_stage]
-    everyone: list[list[str] | None] = [None] * groups.size("pipe")
-    dist.all_gather_object(everyone, names, group=groups.group("pipe"))
+    everyone = together_in(groups.group("pipe"), groups.size("pipe"), lambda: names)
     if any(other != names for other in everyone):
         raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}")
 
@@ -63,16 +59,14 @@ def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optim
     except RuntimeError as problem:
         reason = " ".join(str(problem.__cause__ or problem).split())
         text = f"{args.optimizer['type']} on the CPU is compiled at its first use, and was not ({reason}); install g++ "
-        place = args.origin("optimizer.type")
-        raise ConfigError([f"{place}: optimizer.type: {text}and ninja, or write CPU_Torch_Adam"]) from problem
+        raise args.problem("optimizer.type", f"{text}and ninja, or write CPU_Torch_Adam") from problem
 
 
 def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
     on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
     if on_gpu and offload(args, "offload_optimizer") is None:
         fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
-        place = args.origin("optimizer.type")
-        raise ConfigError([f"{place}: optimizer.type: {args.optimizer['type']} updates on the CPU; {fix}"])
+        raise args.problem("optimizer.type", f"{args.optimizer['type']} updates on the CPU; {fix}")
 
 
 def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

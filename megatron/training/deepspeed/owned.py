@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.model import Stage, layer_params
-from megatron.model.init import stage_parameters
+from megatron.model import Stage
+from megatron.model.init import specified
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Parts
@@ -23,15 +23,14 @@ class OwnedParts:
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, optimizer: Any, groups: ParallelGroups, zero_stage: int) -> None:
-        specs = {(layer, spec.name): spec for layer, found in layer_params(args).items() for spec in found}
         self._optimizer, self._stage = optimizer, zero_stage
         first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
         self._params = [
             ((layer, name), param)
-            for layer, name, param in stage_parameters(stage)
+            for layer, name, param, spec in specified(stage, args)
             if param.requires_grad
-            and (first_tensor or specs[layer, name].axis is not None)
-            and specs[layer, name].is_first_copy(groups)
+            and (first_tensor or spec.axis is not None)
+            and spec.is_first_copy(groups)
             and (zero_stage > 0 or first_data)
         ]
 

@@ -73,8 +73,8 @@ def wrap_pipeline(
     layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
     layers[groups.rank("pipe")] = pipe
     module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
-    found = sorted(specified(stage, args), key=lambda item: not item[1].tied)  # one order on all stages
-    copies = [(param, spec.stages(groups)) for param, spec in found]
+    found = sorted(specified(stage, args), key=lambda item: not item[3].tied)  # one order on all stages
+    copies = [(param, spec.stages(groups)) for _, _, param, spec in found]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module
 
