@@ -7,8 +7,6 @@ before; no gradient checkpointing), and pads batches of 8 pairs by its defaults 
 pass over the pairs, from first batch to last step. docs/benchmarks.md says what the columns mean.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """What is imported before it is needed: torch takes seconds, at every --help and every mistyped key."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

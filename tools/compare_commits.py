@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Whether two commits train alike, to the last bit: 12 layouts times pre-training, SFT and DPO, as typed."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Finding tasks: shipped ones, own folders, lm-eval's; what cannot be had is said with what to do."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

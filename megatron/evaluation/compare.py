@@ -1,7 +1,5 @@
 """`--compare-hf`: the same tasks through lm-eval's own `hf` backend, and how far the scores are apart."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """What lm-eval says of a run beside its scores: the model, the settings, the tokenizer, the machine."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """A model of ours as lm-eval's `LM`; on rank 0, in the thread that leads. Rules are those of its `hf` backend."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What all ranks do for an evaluation: score continuations, write text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """lm-eval without what it says for its own command."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

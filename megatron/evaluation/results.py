@@ -1,7 +1,5 @@
 """Results in files and as a table."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation in the middle of a run: at iteration 0 and every `eval_interval`, without a trace in the training."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A HuggingFace model as a configuration: what `--hf-model` stands for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

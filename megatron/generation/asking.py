@@ -1,7 +1,5 @@
 """Models by name, for asking them questions in one process: HuggingFace folders, names on the Hub, checkpoints."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

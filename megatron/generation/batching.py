@@ -1,7 +1,5 @@
 """Continuous batching: requests come and go while others run, with a token a step for each of them."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Which blocks of the cache belong to whom."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How many rows of tokens one forward may run."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

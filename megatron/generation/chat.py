@@ -1,7 +1,5 @@
 """Conversations as prompts: the chat template of the run's tokenizer, or one of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Prompts continued together."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

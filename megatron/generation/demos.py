@@ -1,7 +1,5 @@
 """`demo_prompts`: what a model answers before it is trained and after, in `<save>/demo_outputs`."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Forwards over rows of texts, and the tokens that come of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`text_gen_type: interactive`: prompts typed at the terminal of rank 0, text shown as it comes."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import select

@@ -1,7 +1,5 @@
 """How far a command is: a bar on a terminal, now and then a line elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """A model for inference: this rank's stage with a checkpoint's or a HuggingFace model's weights, in any layout."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Files that grow over a long job, so that it goes on where it was interrupted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

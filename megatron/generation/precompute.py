@@ -1,7 +1,5 @@
 """`text_gen_type: precompute`: a set's log-probabilities under a model as a set beside it, GPT-NeoX's references."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Prompts: texts and their tokens, from a file or from nothing."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

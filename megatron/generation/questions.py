@@ -1,7 +1,5 @@
 """Questions from a file: texts, or conversations whose next answer is asked for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

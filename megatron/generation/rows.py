@@ -1,7 +1,5 @@
 """Requests as rows of tokens: each context once, followed by what of its continuations has to be run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What generate.py does: prompts in, completions as JSON lines out, or a conversation at the terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

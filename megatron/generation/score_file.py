@@ -1,7 +1,5 @@
 """`text_gen_type: score`: lines of JSON in, the log-probability of each of their tokens out."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

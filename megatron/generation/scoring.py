@@ -1,7 +1,5 @@
 """Log-probabilities of continuations: what lm-eval, `text_gen_type: score` and precomputed references are made of."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text of tokens as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes become whose character is not whole

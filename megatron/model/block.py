@@ -1,7 +1,5 @@
 """One transformer block: a mixer and a feed-forward, their norms, and the residual form around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

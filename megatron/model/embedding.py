@@ -1,7 +1,5 @@
 """The first layer: tokens, and positions that are added to them, to hidden states."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Forward-only execution over pipeline stages, in any layout, with or without a training engine around."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The last layers: the final norm, and the projection to this rank's vocabulary."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from megatron.model.embedding import word_embeddings

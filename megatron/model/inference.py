@@ -1,7 +1,5 @@
 """A model that only reads: this rank's stage and all that goes with it, from a checkpoint or in the middle of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Weight initialisation: a function of (seed, parameter, shape) alone, so any layout starts from the same model."""
 
-from __future__ import annotations
-
 import math
 
 import torch

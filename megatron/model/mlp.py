@@ -1,7 +1,5 @@
 """The feed-forward layer, plain or gated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Noise on the embeddings of fine-tuning: NEFTune (arXiv 2310.05914)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The norms of hidden states with NeoX's parameter names, and those of queries and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Which layers a pipeline stage runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Position information: rotary with its scalings, sinusoidal, alibi and relative biases, all computed in fp32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ conversion. Blocks may differ in all of it. A mixer is attention, a feed-forward
 tables of `model.block`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """A contiguous part of the decoder, and how a micro-batch runs through it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

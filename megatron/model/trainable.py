@@ -1,7 +1,5 @@
 """Which parameters a run trains (`trainable`), and from which layer on gradients are needed."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

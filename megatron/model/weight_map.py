@@ -4,8 +4,6 @@ Initialisation, saving, loading, conversion and resharding read this table; name
 checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+4 untied head; N+4 holds no parameter when tied).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.model.block import FEED_FORWARDS, MIXERS, Block, part_spec

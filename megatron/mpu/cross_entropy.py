@@ -1,7 +1,5 @@
 """Log-probabilities of labels over a vocabulary that may be cut over tensor ranks, a slice of tokens at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

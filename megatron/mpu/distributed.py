@@ -1,7 +1,5 @@
 """Joining the process group, and work that one rank does for all."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

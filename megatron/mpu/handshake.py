@@ -1,7 +1,5 @@
 """Before ranks are connected: all have come, run the same configuration, code and libraries, and share `save`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

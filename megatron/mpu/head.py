@@ -1,7 +1,5 @@
 """What the last stage hands on: hidden states, and the head that makes logits of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The one linear layer (column, row or replicated) and the vocab-parallel embedding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

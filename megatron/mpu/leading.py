@@ -1,7 +1,5 @@
 """Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import threading

@@ -7,8 +7,6 @@ In compiled code collectives return new tensors: torch 2.11 loses what one write
 the gradients are those of one rank, without a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory that is free on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """What a parameter is: its name, full shape, who holds which part of it and how it begins; and memory for that part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Seeds of dropout: pure functions of batch seed, layer, place and rank, so recomputation and resume repeat masks."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

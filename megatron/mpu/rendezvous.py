@@ -1,7 +1,5 @@
 """Ranks find each other through one store, and rank 0 speaks to all before there are process groups."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

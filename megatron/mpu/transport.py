@@ -1,7 +1,5 @@
 """Whether ranks are connected as fast as they should be: TCP in the place of a fabric costs a run a factor of 17."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """No rank waits for ever, and no run is silent for long."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

@@ -1,7 +1,5 @@
 """What is read off the labels of a batch, and what an answer of it adds up to."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The objective that a configuration asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from megatron.neox_arguments import NeoXArgs

@@ -1,7 +1,5 @@
 """Losses in which the examples of a step meet: what each is compared with, taken over all micro-batches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

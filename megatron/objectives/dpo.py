@@ -1,7 +1,5 @@
 """Pairs of answers (DPO and its relatives), with a reference or without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Single answers judged good or bad: KTO (arXiv 2402.01306), after KTOTrainer of TRL 1.16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Next-token prediction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What an objective is: how much a batch weighs, and its summed loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Losses of a pair, under TRL's names and by its formulas (DPOTrainer, CPOTrainer, ORPOTrainer of TRL 1.16)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

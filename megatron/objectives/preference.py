@@ -1,7 +1,5 @@
 """What the objectives of preferences share: answers as the policy scores them, and TRL's metrics of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Writing a checkpoint beside the steps that follow: one at a time, by a thread on each rank."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

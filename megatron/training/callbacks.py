@@ -1,7 +1,5 @@
 """What happens at the end of a step: the log line, validation, saving."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: saving.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that give the same bits every time (`deterministic_mode`, as Megatron-LM's)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

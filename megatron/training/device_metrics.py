@@ -1,7 +1,5 @@
 """Utilisation, memory and power of every rank's GPU through NVML, as minimum, mean and maximum over the ranks."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

@@ -1,8 +1,6 @@
 """What a training engine is asked for, and what it answers. Loop, evaluation and checkpoints know no more of one than
 this; which engine there is, is said where a run is built (`setup.start`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

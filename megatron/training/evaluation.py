@@ -1,7 +1,5 @@
 """Validation and test loss, in every layout, also for sets smaller than a batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is said of a run at its start beside its configuration: the code it runs and the size of the model."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

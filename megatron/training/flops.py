@@ -4,8 +4,6 @@ seq_length: tokens of a sample where a curriculum cuts them (a mean); None: all.
 read in, which attention spans (a mean); None: as many.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron.data import rows_per_sample

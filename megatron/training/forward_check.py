@@ -1,8 +1,6 @@
 """Logits of a fixed batch, kept in a checkpoint and compared after loading it
 (`checkpoint_validation_with_forward_pass`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What share of the places of a step's rows was used: padding, and tokens that are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

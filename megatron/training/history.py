@@ -1,8 +1,6 @@
 """What is left of a run to be read by others: `<save>/training_history.json`, made of metrics.jsonl, and
 `<save>/training_summary.json`."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -1,7 +1,5 @@
 """Values on their way from the device to the host."""
 
-from __future__ import annotations
-
 import torch
 
 

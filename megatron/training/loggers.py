@@ -1,8 +1,6 @@
 """Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the same names,
 in one call a step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

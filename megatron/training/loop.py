@@ -1,7 +1,5 @@
 """The training loop: steps, and what follows each: log, validate, write metrics, save, stop."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The probes that a configuration asks for, and which of them see a step's gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron.training.device_metrics import build_device_metrics

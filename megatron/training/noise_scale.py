@@ -1,7 +1,5 @@
 """The gradient noise scale: the batch size below which more samples a step still pay (arXiv 1812.06162, appendix A)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Parameter groups, optimizers, the gradient norm, and updates that are left out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What became of the steps: known when the next one has been started, or before something else waits for the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """What is done to a freshly built stage before it trains, in one place and in this order."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

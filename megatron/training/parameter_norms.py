@@ -1,7 +1,5 @@
 """Norms of weights, gradients and optimizer state, a parameter: of the whole parameter, the same in any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

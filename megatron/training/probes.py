@@ -1,7 +1,5 @@
 """What a log step measures beside the loss: each probe hands over values that are still on the device."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

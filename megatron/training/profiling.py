@@ -1,7 +1,5 @@
 """A window of steps under torch's profiler, and a snapshot of GPU memory over it; one file a rank."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ step (`on_the_fly`). Both use the weights while they are still in the engine, or
 goes on from a checkpoint of its own.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

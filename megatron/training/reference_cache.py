@@ -1,7 +1,5 @@
 """Log-probabilities of a reference model on disk: a folder named by the model, in it what was scored, by content."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

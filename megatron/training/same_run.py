@@ -4,8 +4,6 @@ Every refusal names the key that changed, first. What a run may change (its leng
 so) is no part of this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

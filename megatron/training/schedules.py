@@ -1,7 +1,5 @@
 """Learning-rate schedules as pure functions of the optimizer step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Building a run, in order and once: groups, tokenizer, datasets, model, engine, then a checkpoint if there is one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

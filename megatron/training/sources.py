@@ -1,7 +1,5 @@
 """Where a run starts from: its own `save`, the checkpoint or HuggingFace model that `load` names, or nothing."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

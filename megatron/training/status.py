@@ -1,7 +1,5 @@
 """`<save>/status.json`: how a run stands, for launchers."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss of a step, as an engine runs it backwards a micro-batch at a time."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """When a run stops before its last step: signals, limits of steps and time, agreed by all ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Small models of every HuggingFace family, with random weights. Adding a family is one line of `CASES`."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

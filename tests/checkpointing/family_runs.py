@@ -1,7 +1,5 @@
 """Logits of whole weights on ranks of the pool (no transformers here: ranks import this file)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

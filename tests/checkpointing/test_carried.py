@@ -1,7 +1,5 @@
 """What stands beside the weights of a HuggingFace model, and their precision, into a checkpoint and out again."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

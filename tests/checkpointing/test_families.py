@@ -1,7 +1,5 @@
 """Configurations and tensors of HuggingFace's families, both ways: names, bits, sizes and refusals."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

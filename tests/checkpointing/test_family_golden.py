@@ -1,7 +1,5 @@
 """Checkpoints that GPT-NeoX wrote, as HuggingFace models: transformers gives GPT-NeoX's own logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

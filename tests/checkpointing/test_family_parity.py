@@ -1,7 +1,5 @@
 """Logits of every HuggingFace family equal transformers', both directions, in every layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

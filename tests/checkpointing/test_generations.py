@@ -4,8 +4,6 @@ What they are held to: GPT-NeoX's own HuggingFace exports, whose GPT-NeoX names 
 projections are w1, w2 and w3; and its gqa_project of before #1315, written down here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HuggingFace folders: golden checkpoints to them, there and back to the bit, the files around, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """GPT-NeoX's optimizer state by parameter: golden files without ZeRO, and what DeepSpeed makes of them under ZeRO."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

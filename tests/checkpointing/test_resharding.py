@@ -1,7 +1,5 @@
 """Resharding holds one layer in memory, however large the checkpoint."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

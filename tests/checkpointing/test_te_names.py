@@ -4,8 +4,6 @@ The row orders are those of Transformer-Engine's own source: MultiheadAttention.
 `te_split` does, and its tests compute LayerNormMLP's gated activations as `te_mlp` does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

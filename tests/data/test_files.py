@@ -1,7 +1,5 @@
 """Hashes that are kept: read again whenever a file may have changed."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

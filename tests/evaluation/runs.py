@@ -1,7 +1,5 @@
 """Evaluation on ranks of the worker pool, beside lm-eval's own `hf` backend on the same tiny model and tasks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

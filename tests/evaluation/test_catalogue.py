@@ -1,7 +1,5 @@
 """Finding tasks: shipped, own, of lm-eval; what cannot be had is told."""
 
-from __future__ import annotations
-
 import http.server
 import sys
 import threading

@@ -1,7 +1,5 @@
 """eval.py as people type it: files, table, trackers, cache, comparison, errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Rules of single requests are those of lm-eval's `hf` backend: tokens, contexts, lengths, stop strings."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """Scores equal those of lm-eval's own `hf` backend, in every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation during training: in every layout, without a trace in the training."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

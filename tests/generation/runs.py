@@ -1,7 +1,5 @@
 """Generation on ranks of the worker pool: models from golden checkpoints and from tiny runs."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

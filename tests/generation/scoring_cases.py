@@ -1,7 +1,5 @@
 """Requests to score, and models to score them with, also on ranks of the worker pool."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

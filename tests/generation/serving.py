@@ -1,7 +1,5 @@
 """A server on ranks of the worker pool, and a model that transformers made for it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

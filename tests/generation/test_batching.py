@@ -1,7 +1,5 @@
 """Requests that come and go: what becomes of one depends on itself alone, and nothing of it is left behind."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks of the cache: none is lost, none is held twice, texts that begin alike share."""
 
-from __future__ import annotations
-
 import random
 
 from megatron.generation.blocks import Blocks

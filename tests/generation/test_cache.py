@@ -1,7 +1,5 @@
 """The cache of keys and values against running every text from its beginning, in every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Prompts of conversations against transformers' own."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop over tokens: the same text in every layout and batch, no token that does not exist, the end of document."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Answers before and after training: whose they are, that training does not notice, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts end at every id that `generation_config.eos_token_id` lists, as transformers and lm-eval have it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

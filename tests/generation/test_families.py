@@ -1,7 +1,5 @@
 """Greedy text of every HuggingFace family against `transformers.generate`, in every layout."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

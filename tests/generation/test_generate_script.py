@@ -1,7 +1,5 @@
 """generate.py as it is typed: prompts, JSON lines, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

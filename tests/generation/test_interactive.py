@@ -1,7 +1,5 @@
 """Prompts typed at a terminal or piped in: `text_gen_type: interactive`."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

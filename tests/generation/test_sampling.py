@@ -1,7 +1,5 @@
 """The choice of a token: filters and penalties against transformers', frequencies against probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

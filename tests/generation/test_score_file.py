@@ -1,7 +1,5 @@
 """`text_gen_type: score` and `precompute` as they are typed, against transformers and whole forwards."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Scores of continuations against transformers, against whole texts run one by one, and the work that they take."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """tools/serve.py as the official `openai` client sees it; numbers against transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """The server on two ranks, its end, and who may talk to it."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import signal

@@ -1,7 +1,5 @@
 """Text as it comes, against the text of all tokens at once."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny runs and models on the first GPU, in the process of the test."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Attention kernels of the device beside the plain formula, and the choice among them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps on a GPU: precisions, the loss scale, resume, waiting for the device, compiled blocks, beside the CPU."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Signals before the first step and after the last: USR1 is remembered, so that the run starts, saves and stops, and a
 scheduler can start it again; Ctrl-C ends it without a word of Python's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Logs never decide the fate of a run: their disk is full, cannot be written, or nobody reads what is printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

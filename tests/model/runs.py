@@ -1,7 +1,5 @@
 """Small models under the training engine, for tests on ranks of the pool."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

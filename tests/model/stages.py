@@ -1,7 +1,5 @@
 """Small models for tests: a configuration, whole random weights, and stages of any layout that hold their part."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention against its formula, and what is handed to the kernel."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

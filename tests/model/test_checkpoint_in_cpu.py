@@ -1,7 +1,5 @@
 """`checkpoint_in_cpu`: what is kept for recomputation leaves the device, and gradients stay the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`compile: block` computes what the eager blocks compute, once compiled for all of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from functools import partialmethod

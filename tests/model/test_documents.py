@@ -1,7 +1,5 @@
 """Packed documents: boundaries and positions mean the same in every layout, and documents do not see each other."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout: recomputation repeats its masks, and ranks that hold the same activations drop the same of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

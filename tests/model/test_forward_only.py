@@ -1,7 +1,5 @@
 """One forward-only call gives the same values on every rank of any layout."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-NeoX's own checkpoints give GPT-NeoX's own logits, in any layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

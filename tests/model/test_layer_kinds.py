@@ -1,7 +1,5 @@
 """What may differ from block to block: windows, rotary positions and their base; and the keys that say it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

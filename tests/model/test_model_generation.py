@@ -1,7 +1,5 @@
 """Greedy text equals transformers': our reading of GPT-NeoX's checkpoints against what its converter exported."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """NEFTune: as transformers' hook, by document, in training alone, and the same in any layout."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A new mixer and a new feed-forward are each a file and an entry of a table, and train."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

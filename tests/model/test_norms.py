@@ -1,7 +1,5 @@
 """Norms of hidden states, and of queries and keys, against torch's and transformers' own; in every tensor layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

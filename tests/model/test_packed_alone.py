@@ -1,7 +1,5 @@
 """Rows of several documents give each of them the loss, and all of them the gradient, that they give alone."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

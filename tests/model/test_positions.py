@@ -1,7 +1,5 @@
 """Sinusoidal, relative and offset learned positions against transformers' own."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

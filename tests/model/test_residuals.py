@@ -1,7 +1,5 @@
 """What a block adds to what, against transformers' models of the same weights."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

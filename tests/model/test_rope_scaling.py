@@ -1,7 +1,5 @@
 """Scaled rotary positions: tables and logits are those of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The specs of layers that differ, what they declare, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits equal those of transformers' models of the same weights."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nothing is global: models and engines of different configurations live in one process."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sliding windows: against transformers' Mistral, the formula, and on the varlen kernel's arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that are not alike, or do not share a folder, are told so by name."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Work that a thread of rank 0 directs: operations run on all ranks, problems are raised on all."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

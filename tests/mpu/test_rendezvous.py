@@ -1,7 +1,5 @@
 """Ranks that meet, and what is said when some do not come."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """A run does not start on a connection slower than asked for."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

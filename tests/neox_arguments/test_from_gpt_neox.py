@@ -1,7 +1,5 @@
 """docs/from-gpt-neox.md: what it lists as refused and as not built yet is what a run refuses."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preferences as token ids, and the batches that hold them: padded, one answer a row, or several in a row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One optimizer step's loss by the rules of the engine, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ multiplies rewards by the share of the row that is no padding; that is compat_kt
 loss over masked labels are right, and equal.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

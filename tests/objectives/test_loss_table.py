@@ -1,7 +1,5 @@
 """The table of losses and the functions that it names agree; a new loss is one file and one entry."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

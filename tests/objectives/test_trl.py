@@ -1,7 +1,5 @@
 """Every loss against TRL 1.16: value, gradient of every weight, and metrics; padded and packed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

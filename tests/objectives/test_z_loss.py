@@ -1,7 +1,5 @@
 """z-loss: in the gradient, not in the reported loss, in any layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Losses, gradients and metrics of TRL's trainers for one tiny model and a few token ids: made once, kept in
 tests/data/posttrain. To make them again: `python -m tests.objectives.trl_reference tests/data/posttrain`."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 Put `pytestmark = pytest.mark.real` on a module that asks for these. `make test-real` makes the model first.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real model on ranks of the worker pool (no transformers here: ranks import this file)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

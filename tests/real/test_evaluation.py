@@ -1,7 +1,5 @@
 """Scores of a model that was really trained, beside those of lm-eval's own `hf` backend, in layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

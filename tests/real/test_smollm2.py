@@ -3,8 +3,6 @@
 `make test-real` prints the numbers.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import takewhile

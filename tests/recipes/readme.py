@@ -1,7 +1,5 @@
 """Commands of a README, as a reader would type them, run at tiny size in a folder that looks like the repository."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

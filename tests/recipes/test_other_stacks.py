@@ -1,7 +1,5 @@
 """docs/from-other-stacks.md: what it says there is, is there: our keys and flags, TRL's and accelerate's."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from functools import cache

@@ -1,7 +1,5 @@
 """The recipes of post-training/: what each README says to type works, on tiny models of the family and tiny data."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

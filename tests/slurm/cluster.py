@@ -1,7 +1,5 @@
 """A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

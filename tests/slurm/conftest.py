@@ -1,7 +1,5 @@
 """One Slurm for all tests of this folder, and a copy of the repository to submit from, as a user's clone is."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A site in a real Slurm: its nodes for a job that was submitted without --nodes, its logs, its checkpoints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """sbatch pretrain_neox.sbatch and run_on_compute.sbatch in a real Slurm, as they are typed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Runs that die at a chosen moment, for the worker pool."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

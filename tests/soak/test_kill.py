@@ -1,7 +1,5 @@
 """A run that was told to stop or was killed, at any step or while it saved, goes on bit for bit when started again."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

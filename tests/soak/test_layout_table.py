@@ -1,7 +1,5 @@
 """The whole layout table: every layout with every model, optimizer, tying and micro-batch size."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

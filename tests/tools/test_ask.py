@@ -1,7 +1,5 @@
 """tools/ask.py as it is typed, against `generate` of transformers."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

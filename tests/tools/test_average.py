@@ -1,7 +1,5 @@
 """The mean of checkpoints against torch's, whatever their layouts, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

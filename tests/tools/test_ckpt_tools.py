@@ -1,7 +1,5 @@
 """The checkpoint commands: reshard, verify and inspect, on checkpoints of real runs."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The conversion commands as they are typed, their memory, and the names of GPT-NeoX and of its fork."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

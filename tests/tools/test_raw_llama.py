@@ -1,7 +1,5 @@
 """Meta's format: HuggingFace -> raw -> ours -> HuggingFace and raw again to the bit, Meta's own order, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

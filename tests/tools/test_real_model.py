@@ -1,7 +1,5 @@
 """The command that makes the really trained model, without network: a package of the same name with nothing in it."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from pathlib import Path

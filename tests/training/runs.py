@@ -1,7 +1,5 @@
 """Tiny runs on the real path, for tests: a configuration over golden data, trained on ranks of the worker pool."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Writing beside the steps: the same files, steps that go on meanwhile, and failures that are told."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

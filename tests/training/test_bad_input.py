@@ -1,7 +1,5 @@
 """Bad input ends with one clear line that names file, key or line and the fix; nothing is half written."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

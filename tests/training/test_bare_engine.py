@@ -1,7 +1,5 @@
 """The loop asks nothing of an engine but its protocol: one of bare torch trains, stops, is saved and goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

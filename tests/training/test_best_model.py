@@ -1,7 +1,5 @@
 """The best model of a run: which it is, that it is the model of that step, that it stays, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

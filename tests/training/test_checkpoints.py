@@ -1,7 +1,5 @@
 """How a run starts, goes on, falls back and refuses; what it leaves on disk."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

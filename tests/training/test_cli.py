@@ -1,7 +1,5 @@
 """The commands as users type them, without a compiler on the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Growing sequences: the same numbers in every layout, through a resume, and in the log."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

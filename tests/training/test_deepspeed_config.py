@@ -1,7 +1,5 @@
 """What DeepSpeed is told, what is refused before it, and that honoured keys leave the numbers of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The same kind of check that found wrong ones in releases: SGD without clipping, since Adam hides a scale.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

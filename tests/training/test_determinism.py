@@ -1,7 +1,5 @@
 """`deterministic_mode`: what it sets, what it refuses, and two runs of the same bits."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

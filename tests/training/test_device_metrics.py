@@ -1,7 +1,5 @@
 """Device metrics of all ranks, from an NVML that is not there."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

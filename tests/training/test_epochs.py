@@ -1,7 +1,5 @@
 """A run given in epochs: its iterations, its schedule, its resume; and data that machines do not share."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

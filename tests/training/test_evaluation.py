@@ -1,7 +1,5 @@
 """Validation loss is one number, whatever the layout; also for fewer samples than a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run that gets longer, or shorter, goes on in the order it began in; a new run has GPT-NeoX's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

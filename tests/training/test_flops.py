@@ -1,7 +1,5 @@
 """Model FLOPs beside torch's own counter and beside NeoX's formula."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

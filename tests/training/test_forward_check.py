@@ -1,7 +1,5 @@
 """A checkpoint carries logits of a fixed batch, and is refused where it gives others."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from dataclasses import replace

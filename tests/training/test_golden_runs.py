@@ -1,7 +1,5 @@
 """Runs of the original system, repeated from its own checkpoints: same data order, same losses, same learning rates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run leaves to be read: every logged step once, and a summary that says what the run was."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

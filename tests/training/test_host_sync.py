@@ -3,8 +3,6 @@
 Every way of Python to wait for a tensor's value is made to raise, unless DeepSpeed's own norm or overflow check asks.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores in the middle of a run: the same in every layout, and the run is bit for bit what it is without them."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import partialmethod

@@ -1,7 +1,5 @@
 """Runs on labelled documents, from keys to losses: the same in every layout, and told what is not listed."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

@@ -1,7 +1,5 @@
 """Every parallel layout trains like one process: losses, gradient norms and final weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not trained on,
 and runs that go on bit for bit. Through the commands' own functions: preprocess, train, validate, generate."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The log line is upstream's, byte for byte; metrics.jsonl and TensorBoard hold the same numbers once."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

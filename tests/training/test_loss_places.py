@@ -1,7 +1,5 @@
 """An objective may make its logits in chunks and of chosen places alone: the step is the same in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The noise scale of gradients whose noise scale is known."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A checkpoint that holds NaN, as other programs and earlier versions may have stored it, is named when it is read."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

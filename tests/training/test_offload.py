@@ -1,7 +1,5 @@
 """Optimizer state and weights kept on the CPU: the numbers of the same run without, resumed bit for bit."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import shutil

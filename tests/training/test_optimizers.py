@@ -1,7 +1,5 @@
 """Optimizers by their formulas, parameter groups, the gradient norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

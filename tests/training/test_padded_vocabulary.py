@@ -1,7 +1,5 @@
 """Rows that pad an imported model's vocabulary: losses are those of the model without them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Preferences from files to trained weights: what a run reads, that it learns, and that it goes on where it stopped."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

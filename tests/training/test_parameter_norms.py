@@ -1,7 +1,5 @@
 """Norms of single parameters are those of the whole parameter, the same in every layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """bf16 with fp32 master weights and fp32 accumulation stays beside fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

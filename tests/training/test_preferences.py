@@ -1,7 +1,5 @@
 """Preferences under the training engine: the same step in every layout, ln 2 where the policy is its own reference."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Traces of a window of steps, one a rank; the line of facts at the start."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Programs written for GPT-NeoX: a configuration they wrote to, handed to the entry points."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

@@ -1,8 +1,6 @@
 """The reference of preference training: ln 2 at the first step in every layout, what is computed and what is found
 again, and runs that go on bit for bit against the weights they began with."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -1,7 +1,5 @@
 """Checkpoints in a bucket: runs, damage, kills and tools against a local S3 server."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

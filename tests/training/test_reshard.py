@@ -1,7 +1,5 @@
 """A run saved in one layout goes on in another, optimizer state included, as if nothing had happened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

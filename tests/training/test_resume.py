@@ -1,7 +1,5 @@
 """A run that stopped goes on bit for bit: saved at step 3, a new process, on to 6."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

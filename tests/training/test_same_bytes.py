@@ -1,7 +1,5 @@
 """Two runs of one configuration leave the same files, whatever drew random numbers in their processes before."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

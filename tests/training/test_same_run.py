@@ -1,7 +1,5 @@
 """A refusal to go on names the key that changed, first, with its file and line."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints without optimizer or random states, and at which iterations they are written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

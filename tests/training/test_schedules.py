@@ -1,7 +1,5 @@
 """Learning rates of the original system up to `lr_decay_iters`, clamped after it."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Phases of row lengths: the same numbers in every layout, through a resume inside a phase, and in the log."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

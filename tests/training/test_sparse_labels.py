@@ -1,7 +1,5 @@
 """Data with few trained tokens: micro-batches, ranks and whole steps without any."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`train.py` on two ranks that should not start together: each reason in one line, on both, with exit code 1."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A run told to stop finishes its step, saves and says so; the next start goes on bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

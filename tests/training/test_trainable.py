@@ -1,7 +1,5 @@
 """`trainable`: what is not trained stays bit for bit, the rest trains as in torch, in every layout."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The paths of the server, as an ASGI application."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

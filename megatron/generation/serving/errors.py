@@ -1,7 +1,5 @@
 """What a client is told when its request comes to nothing, in the shape OpenAI's API gives it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any

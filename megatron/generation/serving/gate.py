@@ -1,7 +1,5 @@
 """Who is let in, and how much of what they send is read."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

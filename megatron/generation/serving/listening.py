@@ -1,7 +1,5 @@
 """Where the server listens, who may talk to it, and the thread that does the talking."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """The loop of all ranks: rank 0 says what is new, every replica takes a step, events come back to rank 0."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar

@@ -1,7 +1,5 @@
 """From the body of an HTTP request to requests of the batcher."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Events as the answers of OpenAI's API, whole or in pieces."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

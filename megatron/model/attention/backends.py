@@ -1,7 +1,5 @@
 """The kernels of attention: what each can do, and how it is run."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which backend runs which calls of attention, chosen once at start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

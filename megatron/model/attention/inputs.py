@@ -4,8 +4,6 @@ Three functions for three kinds of batches: texts from their beginning, as in tr
 rows that branch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The self-attention of a block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Which keys a query sees: documents, branches and windows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

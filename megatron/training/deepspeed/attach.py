@@ -1,7 +1,5 @@
 """DeepSpeed on the processes and groups that are there."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What DeepSpeed is told. Pure: the engine is the file that imports it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weig
 tensor ranks (silently wrong under sequence parallelism), and every value that matters is passed explicitly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

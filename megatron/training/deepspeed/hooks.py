@@ -1,7 +1,5 @@
 """What happens between backward and update, put into DeepSpeed's step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

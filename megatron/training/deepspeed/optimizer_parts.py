@@ -1,7 +1,5 @@
 """The optimizer's state by parameter, whatever ZeRO made of it: out for a checkpoint, in from one of any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

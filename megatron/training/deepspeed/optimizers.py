@@ -1,7 +1,5 @@
 """Optimizers under DeepSpeed: of the CPU, for offloaded state, and in groups that every pipeline stage has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

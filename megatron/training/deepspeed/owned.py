@@ -1,7 +1,5 @@
 """Who answers for which element: what each rank alone holds of weights, gradients and optimizer state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

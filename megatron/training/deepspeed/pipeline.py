@@ -1,7 +1,5 @@
 """DeepSpeed's pipeline engine: a stage as its one layer, tied weights, and stages that train nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

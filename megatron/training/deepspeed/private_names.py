@@ -1,7 +1,5 @@
 """What this package relies on in DeepSpeed beyond its documented interface, and the check that it is there."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from importlib.metadata import version

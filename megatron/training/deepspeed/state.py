@@ -1,8 +1,6 @@
 """The part of a checkpoint that DeepSpeed holds: its counters, fp16's loss scale, and the optimizer's state where that
 is bound to the layout it was written in. By parameter it goes in and out through `optimizer_parts`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The DeepSpeed that is installed: refused if it computes wrong gradients, or lacks what is relied on."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 from megatron.neox_arguments.deepspeed_versions import FIX, wrong_deepspeed
