@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """
 import sys
 from pathlib import Path
-from megatron.launch import Node, Run, watch
+from megatron.launch import watch
+from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
+from megatron.launch.plan import Run
 watch.STOPPED_S = 1.5
 command = (sys.executable, "-u", sys.argv[1])
 logs = Path("logs")
