@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.neox_arguments.attention import AttentionBackend
 from megatron.neox_arguments.declare import REQUIRED, key, new_key
 from megatron.neox_arguments.sections import Bf16, DataTypes, Fp16, RopeScaling
 
@@ -131,7 +132,7 @@ class ModelKeys:
     sparsity_config: Mapping[str, Any] | None = key(
         None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"
     )
-    attention_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = new_key(
+    attention_backend: AttentionBackend = new_key(
         "auto", "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math"
     )
     make_vocab_size_divisible_by: int = key(

@@ -14,21 +14,14 @@ import torch
 
 from megatron.model import build_stage
 from megatron.model.attention import choose_backends
-from megatron.model.attention.choice import BACKENDS
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
 from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = "aten::_scaled_dot_product_"
 MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]]}
-
-
-def test_the_values_of_the_key_are_the_names_of_the_table() -> None:
-    assert set(keys_of(NeoXArgs)["attention_backend"].choices) == {"auto", *(backend.name for backend in BACKENDS)}
 
 
 @torch.no_grad()
@@ -100,17 +93,11 @@ print([part.losses for part in curves(0, 1, [config(attention_backend=name) for 
 
 
 def test_a_backend_is_one_file_and_one_entry(tmp_path: Path) -> None:
-    """Its name stands among the values of the key, too: what reads keys imports no torch."""
     shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megatron/model/attention/mean.py").write_text(MEAN)
-    for file, old, new in (
-        ("model/attention/choice.py", "\n# In order of pref", "from megatron.model.attention.mean import Mean\n# "),
-        ("model/attention/choice.py", "(\n    Varlen(", '(\n    Mean("mean"),\n    Varlen('),
-        ("neox_arguments/keys_model.py", '"efficient", "cudnn"]', '"efficient", "cudnn", "mean"]'),
-    ):
-        text = (tmp_path / "megatron" / file).read_text()
-        assert text.count(old) == 1
-        (tmp_path / "megatron" / file).write_text(text.replace(old, new))
+    table, entry = tmp_path / "megatron" / "neox_arguments" / "attention.py", '("flash", "backends.Varlen"),'
+    assert table.read_text().count(entry) == 1
+    table.write_text(table.read_text().replace(entry, f'{entry} ("mean", "mean.Mean"),'))
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class Backend:
     """One way to run attention. name: the `attention_backend` that asks for it."""
 
     name: str
-    needs_gpu: bool = False
+    needs_gpu: ClassVar[bool] = False
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: Options) -> Tensor:
         """Causal attention, softmax(q k^T * scale + mask) v, of which a cache has k and v already.
@@ -95,11 +95,10 @@ class Backend:
         return None
 
 
-@dataclass(frozen=True)
 class Sdpa(Backend):
     """A kernel of torch's scaled_dot_product_attention; on CPUs it runs documents one after another."""
 
-    kernel: SDPBackend = SDPBackend.MATH
+    kernel: ClassVar[SDPBackend]
 
     def supports(self, call: Call) -> str | None:
         if call.documents and call.device.type == "cuda":
@@ -128,9 +127,26 @@ class Sdpa(Backend):
         return out.permute(2, 0, 1, 3)
 
 
-@dataclass(frozen=True)
+class Cudnn(Sdpa):
+    needs_gpu, kernel = True, SDPBackend.CUDNN_ATTENTION
+
+
+class Flash(Sdpa):
+    kernel = SDPBackend.FLASH_ATTENTION
+
+
+class Efficient(Sdpa):
+    needs_gpu, kernel = True, SDPBackend.EFFICIENT_ATTENTION
+
+
+class Math(Sdpa):
+    kernel = SDPBackend.MATH
+
+
 class Varlen(Backend):
     """Flash attention over documents without a mask, in windows too."""
+
+    needs_gpu = True
 
     def supports(self, call: Call) -> str | None:
         if not call.documents:

@@ -2,25 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from megatron.model.attention.backends import Backend, Call, Options, Sdpa, Varlen
+from megatron.model.attention.backends import Backend, Call, Options
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.attention import ATTENTION_BACKENDS
 
-# In order of preference. Their names are the values of `attention_backend`.
-BACKENDS: tuple[Backend, ...] = (
-    Varlen("flash", needs_gpu=True),
-    Sdpa("cudnn", needs_gpu=True, kernel=SDPBackend.CUDNN_ATTENTION),
-    Sdpa("flash", kernel=SDPBackend.FLASH_ATTENTION),
-    Sdpa("efficient", needs_gpu=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
-    Sdpa("math", kernel=SDPBackend.MATH),
-)
 # (masked, dropping): what is said of such calls at start.
 _DENSE = {
     (False, False): "plain",
@@ -68,13 +61,13 @@ def choose_backends(
 ) -> dict[str, Backends]:
     """Choose the backends of all layers, by `AttentionSpec.backend`; each is tried with one tiny call of each kind.
 
-    `auto` takes the first that works of `BACKENDS`. A named one is used for all of training, and where it takes no
-    mask, the first that does for packed documents and generation. One that `attention_config` names for some layers is
-    used where it can do the run, else `attention_backend`. Documents, and layers with a window, run under a mask where
-    none that is asked for takes them without.
+    `auto` takes the first of `ATTENTION_BACKENDS` that works. A named one is used for all of training, and where it
+    takes no mask, the first that does for packed documents and generation. One that `attention_config` names for some
+    layers is used where it can do the run, else `attention_backend`. Documents, and layers with a window, run under a
+    mask where none that is asked for takes them without.
     Raises ConfigError for a named one that does not work on this device or for this run.
     """
-    here = [backend for backend in BACKENDS if device.type == "cuda" or not backend.needs_gpu]
+    here = [backend for backend in _backends() if device.type == "cuda" or not backend.needs_gpu]
     found = {}
     for asked in dict.fromkeys(spec.backend for spec in specs):
         key = "attention_backend" if asked == args.attention_backend else "attention_config"
@@ -96,6 +89,11 @@ def choose_backends(
         if log is not None and found[asked].name != asked:
             log(f"{key}: {asked} chose {found[asked].name}")
     return found
+
+
+def _backends() -> list[Backend]:
+    places = [(name, *place.split(".")) for name, place in ATTENTION_BACKENDS]
+    return [getattr(import_module(f"megatron.model.attention.{file}"), cls)(name) for name, file, cls in places]
 
 
 def _problem(backend: Backend, calls: Sequence[Call]) -> str | None:

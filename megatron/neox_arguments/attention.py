@@ -1,0 +1,16 @@
+"""The table of attention backends: values of `attention_backend` and what runs for them, in order of preference.
+
+A new backend is an entry here and a class in megatron/model/attention.
+"""
+
+from typing import Literal, TypeAlias
+
+# (name, class: FILE.NAME of megatron/model/attention)
+ATTENTION_BACKENDS = (
+    ("flash", "backends.Varlen"),
+    ("cudnn", "backends.Cudnn"),
+    ("flash", "backends.Flash"),
+    ("efficient", "backends.Efficient"),
+    ("math", "backends.Math"),
+)
+AttentionBackend: TypeAlias = Literal["auto", *dict(ATTENTION_BACKENDS)]  # type: ignore[valid-type]
