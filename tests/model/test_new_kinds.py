@@ -1,5 +1,6 @@
 """A new mixer and a new feed-forward are each a file and an entry of a table, and train."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -88,36 +89,31 @@ class Square(nn.Module):
     def core(self, x):
         return x.square()
 """
-TRAIN = """
-import torch
-from torch.nn.functional import cross_entropy
+RUN = """
+from pathlib import Path
 
-from megatron.model import build_stage, init_stage, layer_params
-from megatron.mpu import ParallelGroups
-from tests.model.stages import random_batch, small
+from megatron.model import layer_params
+from tests.model.stages import small
+from tests.training.runs import ADAMW, bit_equal, config, curves, run_to_end
 
-for changes in ({}, {"gpt_j_residual": True, "checkpoint_activations": True}):
-    args, groups = small(**changes), ParallelGroups.single()
-    stage = build_stage(args, groups)
-    init_stage(stage, args, groups)
-    names = [[spec.name for spec in layer_params(args)[layer]] for layer in (2, 3)]
-    assert "mlp.out.bias" in names[0] and "attention.query_key_value.weight" in names[0], names
-    assert "mlp.linear1.weight" in names[1] and "attention.query_key_value.weight" not in names[1], names
-    optimizer, batch, losses = torch.optim.SGD(stage.parameters(), lr=0.1), random_batch(args), []
-    for _ in range(3):
-        loss = cross_entropy(stage(None, batch).flatten(0, 1), batch.labels.t().flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(param.grad is not None for param in stage.parameters())
-    assert losses[0] > losses[1] > losses[2], losses
+names = [[spec.name for spec in layer_params(small())[layer]] for layer in (2, 3)]
+assert "mlp.out.bias" in names[0] and "attention.query_key_value.weight" in names[0], names
+assert "mlp.linear1.weight" in names[1] and "attention.query_key_value.weight" not in names[1], names
+for part in curves(0, 1, [config(ADAMW), config(ADAMW, gpt_j_residual=True, checkpoint_activations=True)], 3):
+    assert part.losses[0] > part.losses[1] > part.losses[2], part.losses
+common = config(ADAMW, train_iters=4, checkpoint_factor=2)
+_, expected = run_to_end(0, 1, {**common, "save": "through"})
+stopped = {**common, "save": "stopped", "load": "stopped"}
+run_to_end(0, 1, {**stopped, "exit_interval": 2})
+assert Path("stopped/latest").read_text() == "global_step2"
+_, found = run_to_end(0, 1, stopped)
+assert bit_equal(found, expected) and "mlp.out.bias" in found[2], found[2].keys()
 """
 
 
 def test_each_is_a_file_and_an_entry(tmp_path: Path) -> None:
-    for room in ("megatron", "tests/model", "tests/pool"):
-        shutil.copytree(ROOT / room, tmp_path / room)
+    """They train, and go on from a checkpoint to the last bit."""
+    shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     model = tmp_path / "megatron" / "model"
     (model / "mean.py").write_text(MIXER)
     (model / "square.py").write_text(FEED_FORWARD)
@@ -127,5 +123,7 @@ def test_each_is_a_file_and_an_entry(tmp_path: Path) -> None:
         block = block.replace(known, f"({name}, {known[1:]}")
         block = block.replace("from torch import", f"from megatron.model.{module} import {name}\nfrom torch import", 1)
     (model / "block.py").write_text(block)
-    done = subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", RUN]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -39,12 +39,15 @@ def test_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
     assert_goes_on(ranks, common, tmp_path)
 
 
-def test_bit_equal_where_blocks_differ(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipe"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.more) for sizes in ((2, 1), (1, 2)))]
+)
+def test_bit_equal_where_blocks_differ(tensor: int, pipe: int, tmp_path: Path) -> None:
     common = config(
         MIXED, ADAMW, pos_emb="rotary", precision="bfloat16", train_micro_batch_size_per_gpu=2, train_iters=6,
-        checkpoint_factor=3, model_parallel_size=2, pipe_parallel_size=2,
+        checkpoint_factor=3, model_parallel_size=tensor, pipe_parallel_size=pipe,
     )  # fmt: skip
-    assert_goes_on(4, common, tmp_path)
+    assert_goes_on(tensor * pipe, common, tmp_path)
 
 
 def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
