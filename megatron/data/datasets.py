@@ -17,15 +17,16 @@ from megatron.data.blending import (
     BlendingKey,
     BlendKey,
     BlendMaps,
+    EpochKey,
     OnceKey,
     Phases,
     PhasesKey,
+    RepeatedDataset,
     wanted_samples,
     weight_phases,
     weights_by_documents,
 )
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
-from megatron.data.epochs import EpochKey, RepeatedDataset
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.fullness import fullness_note

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.begun import Begun
-from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, OnceKey, wanted_samples
+from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, EpochKey, OnceKey, wanted_samples
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
@@ -24,7 +24,6 @@ from megatron.data.datasets import (
     index_cache_dir,
     requested_samples,
 )
-from megatron.data.epochs import EpochKey
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.index_maps import Packing, stretches
