@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
-from megatron.data.begun import Begun
 from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, EpochKey, OnceKey, wanted_samples
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
@@ -26,7 +25,7 @@ from megatron.data.datasets import (
 )
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
-from megatron.data.index_maps import Packing, stretches
+from megatron.data.index_maps import Begun, Packing, stretches
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.kto import mismatched
 from megatron.data.labels import first_labelled, open_labels, open_rewards
