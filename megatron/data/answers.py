@@ -46,22 +46,14 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class AnswerMaps:
-    """doc_idx, sample_idx, shuffle_idx: `IndexMaps` over documents, over pairs where they take two rows.
-    begin, size [documents]: what is used of each; prompt: how many of these tokens come before the first trained one.
-    counts: as `COUNTS`."""
+class AnswerMaps(IndexMaps):
+    """`IndexMaps` over documents, over pairs where they take two rows; begin, size [documents]: what is used of each;
+    prompt: how many of these tokens come before the first trained one; counts: as `COUNTS`."""
 
-    doc_idx: np.ndarray
-    sample_idx: np.ndarray
-    shuffle_idx: np.ndarray
     begin: np.ndarray
     size: np.ndarray
     prompt: np.ndarray
     counts: np.ndarray
-
-    @property
-    def rows(self) -> IndexMaps:
-        return IndexMaps(self.doc_idx, self.sample_idx, self.shuffle_idx)
 
 
 COUNTS = (

@@ -314,7 +314,7 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
         kl = build(parts, prompts, rows, signs=np.ones(count, np.float32))
     parts = [Slices(numbers % sources, numbers // sources, maps.begin, maps.size)]
     signs = _signs(args, member, count)
-    return build(parts, maps.prompt, maps.rows, signs=signs, two_rows=two_rows, references=member.references, kl=kl)
+    return build(parts, maps.prompt, maps, signs=signs, two_rows=two_rows, references=member.references, kl=kl)
 
 
 def _signs(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:
