@@ -303,7 +303,7 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
         check_sums(reference, member.sources[side], maps.size[side::2], kept)
     build = partial(
         AnswerDataset, member.name, member.sources, seq_length=key.seq_length, packing=key.packing,
-        labels=member.labels, vocab_size=args.padded_vocab_size, limits=key.limits,
+        labels=member.labels, vocab_size=args.padded_vocab_size,
     )  # fmt: skip
     kl = None
     if not paired and couples(args) and args.kto_kl == "drawn":
