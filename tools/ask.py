@@ -100,11 +100,10 @@ def run(options: argparse.Namespace) -> None:
 
     from megatron.generation import Sampling
     from megatron.generation.asking import load_asked
-    from megatron.generation.chat import read_system_prompt
-    from megatron.generation.questions import ask, read_questions
+    from megatron.generation.questions import ask, read_questions, read_text
     from megatron.launch import process_info
 
-    system = read_system_prompt(options.system_file) if options.system_file is not None else None
+    system = read_text(options.system_file).strip() if options.system_file is not None else None
     given = [ask(text, system) for text in options.question]
     if options.file is not None:
         given = read_questions(options.file, True, system)

@@ -6,7 +6,6 @@ The names that need torch (Batch, collate, loaders) are imported on first use: t
 import importlib
 from typing import TYPE_CHECKING
 
-from megatron.data.begun import Begun
 from megatron.data.blending import build_blend
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.datasets import (
@@ -21,7 +20,7 @@ from megatron.data.datasets import (
 )
 from megatron.data.errors import DataError
 from megatron.data.identity import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
-from megatron.data.index_maps import build_packed
+from megatron.data.index_maps import Begun, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.jobs import Progress, Result, preprocess
 from megatron.data.notes import data_notes

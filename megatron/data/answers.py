@@ -46,22 +46,14 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class AnswerMaps:
-    """doc_idx, sample_idx, shuffle_idx: `IndexMaps` over documents, over pairs where they take two rows.
-    begin, size [documents]: what is used of each; prompt: how many of these tokens come before the first trained one.
-    counts: as `COUNTS`."""
+class AnswerMaps(IndexMaps):
+    """`IndexMaps` over documents, over pairs where they take two rows; begin, size [documents]: what is used of each;
+    prompt: how many of these tokens come before the first trained one; counts: as `COUNTS`."""
 
-    doc_idx: np.ndarray
-    sample_idx: np.ndarray
-    shuffle_idx: np.ndarray
     begin: np.ndarray
     size: np.ndarray
     prompt: np.ndarray
     counts: np.ndarray
-
-    @property
-    def rows(self) -> IndexMaps:
-        return IndexMaps(self.doc_idx, self.sample_idx, self.shuffle_idx)
 
 
 COUNTS = (
@@ -142,8 +134,8 @@ class AnswerDataset:
 
     parts, prompts: the documents' slices of `sources`, and how many of their tokens come before the first trained one.
     two_rows: documents 2p and 2p + 1 stand in two rows; then maps are over p. labels, references (float32, for each
-    token or one for each document): beside each source. signs [documents] float32, as of `Batch`. limits: what the
-    slices come from. kl: samples that go with these.
+    token or one for each document): beside each source. signs [documents] float32, as of `Batch`. kl: samples that go
+    with these.
     """
 
     def __init__(
@@ -161,10 +153,9 @@ class AnswerDataset:
         labels: Sequence[IndexedDataset] | None = None,
         references: Sequence[IndexedDataset] | None = None,
         vocab_size: int | None = None,
-        limits: Limits = Limits(),  # noqa: B008
         kl: "AnswerDataset | None" = None,
     ):
-        self.indexed, self.maps, self.signs, self.limits, self.kl = sources[0], maps, signs, limits, kl
+        self.indexed, self.maps, self.signs, self.kl = sources[0], maps, signs, kl
         self.parts, self.references = tuple(parts), None if references is None else tuple(references)
         step, plain = 2 if two_rows else 1, replace(packing, truncate_documents=None)
         self.rows = []

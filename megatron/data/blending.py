@@ -16,7 +16,7 @@ import numpy as np
 from megatron.data.answers import AnswerDataset
 from megatron.data.cache import CacheKey
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.gpt2_dataset import PackedDataset, Sample
 
 LANES = 1024
 LANE_LENGTH = 4096
@@ -55,14 +55,29 @@ class BlendKey(BlendingKey):
 
 @dataclass(frozen=True)
 class OnceKey(BlendingKey):
-    """All that decides the maps of a blend of each sample once."""
+    """All that decides the maps of a blend of each sample once, in the proportion of the weights while all sets last; a
+    set that has given its samples is left out of what follows."""
 
     weights: tuple[float, ...]
     samples: tuple[int, ...]
     once_version: int = 1
 
     def build(self) -> BlendMaps:
-        return build_once(self.weights, self.samples)
+        return spread(self.samples, normalized(self.weights))
+
+
+@dataclass(frozen=True)
+class EpochKey(BlendingKey):
+    """All that decides the maps of one pass over several sets: each sample once, every set spread evenly over the pass.
+
+    (GPT-NeoX draws from all sets alike, so that small ones come again and large ones never end.)
+    """
+
+    samples: tuple[int, ...]
+    epoch_version: int = 1
+
+    def build(self) -> BlendMaps:
+        return spread(self.samples, np.asarray(self.samples, dtype=np.int64))
 
 
 Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one after another
@@ -108,12 +123,6 @@ def build_phases(phases: Phases) -> BlendMaps:
         number.append(blend.dataset_sample_index + drawn[which[-1]])
         drawn[present] += blend.drawn
     return BlendMaps(np.concatenate(which), np.concatenate(number), drawn)
-
-
-def build_once(weights: Sequence[float], samples: Sequence[int]) -> BlendMaps:
-    """Each sample of sets of so many samples once, in the proportion of the weights while all sets last; a set that has
-    given its samples is left out of what follows."""
-    return spread(samples, normalized(weights))
 
 
 def spread(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
@@ -248,3 +257,22 @@ class BlendedDataset:
         member = int(self.maps.dataset_index[index])
         for piece in self.members[member].pieces(int(self.maps.dataset_sample_index[index])):
             yield member, *piece
+
+
+class RepeatedDataset:
+    """`epochs` passes over a dataset (`train_epochs`): every window once, then again in the same order, as NeoX's."""
+
+    def __init__(self, dataset: PackedDataset | BlendedDataset, epochs: int):
+        self.dataset, self.epochs = dataset, epochs
+
+    def __len__(self) -> int:
+        return self.epochs * len(self.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.dataset[index % len(self.dataset)]
+
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """As those of the dataset."""
+        return self.dataset.pieces(index % len(self.dataset))

@@ -55,7 +55,7 @@ class Entry:
 
     def maps(self, key: CacheKey, kind: type[Maps]) -> Maps:
         """The arrays of `key` as the dataclass `kind`."""
-        return kind(**{name: self._array(*self.places[key][name]) for name in kind.__annotations__})
+        return kind(**{name: self._array(*place) for name, place in self.places[key].items()})
 
     def _array(self, dtype: str, shape: list[int], start: int) -> np.ndarray:
         size = np.dtype(dtype).itemsize * math.prod(shape)

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.time_limit import RenderTimeout, render_limit
+from megatron.neox_arguments.installed import package
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -221,15 +222,13 @@ class ChatTokenizer:
 
 def load_chat_tokenizer(path: str, template_file: str | None = None, day: date | None = None) -> ChatTokenizer:
     """The tokenizer of a folder, or of a name on the HuggingFace hub. Raises DataError with what to do."""
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError:
-        raise DataError("chat templates need the transformers package (pip install transformers)") from None
+    missing = DataError("chat templates need the transformers package (pip install transformers)")
+    transformers = package("transformers", missing)
     local = Path(path).exists()
     if not local and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise DataError(f"{path}: no such folder (--tokenizer-path)")
     try:
-        hf = AutoTokenizer.from_pretrained(path, local_files_only=local)
+        hf = transformers.AutoTokenizer.from_pretrained(path, local_files_only=local)
     except Exception as problem:  # the library lets those of its many parsers through
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         what = (

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.data import readers
 from megatron.data.errors import DataError
 from megatron.data.readers import Row, Shard
+from megatron.neox_arguments.installed import package
 
 ROWS_AT_ONCE = 64
 
@@ -135,10 +136,7 @@ def _damage_named(path: str | Path, kind: str) -> Iterator[None]:
 
 
 def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise DataError(f"{path}: reading Parquet and Arrow needs the pyarrow package (pip install pyarrow)") from None
-    return pyarrow
+    missing = DataError(f"{path}: reading Parquet and Arrow needs the pyarrow package (pip install pyarrow)")
+    for part in ("pyarrow.ipc", "pyarrow.parquet"):
+        package(part, missing)
+    return package("pyarrow", missing)

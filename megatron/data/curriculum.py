@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 
 def curriculum_section(args: NeoXArgs) -> Mapping[str, Any] | None:
@@ -64,8 +64,8 @@ def check_curriculum(args: NeoXArgs) -> None:
     else:
         return
     if min(lengths) < 1:
-        raise ConfigError([f"{args.origin(path)}: {path}: expected lengths of at least one token"])
+        raise args.problem(path, "expected lengths of at least one token")
     odd = [length for length in lengths if length % args.tp]
     if args.sequence_parallel and odd:
         problem = f"sequence_parallel cuts sequences over {args.tp} ranks, which does not divide {odd[0]}"
-        raise ConfigError([f"{args.origin(path)}: {path}: {problem}; use multiples of {args.tp}"])
+        raise args.problem(path, f"{problem}; use multiples of {args.tp}")

@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 
 from megatron.data.answers import AnswerDataset
-from megatron.data.begun import Begun, LaidOut
 from megatron.data.blending import (
     BlendedDataset,
     BlendingKey,
     BlendKey,
     BlendMaps,
+    EpochKey,
     OnceKey,
     Phases,
     PhasesKey,
+    RepeatedDataset,
     wanted_samples,
     weight_phases,
     weights_by_documents,
 )
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
-from megatron.data.epochs import EpochKey, RepeatedDataset
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
 from megatron.data.fullness import fullness_note
 from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.index_maps import IndexKey, IndexMaps, stretches, whole_windows
+from megatron.data.index_maps import Begun, IndexKey, IndexMaps, LaidOut, stretches, whole_windows
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packing import build_maps, packing_of

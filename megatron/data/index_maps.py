@@ -7,8 +7,8 @@ So the order depends on how many epochs are mixed. A run that is extended keeps 
 are; those that it needs besides are another stretch, shuffled by itself, laid behind them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -66,6 +66,27 @@ class Packing:
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
         """Tokens that are used of documents of these sizes."""
         return sizes if self.truncate_documents is None else np.minimum(sizes, self.truncate_documents)
+
+
+LaidOut = Mapping[str, tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """How far a run is in its data, from its checkpoint: what keeps the order of its samples when it is extended.
+
+    laid_out: set name -> for each of its members where the stretches of its order end, in samples (see
+    `build_packed`); sets whose order only continues with more samples are not there. The default is a new run.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    laid_out: LaidOut = field(default_factory=dict)
+
+    def stretches(self, name: str, member: int) -> tuple[int, ...]:
+        """Of a member of a set; () where it is not known, or was not there."""
+        members = self.laid_out.get(name, ())
+        return members[member] if member < len(members) else ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The files behind what `--input` names: files, globs, folders, datasets of the HuggingFace hub or cloned from it."""
 
 import glob
-import importlib
 import itertools
 import json
 import logging
@@ -17,6 +16,7 @@ from megatron.data import columnar, readers
 from megatron.data.errors import DataError
 from megatron.data.readers import SUFFIXES, Row, Shard, file_shards, kind_of
 from megatron.data.splits import WHOLE, asked, rows_of, split_of
+from megatron.neox_arguments.installed import package
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"
@@ -256,11 +256,8 @@ def _converted(name: str, subset: str | None, split: str, hub: dict[str, Any]) -
 
 
 def _datasets(name: str | Path) -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ModuleNotFoundError:
-        what = "reading a folder as on" if isinstance(name, Path) else "no such file; reading"
-        raise DataError(f"{name}: {what} the HuggingFace hub needs the datasets package") from None
+    what = "reading a folder as on" if isinstance(name, Path) else "no such file; reading"
+    return package("datasets", DataError(f"{name}: {what} the HuggingFace hub needs the datasets package"))
 
 
 def _reason(problem: Exception) -> str:

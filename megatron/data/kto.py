@@ -57,7 +57,7 @@ def mismatched(
     answer = np.minimum((maps.size - maps.prompt)[other], np.maximum(0, most - maps.prompt))
     prompt = Slices(everyone % sources, everyone // sources, maps.begin, maps.prompt)
     answers = Slices(other % sources, other // sources, (maps.begin + maps.prompt)[other], answer)
-    rows = maps.rows
+    rows: IndexMaps = maps
     if packing.pack_impl != "unpacked":
         lengths = np.zeros(len(everyone), np.int64)
         lengths[kept] = (maps.prompt + answer)[kept]

@@ -53,33 +53,23 @@ def _check_documents(beside: IndexedDataset, text: IndexedDataset, what: str) ->
 
 def labelled(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
     """Which of documents [first, last) have a label among their tokens [begin, end), boolean."""
-    found = np.zeros(last - first, bool)
-    ends = np.cumsum(labels.sizes[first:last], dtype=np.int64)
-    while first < last:
-        done = len(found) - (last - first)
-        before = int(ends[done - 1]) if done else 0
-        count = max(1, int(np.searchsorted(ends, before + CHUNK, side="right")) - done)
-        places = before + np.flatnonzero(labels.span(first, first + count) >= 0)
-        document = np.searchsorted(ends, places, side="right")
-        offset = places - (ends[document] - labels.sizes[first - done + document])
-        found[document[(offset >= begin) & (offset < end)]] = True
-        first += count
-    return found
+    return first_labelled(labels, begin, first, last) < np.minimum(labels.sizes[first:last], end)
 
 
-def first_labelled(labels: IndexedDataset) -> np.ndarray:
-    """The first token [n] of every document, from its second on, that has a label; its length where none has."""
-    sizes = labels.sizes.astype(np.int64)
-    ends, first = np.cumsum(sizes), sizes.copy()
+def first_labelled(labels: IndexedDataset, begin: int = 1, first: int = 0, last: int | None = None) -> np.ndarray:
+    """The first token, from number `begin` on, that has a label, of each of documents [first, last); the document's
+    length where none has."""
+    sizes = labels.sizes[first:last].astype(np.int64)
+    ends, tokens = np.cumsum(sizes), sizes.copy()
     begins, done = ends - sizes, 0
     while done < len(sizes):
         count = max(1, int(np.searchsorted(ends, begins[done] + CHUNK, side="right")) - done)
         here = slice(done, done + count)
-        places = begins[done] + np.flatnonzero(labels.span(done, done + count) >= 0)
-        found = np.append(places, ends[-1])[np.searchsorted(places, begins[here] + 1)]
-        first[here] = np.minimum(found, ends[here]) - begins[here]
+        places = begins[done] + np.flatnonzero(labels.span(first + done, first + done + count) >= 0)
+        found = np.append(places, ends[-1])[np.searchsorted(places, begins[here] + begin)]
+        tokens[here] = np.minimum(found, ends[here]) - begins[here]
         done += count
-    return first
+    return tokens
 
 
 def unlisted_labels(prefix: str, key: str) -> str | None:

@@ -12,11 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.answers import Answers
-from megatron.data.batch import Batch, collate_answers, collate_samples
+from megatron.data.batch import Batch, collate_answers, collate_samples, rechunk
 from megatron.data.datasets import SampleSet, holds_answers
 from megatron.data.errors import DataError
 from megatron.data.identity import data_fingerprint
-from megatron.data.rechunk import rechunk
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.neox_arguments import NeoXArgs
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.answers import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
-from megatron.data.begun import Begun
-from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, OnceKey, wanted_samples
+from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, EpochKey, OnceKey, wanted_samples
 from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
@@ -24,10 +23,9 @@ from megatron.data.datasets import (
     index_cache_dir,
     requested_samples,
 )
-from megatron.data.epochs import EpochKey
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
-from megatron.data.index_maps import Packing, stretches
+from megatron.data.index_maps import Begun, Packing, stretches
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.kto import mismatched
 from megatron.data.labels import first_labelled, open_labels, open_rewards
@@ -305,7 +303,7 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
         check_sums(reference, member.sources[side], maps.size[side::2], kept)
     build = partial(
         AnswerDataset, member.name, member.sources, seq_length=key.seq_length, packing=key.packing,
-        labels=member.labels, vocab_size=args.padded_vocab_size, limits=key.limits,
+        labels=member.labels, vocab_size=args.padded_vocab_size,
     )  # fmt: skip
     kl = None
     if not paired and couples(args) and args.kto_kl == "drawn":
@@ -316,7 +314,7 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
         kl = build(parts, prompts, rows, signs=np.ones(count, np.float32))
     parts = [Slices(numbers % sources, numbers // sources, maps.begin, maps.size)]
     signs = _signs(args, member, count)
-    return build(parts, maps.prompt, maps.rows, signs=signs, two_rows=two_rows, references=member.references, kl=kl)
+    return build(parts, maps.prompt, maps, signs=signs, two_rows=two_rows, references=member.references, kl=kl)
 
 
 def _signs(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.data.readers import Row, texts_of
+from megatron.neox_arguments.installed import package
 
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
 SEAMS = (re.compile(r"(?<=\S)[ \n](?=\S)"), re.compile(r"(?<=[^\w\s])(?=\w)"))  # before blanks; after punctuation
@@ -170,8 +171,4 @@ def _build(make_tokenizer: Callable[..., Encoder], tokenizer_args: tuple[str | N
 
 def fix_text(text: str) -> str:
     """Text with broken encodings repaired."""
-    try:
-        import ftfy
-    except ModuleNotFoundError:
-        raise DataError("--ftfy needs the ftfy package (pip install ftfy)") from None
-    return ftfy.fix_text(text)
+    return package("ftfy", DataError("--ftfy needs the ftfy package (pip install ftfy)")).fix_text(text)

@@ -21,6 +21,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 
 from megatron.data.errors import DataError
+from megatron.neox_arguments.installed import package
 
 CHUNK_BYTES = 1 << 20  # of raw input in a shard: a fraction of a second of tokenising
 CSV_FIELD_BYTES = 1 << 30  # a quote that is never closed must not swallow a file without end
@@ -393,10 +394,8 @@ def _unpacked(raw: IO[bytes], packing: str, source: str) -> Iterator[Any]:
         with gzip.GzipFile(fileobj=raw) as stream:
             yield stream
     elif packing == ".zst":
-        try:
-            import zstandard
-        except ModuleNotFoundError:
-            raise DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)") from None
+        missing = DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)")
+        zstandard = package("zstandard", missing)
         try:
             yield io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj), ZSTD_BYTES)
         except zstandard.ZstdError as problem:

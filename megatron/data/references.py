@@ -67,17 +67,13 @@ def samples_of(rows: Sequence[AnswerRow], width: int, packed: bool) -> tuple[lis
         order, begins = best_fit(np.array([len(row.tokens) for row in rows]), width)
     places = order.tolist()
     return [
-        _sample([rows[i] for i in places[first:last]], width)
+        sample_of([rows[i] for i in places[first:last]], width)
         for first, last in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True)
     ], places
 
 
-def padding_sample(width: int) -> Answers:
-    """A row of no answers."""
-    return _sample([], width)
-
-
-def _sample(rows: Sequence[AnswerRow], width: int) -> Answers:
+def sample_of(rows: Sequence[AnswerRow], width: int) -> Answers:
+    """One row of these answers; of none it is padding."""
     tokens, labels = np.zeros(width, np.int64), np.full(width, MASKED, np.int64)
     begins, numbers, filled = np.zeros(width, bool), np.full(width, -1, np.int64), 0
     for number, row in enumerate(rows):

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron.data.errors import DataError
+from megatron.neox_arguments.installed import package
 
 KEYWORDS = {
     "train": ("train", "training"),
@@ -54,12 +55,9 @@ def rows_of(part: str, name: str, rows: int) -> tuple[int, int]:
     """[first, last) of the rows of a split that a part of `--split` asks for, `train[:10%]`, rounded as `datasets`."""
     if part == name:
         return 0, rows
+    datasets = package("datasets", DataError(f"--split {part}: needs the datasets package (pip install datasets)"))
     try:
-        from datasets import ReadInstruction
-    except ModuleNotFoundError:
-        raise DataError(f"--split {part}: needs the datasets package (pip install datasets)") from None
-    try:
-        (wanted,) = ReadInstruction.from_spec(part).to_absolute({name: rows})
+        (wanted,) = datasets.ReadInstruction.from_spec(part).to_absolute({name: rows})
     except (ValueError, AssertionError) as problem:
         raise DataError(f"--split {part}: {str(problem).splitlines()[0]} ({name} has {rows} rows)") from None
     return wanted.from_, wanted.to

@@ -3,19 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
-
-
-class Readable(Protocol):
-    """What is read of a set of documents."""
-
-    data_file: Path
-
-    def get(self, index: int, offset: int, length: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +24,7 @@ class Slices:
 class DocumentsView:
     """Reads like a set of documents; document d is `parts[0][d]`, then `parts[1][d]`, and so on, of `sources`."""
 
-    def __init__(self, sources: Sequence[Readable], parts: Sequence[Slices]):
+    def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[Slices]):
         self.sources, self.parts = tuple(sources), tuple(parts)
         self.sizes: np.ndarray = np.asarray(sum(part.count.astype(np.int64) for part in parts))
         self.data_file = sources[0].data_file

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import find_checkpoint
-from megatron.checkpointing.huggingface import export_hf, find_hf, is_hf
+from megatron.checkpointing.huggingface import export_hf, is_hf
 from megatron.evaluation.catalogue import Catalogue
 from megatron.evaluation.harness import Evaluation, run_task
 from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import DTYPES
-from megatron.neox_arguments import NeoXArgs
 
 
 def compare(model: Model, catalogue: Catalogue, ours: Evaluation, logger: logging.Logger) -> float:
@@ -28,7 +26,7 @@ def compare(model: Model, catalogue: Catalogue, ours: Evaluation, logger: loggin
     theirs = Evaluation()
     begun = time.perf_counter()
     logger.info("the same tasks through lm-eval's hf backend")
-    with _folder(model.args) as folder, quiet():
+    with _folder(model) as folder, quiet():
         reference = _reference(folder, model)
         for tasks in (tasks for name, tasks in catalogue.tasks.items() if name not in ours.failures):
             theirs.add(run_task(reference, tasks, catalogue, model.args, 0))
@@ -49,16 +47,14 @@ def compare(model: Model, catalogue: Catalogue, ours: Evaluation, logger: loggin
 
 
 @contextmanager
-def _folder(args: NeoXArgs) -> Iterator[Path]:
+def _folder(model: Model) -> Iterator[Path]:
     """The HuggingFace model that is evaluated, or what a checkpoint is as one."""
-    source = args.load or args.save
-    assert source is not None
+    source = Path(model.source)
     if is_hf(source):
-        yield find_hf(source)
+        yield source
         return
     with tempfile.TemporaryDirectory(prefix="compare-hf-") as place:
-        path = find_checkpoint(source, args.iteration)
-        export_hf(path, args, Path(place) / "model", check=False)
+        export_hf(source, model.args, Path(place) / "model", check=False)
         yield Path(place) / "model"
 
 

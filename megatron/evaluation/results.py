@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.data.files import sync, temporary
+from megatron.checkpointing import replace_file
+from megatron.data.files import temporary
 from megatron.evaluation.harness import Evaluation
 from megatron.neox_arguments import NeoXArgs
 
@@ -60,9 +61,10 @@ def write(args: NeoXArgs, evaluation: Evaluation, name: str) -> Path:
     )
     samples: dict[str, list[Any]] = evaluation.results.pop("samples", {})
     for task, rows in samples.items():
-        _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
+        file = folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl"
+        replace_file(file, "".join(map(_line, rows)).encode())
     path = folder / f"{prefix}eval_results_{name}.json"
-    _replace(path, json.dumps(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n")
+    replace_file(path, (json.dumps(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n").encode())
     return path
 
 
@@ -74,10 +76,3 @@ def _plain(value: Any) -> Any:
     from lm_eval.utils import handle_non_serializable
 
     return handle_non_serializable(value)
-
-
-def _replace(path: Path, text: str) -> None:
-    unfinished = temporary(path)
-    unfinished.write_text(text, encoding="utf-8")
-    sync(unfinished)
-    unfinished.replace(path)

@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing import find_checkpoint
-from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.checkpointing.staging import with_local_model
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
 from megatron.evaluation.results import TIME, output_folder, table, write
@@ -54,7 +53,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
         logger.info("zero_optimization.stage 3: eval.py keeps the weights whole on every data-parallel rank")
     model = load_model(args, groups, tokenizer, logger)
     source = str(args.load or args.save)
-    identity = on_rank_zero(groups, lambda: fingerprint(args)) if args.eval_cache is not None else None
+    identity = on_rank_zero(groups, lambda: fingerprint(Path(model.source))) if args.eval_cache is not None else None
     watchdog.now("evaluating")
     found = evaluate(model, catalogue, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
     seconds = time.perf_counter() - begun
@@ -102,12 +101,8 @@ def _finish(args: NeoXArgs, found: Evaluation, seconds: float, logger: logging.L
     logger.info(f"results are in {path}, after {seconds:.1f} s")
 
 
-def fingerprint(args: NeoXArgs) -> str:
-    """Says which weights `load` (else `save`) and `iteration` name: their manifest, or names, sizes and times of
-    files."""
-    source = args.load or args.save
-    assert source is not None
-    path = find_hf(source) if is_hf(source) else find_checkpoint(source, args.iteration)
+def fingerprint(path: Path) -> str:
+    """Says which weights a folder holds: their manifest, or names, sizes and times of files."""
     manifest = path / "manifest.json"
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()

@@ -109,14 +109,6 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
     )
 
 
-def read_system_prompt(file: str | Path) -> str:
-    """What a conversation begins with, as a file has it. Raises RequestError."""
-    try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as cause:
-        raise RequestError(f"{file}: cannot be read ({cause})") from cause
-
-
 def _places(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
     if args.vocab_file is not None:
         vocab = Path(args.vocab_file)

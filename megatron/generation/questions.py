@@ -37,19 +37,22 @@ def ask(text: str, system: str | None = None) -> Question:
     return Question(text, (*before, {"role": "user", "content": text}))
 
 
+def read_text(file: str | Path) -> str:
+    """What a file says, as a system prompt or questions. Raises RequestError."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise RequestError(f"{file}: cannot be read ({cause})") from cause
+
+
 def read_questions(file: str | Path, chat: bool, system: str | None = None) -> list[Question]:
     """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` (a last answer is left out), any other file
     texts. chat: texts are a user's words; system: what conversations without a system message begin with.
 
     Raises RequestError with file and line.
     """
-    path = Path(file)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other separators of lines
-    except (OSError, UnicodeDecodeError) as cause:
-        raise RequestError(f"{path}: cannot be read ({cause})") from cause
-    found = []
-    for number, line in enumerate(lines, 1):
+    path, found = Path(file), []
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other separators of lines
         if not line.strip():
             continue
         try:

@@ -1,47 +1,35 @@
 """GPT-NeoX's groups of keys by its names: `NeoXArgsTokenizer.tokenizer_type` is the default of that key.
 
-Our groups are cut otherwise. Each class here declares every key that GPT-NeoX's class of that name declares, and the
-neighbours of those keys.
+Our groups (TokenizerKeys: "Tokenizer") are cut otherwise. Each class here declares every key that GPT-NeoX's class of
+that name declares, and the neighbours of those keys.
 """
 
 from collections.abc import Mapping
 from dataclasses import make_dataclass
 
-from megatron.neox_arguments.keys_architectures import (
-    MoEKeys,
-    MuPKeys,
-    OtherArchitectureKeys,
-    TransformerEngineKeys,
-)
-from megatron.neox_arguments.keys_data import DataKeys, TokenizerKeys
-from megatron.neox_arguments.keys_deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
-from megatron.neox_arguments.keys_evaluation import EvaluationKeys
-from megatron.neox_arguments.keys_logging import LoggingKeys, TextgenKeys
-from megatron.neox_arguments.keys_model import ModelKeys, PrecisionKeys
-from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, RunnerKeys
-from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
-from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
+from megatron.neox_arguments.neox_args import NeoXArgs
 
-_BASES: Mapping[str, tuple[type, ...]] = {
-    "NeoXArgsDeepspeedRunner": (RunnerKeys, DeepspeedKeys),
-    "NeoXArgsDeepspeedConfig": (DeepspeedKeys, BatchKeys, OptimizerKeys, PrecisionKeys, ParallelKeys),
-    "NeoXArgsModel": (
-        ModelKeys, PrecisionKeys, TransformerEngineKeys, OtherArchitectureKeys, PostTrainingKeys, DeadKeys,
-    ),
-    "NeoXArgsMoE": (MoEKeys,),
-    "NeoXArgsLRScheduler": (OptimizerKeys,),
-    "NeoXArgsOptimizer": (OptimizerKeys, MadeKeys),
-    "NeoXArgsTokenizer": (TokenizerKeys, ModelKeys),
+_OURS = {keys.__name__.removesuffix("Keys"): keys for keys in NeoXArgs.__mro__}
+_BASES: Mapping[str, tuple[str, ...]] = {
+    "NeoXArgsDeepspeedRunner": ("Runner", "Deepspeed"),
+    "NeoXArgsDeepspeedConfig": ("Deepspeed", "Batch", "Optimizer", "Precision", "Parallel"),
+    "NeoXArgsModel": ("Model", "Precision", "TransformerEngine", "OtherArchitecture", "PostTraining", "Dead"),
+    "NeoXArgsMoE": ("MoE",),
+    "NeoXArgsLRScheduler": ("Optimizer",),
+    "NeoXArgsOptimizer": ("Optimizer", "Made"),
+    "NeoXArgsTokenizer": ("Tokenizer", "Model"),
     "NeoXArgsTraining": (
-        TrainingKeys, CheckpointKeys, DataKeys, TokenizerKeys, OptimizerKeys, PostTrainingKeys, UnlearningKeys,
-        MuPKeys, ModelKeys, MadeKeys,
+        "Training", "Checkpoint", "Data", "Tokenizer", "Optimizer", "PostTraining", "Unlearning",
+        "MuP", "Model", "Made",
     ),
-    "NeoXArgsParallelism": (ParallelKeys, MadeKeys),
-    "NeoXArgsLogging": (LoggingKeys, MadeKeys),
-    "NeoXArgsTextgen": (TextgenKeys, EvaluationKeys, PostTrainingKeys),
-    "NeoXArgsOther": (ParallelKeys, TrainingKeys, DataKeys, CheckpointKeys, RunnerKeys, DeadKeys, MadeKeys),
+    "NeoXArgsParallelism": ("Parallel", "Made"),
+    "NeoXArgsLogging": ("Logging", "Made"),
+    "NeoXArgsTextgen": ("Textgen", "Evaluation", "PostTraining"),
+    "NeoXArgsOther": ("Parallel", "Training", "Data", "Checkpoint", "Runner", "Dead", "Made"),
 }  # fmt: skip
 GROUPS: Mapping[str, type] = {
-    name: make_dataclass(name, (), bases=bases, frozen=True, init=False, repr=False, eq=False)
-    for name, bases in _BASES.items()
+    name: make_dataclass(
+        name, (), bases=tuple(_OURS[base] for base in own), frozen=True, init=False, repr=False, eq=False
+    )
+    for name, own in _BASES.items()
 }

@@ -69,10 +69,8 @@ def arguments_dump(args: "NeoXArgs") -> str:
 def flat_values(args: "NeoXArgs") -> Iterator[tuple[str, Any]]:
     """Every resolved value but the files' text, by dotted path."""
     for name, key in keys_of(type(args)).items():
-        if name == "config_files":
-            continue
-        value = getattr(args, name)
-        yield from _flat_value(name, value, key)
+        if name != "config_files":
+            yield from _flat_value(name, getattr(args, name), key)
 
 
 def _flat_value(path: str, value: Any, key: Key) -> Iterator[tuple[str, Any]]:

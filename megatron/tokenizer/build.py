@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
 from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
 from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
@@ -64,12 +64,8 @@ def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
         padded = padded_vocab_size(tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tp)
         return args.replace(padded_vocab_size=padded)
     if args.padded_vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            [
-                f"{args.origin('padded_vocab_size')}: padded_vocab_size: {args.padded_vocab_size} is smaller than the "
-                f"tokenizer's vocabulary of {tokenizer.vocab_size}"
-            ]
-        )
+        small = f"{args.padded_vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer.vocab_size}"
+        raise args.problem("padded_vocab_size", small)
     return args
 
 

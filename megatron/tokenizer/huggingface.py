@@ -1,11 +1,11 @@
 """Tokenizers of the HuggingFace libraries: a `tokenizer.json`, GPT-2's two files, or a folder or name on the Hub."""
 
-import importlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.neox_arguments.installed import package
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -144,7 +144,4 @@ def _declared(path: Path) -> dict[str, str]:
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise TokenizerError(f"this tokenizer needs the {name} package (pip install {name})") from None
+    return package(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))

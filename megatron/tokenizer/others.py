@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.neox_arguments.installed import package
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -23,10 +24,8 @@ class SPMTokenizer(Tokenizer):
     """A SentencePiece `.model`. eod: `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's own EOS."""
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
-        try:
-            import sentencepiece
-        except ModuleNotFoundError:
-            raise TokenizerError(f"SPMTokenizer needs the sentencepiece package {INSTALL}") from None
+        missing = TokenizerError(f"SPMTokenizer needs the sentencepiece package {INSTALL}")
+        sentencepiece = package("sentencepiece", missing)
         self._content = read_file(vocab_file)
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -68,10 +67,7 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
-        try:
-            import tiktoken
-        except ModuleNotFoundError:
-            raise TokenizerError(f"TiktokenTokenizer needs the tiktoken package {INSTALL}") from None
+        tiktoken = package("tiktoken", TokenizerError(f"TiktokenTokenizer needs the tiktoken package {INSTALL}"))
         if Path(vocab_file).is_dir():
             encoding = _saved(Path(vocab_file), tiktoken)
         elif str(vocab_file) in (known := tiktoken.list_encoding_names()):

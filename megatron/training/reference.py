@@ -28,7 +28,7 @@ from megatron.data.references import (
     ReferencedDataset,
     Scores,
     all_answer_rows,
-    padding_sample,
+    sample_of,
     samples_of,
 )
 from megatron.model import build_stage, forward_only
@@ -294,7 +294,7 @@ class _Cache:
         samples, order = samples_of(rows, self.args.seq_length + 1, self.args.pack_impl != "unpacked")
         size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
         batches = max(self._from_data_ranks(-(-len(samples) // size)))
-        samples += [padding_sample(self.args.seq_length + 1)] * (batches * size - len(samples))
+        samples += [sample_of([], self.args.seq_length + 1)] * (batches * size - len(samples))
         sums = [torch.zeros(0)]
         for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
             sums += [found.cpu() for found in self.engine.scores([self.collate(items) for items in chunk])]

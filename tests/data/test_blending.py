@@ -11,7 +11,7 @@ from megatron.data import blending as room
 from megatron.data.blending import (
     BlendedDataset,
     BlendMaps,
-    build_once,
+    OnceKey,
     normalized,
     wanted_samples,
     weights_by_documents,
@@ -196,7 +196,7 @@ def test_a_member_that_would_run_out_is_refused():
 
 
 def test_each_sample_once_by_weight():
-    maps = build_once((1, 2, 1), (10, 6, 1))
+    maps = OnceKey((1, 2, 1), (10, 6, 1)).build()
     assert maps.drawn.tolist() == [10, 6, 1]
     for which, count in enumerate((10, 6, 1)):
         assert maps.dataset_sample_index[maps.dataset_index == which].tolist() == list(range(count))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, epoch_iterations
-from megatron.data.epochs import RepeatedDataset, build_epoch
+from megatron.data.blending import EpochKey, RepeatedDataset
 from tests.data.samples import golden_json
 from tests.data.test_datasets import A, B, build, make_args
 
@@ -57,7 +57,7 @@ def test_epochs_of_several_sets_visit_each_sample_once(tmp_path: Path):
 
 def test_sets_are_spread_over_the_epoch():
     counts = [1000, 10, 333]
-    maps = build_epoch(counts)
+    maps = EpochKey(tuple(counts)).build()
     assert maps.drawn.tolist() == counts
     for number, count in enumerate(counts):
         places = np.flatnonzero(maps.dataset_index == number)

@@ -17,8 +17,7 @@ from megatron.data import (
     order_keys,
 )
 from megatron.data.batch import collate_samples
-from megatron.data.blending import BlendedDataset
-from megatron.data.epochs import RepeatedDataset
+from megatron.data.blending import BlendedDataset, RepeatedDataset
 from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.labels import open_labels, open_rewards
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset

@@ -8,8 +8,8 @@ import pytest
 from trl.data_utils import extract_prompt
 
 from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
-from megatron.data.begun import Begun
 from megatron.data.blending import BlendedDataset
+from megatron.data.index_maps import Begun
 from megatron.data.preferences import build_answer_sets
 from tests.data.samples import DATASET, INDEXMAPS, golden_maps
 

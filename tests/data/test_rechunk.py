@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import build_packed, check_curriculum, row_length, step_length, train_loader
-from megatron.data.batch import collate
+from megatron.data.batch import collate, rechunk
 from megatron.data.gpt2_dataset import PackedDataset
-from megatron.data.rechunk import rechunk
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.data.samples import write_dataset
 from tests.data.test_loader import make_args
