@@ -253,10 +253,10 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     args, engine, eod = training.args, training.engine, training.tokenizer.eod
     samples = args.eval_iters * args.train_batch_size
     if holds_answers(args):
-        loss, means = evaluate_objective(engine, dataset, samples, args, training.groups, eod)
+        loss, means = evaluate_objective(engine, dataset, samples, eod)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
-    found = evaluate(engine, dataset, samples, args, training.groups, eod, detokenize)
+    found = evaluate(engine, dataset, samples, eod, detokenize)
     own = {"lm_loss": found.lm_loss, "lm_loss_ppl": found.perplexity, "unigram_entropy": found.unigram_entropy}
     if found.character_perplexity is not None:
         own["lm_loss_char_lvl_ppl"] = found.character_perplexity

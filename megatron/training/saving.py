@@ -350,7 +350,7 @@ class Saver:
         yield from self._model_states()
         extra: dict[str, Any] = {}
         if args.checkpoint_validation_with_forward_pass:
-            extra[LOGITS] = fixed_logits(engine, args)
+            extra[LOGITS] = fixed_logits(engine)
         if groups.rank("data") == 0:
             state = {**self._model_state(progress), **extra}
             yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
