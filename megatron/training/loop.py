@@ -124,11 +124,10 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
                     _call(due, step, bar)
                     log.write(step)
                     progress.validation_loss = step.row.get("validation/lm_loss")
+                    if saves or for_now:
+                        save.save(for_now)
                     if saves:
-                        save.save()
                         stop.note_save()
-                    elif for_now:
-                        save.save_for_now()
             bar.update()
         log.settle()
         with training.watchdog.phase("saving"):
