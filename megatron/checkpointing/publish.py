@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.files import replace_file, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
-from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
+from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, size_problems
 from megatron.checkpointing.remote import Store
 from megatron.checkpointing.retention import Retention, superseded
 from megatron.data.files import sync
@@ -90,7 +90,7 @@ def publish(
     tag, added = step_tag(iteration), [name for name in files if name not in manifest.files]
     if store is not None:
         store.send(temporary, tag, added)
-    bad = size_problems(temporary, files.values()) if store is None else store.size_problems(tag, files.values())
+    bad = size_problems(file_sizes(temporary, files) if store is None else store.sizes(tag), files.values())
     if bad:
         raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
     for directory in {(temporary / name).parent for name in (files if store is None else added)}:
