@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import replace_file, write_bytes
+from megatron.checkpointing.files import need_free, replace_file, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, size_problems
 from megatron.checkpointing.remote import Store
@@ -33,6 +33,17 @@ def begin(save: str | Path, iteration: int) -> Path:
     temporary = save / f".tmp_{step_tag(iteration)}"
     temporary.mkdir()
     return temporary
+
+
+def begin_in(save: Path, iteration: int, needed: int, check_free: Callable[[Path, int], None] = need_free) -> Path:
+    """`begin`, where `needed` bytes are free. check_free: raises CheckpointError where they are not, as this does for a
+    folder that cannot be written."""
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        check_free(save, needed)
+        return begin(save, iteration)
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
 
 
 def _settle(aside: Path) -> None:

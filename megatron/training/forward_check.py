@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, Manifest, load_tensors
+from megatron.checkpointing.layout import LOGITS
 from megatron.data import Batch
 from megatron.mpu import HeadInput, together
 from megatron.training.engine import Engine
 
-LOGITS = "checkpoint_validation_logits"
 # In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is far above.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 
