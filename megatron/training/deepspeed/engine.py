@@ -29,15 +29,15 @@ from megatron.model.init import initial_value, specified, stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums, label_logprobs
-from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
+from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
 from megatron.training.deepspeed.owned import OwnedParts
 from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
+from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.state import EngineState
-from megatron.training.deepspeed.version import check_deepspeed
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
@@ -83,7 +83,7 @@ class DeepSpeedEngine:
                 model=stage if self._pipe is None else module,
                 optimizer=optimizer,
                 config=config,
-                mpu=PlainMpu(groups) if self._pipe is None else None,
+                mpu=plain_mpu(groups) if self._pipe is None else None,
                 dist_init_required=False,
             )[0]
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
