@@ -107,9 +107,7 @@ def evaluate_objective(
 
     for chunk in _chunks(engine, dataset, num_samples, eod):
         found += engine.forward_only(engine.complete(chunk), read, shape)
-    total = torch.stack(found).double().sum(0)
-    if groups.group("data") is not None:
-        dist.all_reduce(total, group=groups.group("data"))
+    total = groups.sum(torch.stack(found).double().sum(0), "data")
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
     means = objective.means(sums.view(-1, 2))
     return float((parts / weights.clamp(min=1.0)).sum()), {name: float(value) for name, value in means.items()}
