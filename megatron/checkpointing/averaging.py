@@ -11,14 +11,12 @@ from torch import Tensor
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, need_free, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
-from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.publish import begin_in, publish
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
-
-_LOGITS = "checkpoint_validation_logits"  # of one checkpoint, not of the mean
 
 
 def average(
@@ -45,12 +43,8 @@ def average(
         check_model(found.model, args, str(path))
         verify(path, [name for name in found.files if not names.is_state(name)])
     specs, cut = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        need_free(save, sum(record.size for name, record in manifest.files.items() if not names.is_state(name)))
-        temporary = begin(save, manifest.iteration)
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
+    needed = sum(record.size for name, record in manifest.files.items() if not names.is_state(name))
+    temporary = begin_in(save, manifest.iteration, needed)
     try:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
@@ -59,7 +53,7 @@ def average(
             del mean
         for _, file in sorted(names.model_files(last).items()):
             own = {**load_tensors(file), "module": None, "optimizer": None}
-            own.pop(_LOGITS, None)
+            own.pop(names.LOGITS, None)  # of one checkpoint, not of the mean
             records.append(save_tensors(own, temporary / file.name))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)

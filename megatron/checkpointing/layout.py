@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.checkpointing.errors import CheckpointError
 
 LATEST = "latest"
+LOGITS = "checkpoint_validation_logits"  # in mp_rank files
 _TAG = re.compile(r"global_step(\d+)")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _OPTIMIZER = re.compile(r"optim_layer_(\d+)-model_(\d+)\.pt")

@@ -127,7 +127,7 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
     unlisted = [n for n in wanted if n not in manifest.files]
     if unlisted:
         raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
-    bad = size_problems(path, [manifest.files[n] for n in wanted])
+    bad = size_problems(file_sizes(path, wanted), [manifest.files[n] for n in wanted])
     bad = bad or [f"{n} (checksum)" for n in wanted if sha256(path / n) != manifest.files[n].sha256]
     bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
     if bad:
@@ -145,15 +145,19 @@ def _tensor_problem(path: Path, record: FileRecord) -> str | None:
     return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {was})"
 
 
-def size_problems(path: Path, records: Iterable[FileRecord]) -> list[str]:
-    """Files that are not there or have another size, in words."""
+def file_sizes(path: Path, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those of these files that are in a folder."""
+    return {name: (path / name).stat().st_size for name in names if (path / name).is_file()}
+
+
+def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> list[str]:
+    """Files that are not there or have another size, in words. sizes: of those that are there."""
     bad = []
     for record in records:
-        file = path / record.name
-        if not file.is_file():
-            bad.append(f"{record.name} (missing)")
-        elif file.stat().st_size != record.size:
-            bad.append(f"{record.name} ({file.stat().st_size:,} bytes instead of {record.size:,})")
+        size = sizes.get(record.name)
+        if size != record.size:
+            text = "missing" if size is None else f"{size:,} bytes instead of {record.size:,}"
+            bad.append(f"{record.name} ({text})")
     return bad
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import replace_file, write_bytes
+from megatron.checkpointing.files import need_free, replace_file, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
-from megatron.checkpointing.manifest import MANIFEST, Manifest, size_problems
+from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, size_problems
 from megatron.checkpointing.remote import Store
 from megatron.checkpointing.retention import Retention, superseded
 from megatron.data.files import sync
@@ -33,6 +33,17 @@ def begin(save: str | Path, iteration: int) -> Path:
     temporary = save / f".tmp_{step_tag(iteration)}"
     temporary.mkdir()
     return temporary
+
+
+def begin_in(save: Path, iteration: int, needed: int, check_free: Callable[[Path, int], None] = need_free) -> Path:
+    """`begin`, where `needed` bytes are free. check_free: raises CheckpointError where they are not, as this does for a
+    folder that cannot be written."""
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        check_free(save, needed)
+        return begin(save, iteration)
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
 
 
 def _settle(aside: Path) -> None:
@@ -90,7 +101,7 @@ def publish(
     tag, added = step_tag(iteration), [name for name in files if name not in manifest.files]
     if store is not None:
         store.send(temporary, tag, added)
-    bad = size_problems(temporary, files.values()) if store is None else store.size_problems(tag, files.values())
+    bad = size_problems(file_sizes(temporary, files) if store is None else store.sizes(tag), files.values())
     if bad:
         raise CheckpointError(f"{temporary}: not published, its files are not whole: {', '.join(bad)}")
     for directory in {(temporary / name).parent for name in (files if store is None else added)}:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, readable_size, replace_file
+from megatron.checkpointing.files import readable_size, replace_file
 from megatron.checkpointing.layout import LATEST, is_tag, model_file, step_of
-from megatron.checkpointing.manifest import MANIFEST, Manifest, read_manifest
+from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, read_manifest
 from megatron.checkpointing.retention import EPHEMERAL
 from megatron.data.files import sha256
 
@@ -187,16 +187,6 @@ class Store:
             if name in last:
                 self.upload(local / name, f"{folder}/{name}")
 
-    def size_problems(self, folder: str, records: Iterable[FileRecord]) -> list[str]:
-        """Files that did not arrive, in words."""
-        sizes, bad = self.sizes(folder), []
-        for record in records:
-            size = sizes.get(record.name)
-            if size != record.size:
-                text = "missing" if size is None else f"{size:,} bytes instead of {record.size:,}"
-                bad.append(f"{record.name} ({text})")
-        return bad
-
 
 def mirror(store: Store, folder: Path) -> None:
     """Make `folder` look like the store: every whole checkpoint with its manifest alone, and `latest`.
@@ -227,10 +217,11 @@ def mirror(store: Store, folder: Path) -> None:
             return  # told to whoever reads it
         if EPHEMERAL in manifest.files:
             (path / EPHEMERAL).touch()
+        created = datetime.fromisoformat(manifest.created).timestamp()
+        os.utime(path, (created, created))  # retention goes by the age of a checkpoint
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(one, tags))
-    _keep_ages(folder, tags)
     latest = store.read(LATEST)
     if latest is not None:
         replace_file(folder / LATEST, latest)
@@ -238,18 +229,6 @@ def mirror(store: Store, folder: Path) -> None:
         (folder / LATEST).unlink(missing_ok=True)
         if HF_CONFIG in found:
             fetch(store, "", folder)
-
-
-def _keep_ages(folder: Path, tags: Iterable[str]) -> None:
-    """Retention goes by the age of a checkpoint, which the copy has from the manifest."""
-    for tag in tags:
-        try:
-            manifest = read_manifest(folder / tag)
-        except CheckpointError:
-            continue
-        if manifest is not None:
-            created = datetime.fromisoformat(manifest.created).timestamp()
-            os.utime(folder / tag, (created, created))
 
 
 def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
@@ -269,7 +248,8 @@ def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = la
         store.download(f"{tag}/{MANIFEST}".lstrip("/"), path / MANIFEST)
     manifest = read_manifest(path)
     files = {name: record for name, record in manifest.files.items() if wanted(name)} if manifest is not None else {}
-    missing = [name for name, size in there.items() if not _is_file_of(path / name, size)]
+    here = file_sizes(path, there)
+    missing = [name for name, size in there.items() if here.get(name) != size]
     needed, free = sum(there[name] for name in missing), shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
@@ -281,7 +261,7 @@ def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = la
         record = files.get(name)
         for _ in range(2):  # what came wrong over the network comes right the second time
             store.download(f"{tag}/{name}".lstrip("/"), path / name)
-            if record is None or _is_file_of(path / name, record.size) and sha256(path / name) == record.sha256:
+            if record is None or sha256(path / name) == record.sha256:
                 return None
         assert record is not None
         size = (path / name).stat().st_size
@@ -302,10 +282,6 @@ def thin(path: Path) -> None:
             file.rmdir() if not any(file.iterdir()) else None
         elif file.name not in (MANIFEST, EPHEMERAL):
             file.unlink()
-
-
-def _is_file_of(file: Path, size: int) -> bool:
-    return file.is_file() and file.stat().st_size == size
 
 
 def _words(problem: BaseException) -> str:

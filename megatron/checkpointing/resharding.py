@@ -17,19 +17,18 @@ from torch import Tensor
 
 from megatron.checkpointing import layout as names
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, need_free, save_tensors, write_bytes
+from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, verify
 from megatron.checkpointing.names import to_file_names
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import OptimizerFiles
-from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.publish import begin_in, publish
 from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_LOGITS = "checkpoint_validation_logits"
 
 
 def reshard(
@@ -75,8 +74,8 @@ def reshard(
             return final
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     _check_sizes(specs, to.tensor)
-    _check_space(source, save, 2 if sequential else 1)
-    temporary = begin(save, names.step_of(source))
+    size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    temporary = begin_in(save, names.step_of(source), size * (2 if sequential else 1))
     records: list[FileRecord] = []
     for layer in each(sorted(specs), len(specs)):
         weights = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
@@ -143,15 +142,6 @@ def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> 
                 )
 
 
-def _check_space(source: Path, save: Path, copies: int) -> None:
-    needed = copies * sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        need_free(save, needed)
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
-
-
 def _reshard_state(
     state: OptimizerFiles | NeoXOptimizer, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
 ) -> list[FileRecord]:
@@ -183,7 +173,7 @@ def _model_states(
     first: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **more}
     if isinstance(first.get("args"), dict):
         first["args"] = {**first["args"], "model_parallel_size": to.tensor}
-    parts = [found[_LOGITS] for found in states if found.get(_LOGITS) is not None]
+    parts = [found[names.LOGITS] for found in states if found.get(names.LOGITS) is not None]
     parts = parts[-manifest.layout.tensor :]
     cut = torch.cat(parts, dim=-1).chunk(to.tensor, dim=-1) if parts else ()
     made = []
@@ -191,7 +181,7 @@ def _model_states(
         for rank in range(to.tensor):
             own = dict(first)
             if cut:
-                own[_LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
+                own[names.LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
             made.append(own)
     return made
 

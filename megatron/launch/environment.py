@@ -66,7 +66,7 @@ def process_info(
     elif found := next((names for names in _MPI if names[0] in env), None):
         info = _from_mpi(env, found, master_addr, master_port)
     else:
-        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr or "127.0.0.1", master_port), starter="alone")
+        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), starter="alone")
     if not 0 <= info.rank < info.world_size:
         raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
     if not 0 <= info.local_rank < info.local_world_size:
@@ -114,14 +114,12 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
         here = env["PET_NPROC_PER_NODE"]
         if here not in ("1", "auto", "gpu", "cpu"):
             raise LaunchError(f"PET_NPROC_PER_NODE is {here}: start the pod's ranks with deepy.py or torchrun")
-        return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr or "127.0.0.1", port), starter="operator")
+        return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
         raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
-    return ProcessInfo(
-        rank, world, local_rank, local_world, *_rendezvous(env, addr or "127.0.0.1", port), starter="torchrun"
-    )
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun")
 
 
 def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -147,13 +145,12 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, 
         raise LaunchError(
             "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."
         )
-    return ProcessInfo(
-        rank, world, local_rank, local_world, *_rendezvous(env, addr or "127.0.0.1", port), starter="mpi"
-    )
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="mpi")
 
 
-def _rendezvous(env: Mapping[str, str], addr: str, port: int | None) -> tuple[str, int]:
-    return env.get("MASTER_ADDR", addr), _number(env, "MASTER_PORT", DEFAULT_PORT if port is None else port)
+def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> tuple[str, int]:
+    default = DEFAULT_PORT if port is None else port
+    return env.get("MASTER_ADDR", addr or "127.0.0.1"), _number(env, "MASTER_PORT", default)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

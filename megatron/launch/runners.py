@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -51,11 +51,7 @@ def openmpi(run: Run) -> tuple[list[str], dict[str, str]]:
     """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left them."""
     _first_slots(run)
     # mpirun would bind each rank to one core, and its data workers with it.
-    runner = _deepspeed("OpenMPIRunner")(
-        _deepspeed_args(run, *run.command[2:], options="--bind-to none"), "", _pool(run)
-    )
-    _export(runner, run)
-    return runner.get_cmd({}, _pool(run)), {}
+    return _by_mpi(run, "OpenMPIRunner", "--bind-to none")
 
 
 def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
@@ -63,10 +59,8 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
         raise LaunchError(f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}")
-    runner = _deepspeed("MVAPICHRunner")(_deepspeed_args(run, *run.command[2:]), "", _pool(run))
-    _export(runner, run)
     try:
-        return runner.get_cmd({}, _pool(run)), {}
+        return _by_mpi(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
         raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
 
@@ -133,13 +127,13 @@ def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Na
     )  # fmt: skip
 
 
-def _export(runner: Any, run: Run) -> None:
+def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], dict[str, str]]:
+    """options: of mpirun."""
+    pool = {node.host: node.ranks or 0 for node in run.nodes}
+    runner = _deepspeed(runner_class)(_deepspeed_args(run, *run.command[2:], options=options), "", pool)
     # Words of their own, without a shell: no quotes
     runner.exports |= {**run.environment, "MASTER_ADDR": run.master_addr, "MASTER_PORT": str(run.master_port)}
-
-
-def _pool(run: Run) -> Mapping[str, int]:
-    return {node.host: node.ranks or 0 for node in run.nodes}
+    return runner.get_cmd({}, pool), {}
 
 
 def _first_slots(run: Run) -> None:

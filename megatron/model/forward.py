@@ -62,7 +62,4 @@ def forward_only(
     for work, _ in waiting:
         if work is not None:
             work.wait()
-    if pipe is not None:
-        for result in results:
-            dist.broadcast(result, src=members[-1], group=pipe)
-    return results
+    return [groups.from_last_stage(result) for result in results]

@@ -127,22 +127,13 @@ def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
     return (keys - (keys.unsqueeze(0) if queries is None else queries).unsqueeze(2)).unsqueeze(1)
 
 
-def alibi_bias(
-    seq: int,
-    num_heads: int,
-    first_head: int,
-    local_heads: int,
-    device: torch.device,
-    positions: Tensor | None = None,
-    distance: Tensor | None = None,
-) -> Tensor:
-    """slope * (key - query) with future keys masked, `[1, local_heads, seq, seq]` fp32.
+def alibi_bias(seq: int, slopes: Tensor, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
+    """slope * (key - query) with future keys masked, `[1, heads, seq, seq]` fp32. slopes: of these heads.
 
-    positions: of other queries than all of `seq`, `[batch, queries]`; then `[batch, local_heads, queries, seq]`.
+    positions: of other queries than all of `seq`, `[batch, queries]`; then `[batch, heads, queries, seq]`.
     distance: key - query where they are no columns, `[batch, 1, queries, keys]`.
     """
-    slopes = torch.tensor(alibi_slopes(num_heads)[first_head : first_head + local_heads], device=device)
-    distance = distances(seq, device, positions) if distance is None else distance
+    distance = distances(seq, slopes.device, positions) if distance is None else distance
     return (slopes.view(-1, 1, 1) * distance.float()).masked_fill(distance > 0, float("-inf"))
 
 

@@ -25,7 +25,7 @@ from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, TiedHead
 from megatron.model.partitioning import partition_layers
-from megatron.model.positions import RelativePositionBias, alibi_bias
+from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
 from megatron.model.specs import (
     AttentionSpec,
     BlockSpec,
@@ -170,8 +170,8 @@ class Stage(nn.Module):
     def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:
             local = spec.mixer.heads // self.tensor_size
-            heads = spec.mixer.heads, local * self.tensor_rank, local
-            return alibi_bias(seq, *heads, self.device_of_groups, columns, distance)
+            own = alibi_slopes(spec.mixer.heads)[local * self.tensor_rank :][:local]
+            return alibi_bias(seq, torch.tensor(own, device=self.device_of_groups), columns, distance)
         if spec.mixer.relative is not None:
             return self.layers[str(spec.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
         return None

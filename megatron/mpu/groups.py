@@ -45,6 +45,18 @@ class ParallelGroups:
         """Process group along `axis`; None when its size is 1."""
         return self.handles[axis]
 
+    def sum(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """`x`, summed in place over the ranks along `axis`."""
+        if self.handles[axis] is not None:
+            dist.all_reduce(x, group=self.handles[axis])
+        return x
+
+    def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, in place that of the last pipeline stage."""
+        if self.handles["pipe"] is not None:
+            dist.broadcast(x, src=self.members["pipe"][-1], group=self.handles["pipe"])
+        return x
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""

@@ -109,23 +109,23 @@ def libraries() -> dict[str, str]:
 
 def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) -> None:
     """Rank 0: stop the start if ranks are not alike, or `shared` is not one folder."""
+    compared = {
+        "libraries": (_library_differences, "use one environment, or one constraints.txt, on every machine"),
+        "configuration": (configuration_differences, "start all ranks with the same files and flags"),
+        "code": (code_differences, "install the same version on every machine"),
+    }
     cards = rendezvous.cards()
     problems = []
-    for kind in ("libraries", "configuration", "code"):
+    for kind, (differences_of, end) in compared.items():
         alike: dict[str, list[int]] = {}
         for rank, other in enumerate(cards):
             if other[kind] != cards[0][kind]:
                 alike.setdefault(json.dumps(other[kind]), []).append(rank)
         for ranks in list(alike.values())[:_SHOWN]:
-            if kind == "libraries":
-                differences, end = _library_differences(cards[ranks[0]][kind], cards[0][kind]), _SAME_LIBRARIES
-            else:
-                theirs = rendezvous.ask({kind: None}, ranks[:1])[ranks[0]]
-                ours = _answer({kind: None}, args)
-                if kind == "configuration":
-                    differences, end = configuration_differences(theirs, ours), _SAME_CONFIGURATION
-                else:
-                    differences, end = code_differences(theirs, ours), _SAME_CODE
+            theirs, ours = cards[ranks[0]][kind], cards[0][kind]
+            if kind != "libraries":  # else the cards say all
+                theirs, ours = rendezvous.ask({kind: None}, ranks[:1])[ranks[0]], _answer({kind: None}, args)
+            differences = differences_of(theirs, ours)
             more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
             who = f"{named(ranks)} (host {_hosts(cards, ranks)})"
             text = "; ".join([*differences[:_SHOWN], *more])
@@ -137,11 +137,6 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
         problem = _probe(rendezvous, Path(shared), elsewhere, cards)
         if problem is not None:
             rendezvous.stop(problem)
-
-
-_SAME_CONFIGURATION = "start all ranks with the same files and flags"
-_SAME_CODE = "install the same version on every machine"
-_SAME_LIBRARIES = "use one environment, or one constraints.txt, on every machine"
 
 
 def _answer(question: Mapping[str, Any], args: NeoXArgs) -> Any:

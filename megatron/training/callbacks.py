@@ -182,20 +182,14 @@ class LogCallback:
         row["runtime/tokens_per_sec"] = rows * self.length / seconds
         if has_curriculum(args):
             row["curriculum_seqlen"], row["curriculum_tokens"] = step.row_length, step.row_tokens
-        hardware, model = self._flops_per_second(seconds)
+        device_seconds, factor = seconds * self.training.groups.world_size, 4 if args.checkpoint_activations else 3
+        hardware, model = (neox_flops(args, n, self.length, self.row_length) / device_seconds for n in (factor, 3))
         row["runtime/flops_per_sec_per_gpu"] = hardware
         flops = model_flops(args, self.length, self.row_length)
-        row["runtime/model_flops_per_sec_per_gpu"] = flops / (seconds * self.training.groups.world_size)
+        row["runtime/model_flops_per_sec_per_gpu"] = flops / device_seconds
         if args.peak_theoretical_tflops is not None:
             row["runtime/model_flops_utilization"] = model / (args.peak_theoretical_tflops * 1e12)
             row["runtime/hardware_flops_utilization"] = hardware / (args.peak_theoretical_tflops * 1e12)
-
-    def _flops_per_second(self, seconds: float) -> tuple[float, float]:
-        """(with recomputation, without), a device."""
-        args, world = self.training.args, self.training.groups.world_size
-        factor = 4 if args.checkpoint_activations else 3
-        hardware, model = (neox_flops(args, count, self.length, self.row_length) for count in (factor, 3))
-        return hardware / (seconds * world), model / (seconds * world)
 
     def _line(self, step: Step, loss: float, seconds: float, means: Mapping[str, float], skipped: int) -> str:
         args, row = self.training.args, step.row
@@ -253,10 +247,10 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     args, engine, eod = training.args, training.engine, training.tokenizer.eod
     samples = args.eval_iters * args.train_batch_size
     if holds_answers(args):
-        loss, means = evaluate_objective(engine, dataset, samples, args, training.groups, eod)
+        loss, means = evaluate_objective(engine, dataset, samples, eod)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
-    found = evaluate(engine, dataset, samples, args, training.groups, eod, detokenize)
+    found = evaluate(engine, dataset, samples, eod, detokenize)
     own = {"lm_loss": found.lm_loss, "lm_loss_ppl": found.perplexity, "unigram_entropy": found.unigram_entropy}
     if found.character_perplexity is not None:
         own["lm_loss_char_lvl_ppl"] = found.character_perplexity
@@ -310,13 +304,8 @@ class SaveCallback:
         every = self.training.args.ephemeral_save_interval
         return self.training.args.save is not None and every is not None and iteration % every == 0
 
-    def save_for_now(self) -> None:
-        """Write a checkpoint that stands until the next one."""
-        with self.training.watchdog.phase("saving"):
-            self.training.checkpointer.save(self.training.progress, ephemeral=True)
-
-    def save(self) -> None:
-        """Write a checkpoint of the run as it is now."""
+    def save(self, for_now: bool = False) -> None:
+        """Write a checkpoint of the run as it is now. for_now: one that stands until the next."""
         if self.training.args.save is not None:
             with self.training.watchdog.phase("saving"):
-                self.training.checkpointer.save(self.training.progress)
+                self.training.checkpointer.save(self.training.progress, ephemeral=for_now)

@@ -186,7 +186,7 @@ class Checkpointer(Saver):
 
     def _check_forward(self, path: Path, manifest: Manifest | None) -> None:
         if self.args.checkpoint_validation_with_forward_pass:
-            check_forward(self.engine, self.args, self.groups, path, manifest, self.logger.info)
+            check_forward(self.engine, path, manifest, self.logger.info)
 
     def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
         """Refuse to go on from another run, or on other data."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch, SampleSet, collation, eval_batches, holds_answers
-from megatron.mpu import HeadInput, ParallelGroups, token_logprobs_and_statistics
+from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine
@@ -43,18 +43,16 @@ def evaluate(
     engine: Engine,
     dataset: SampleSet,
     num_samples: int,
-    args: NeoXArgs,
-    groups: ParallelGroups,
     eod: int | None,
     detokenize: Callable[[Iterable[int]], str] | None = None,
 ) -> Evaluation:
     """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their characters are
     counted too."""
-    names = engine.objective.metrics
+    names, groups = engine.objective.metrics, engine.groups
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
-    counts = torch.zeros(args.padded_vocab_size, dtype=torch.int64)
-    for chunk in _chunks(dataset, num_samples, args, groups, eod):
-        for batch, (logprobs, *metrics) in zip(chunk, _values(engine, chunk, args, groups), strict=True):
+    counts = torch.zeros(engine.args.padded_vocab_size, dtype=torch.int64)
+    for chunk in _chunks(engine, dataset, num_samples, eod):
+        for batch, (logprobs, *metrics) in zip(chunk, _values(engine, chunk), strict=True):
             weights = batch.loss_weights.double()
             totals[:2] += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
             for place, values in enumerate(metrics, start=3):
@@ -75,16 +73,15 @@ def evaluate(
     return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
 
 
-def _values(engine: Engine, batches: list[Batch], args: NeoXArgs, groups: ParallelGroups) -> list[Tensor]:
+def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
     """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's metrics
     are the means of."""
     if not engine.objective.metrics:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
-        logprobs, found = token_logprobs_and_statistics(
-            head.logits(), batch.labels.t(), groups.group("tensor"), args.softmax_rows
-        )
+        group, columns = engine.groups.group("tensor"), engine.args.softmax_rows
+        logprobs, found = token_logprobs_and_statistics(head.logits(), batch.labels.t(), group, columns)
         values = {"entropy": found.entropy, "mean_token_accuracy": found.is_top}
         return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
 
@@ -92,11 +89,11 @@ def _values(engine: Engine, batches: list[Batch], args: NeoXArgs, groups: Parall
 
 
 def evaluate_objective(
-    engine: Engine, dataset: SampleSet, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
+    engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None
 ) -> tuple[float, dict[str, float]]:
     """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one step's
     loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in training."""
-    objective = engine.objective
+    objective, groups = engine.objective, engine.groups
     found: list[Tensor] = []
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
@@ -108,11 +105,9 @@ def evaluate_objective(
     def shape(batch: Batch) -> tuple[int]:
         return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
 
-    for chunk in _chunks(dataset, num_samples, args, groups, eod):
+    for chunk in _chunks(engine, dataset, num_samples, eod):
         found += engine.forward_only(engine.complete(chunk), read, shape)
-    total = torch.stack(found).double().sum(0)
-    if groups.group("data") is not None:
-        dist.all_reduce(total, group=groups.group("data"))
+    total = groups.sum(torch.stack(found).double().sum(0), "data")
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
     means = objective.means(sums.view(-1, 2))
     return float((parts / weights.clamp(min=1.0)).sum()), {name: float(value) for name, value in means.items()}
@@ -125,10 +120,9 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 
-def _chunks(
-    dataset: SampleSet, num_samples: int, args: NeoXArgs, groups: ParallelGroups, eod: int | None
-) -> Iterator[list[Batch]]:
+def _chunks(engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None) -> Iterator[list[Batch]]:
     """This data rank's micro-batches of the first `num_samples` samples, as many at a time as in a step."""
+    args, groups = engine.args, engine.groups
     rows, rank, size = args.train_micro_batch_size_per_gpu, groups.rank("data"), groups.size("data")
     batches = eval_batches(dataset, num_samples, rows, rank, size, collation(args, eod))
     while chunk := list(islice(batches, args.gradient_accumulation_steps or 1)):

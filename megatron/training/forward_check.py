@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, Manifest, load_tensors
+from megatron.checkpointing.layout import LOGITS
 from megatron.data import Batch
-from megatron.mpu import HeadInput, ParallelGroups, together
-from megatron.neox_arguments import NeoXArgs
+from megatron.mpu import HeadInput, together
 from megatron.training.engine import Engine
 
-LOGITS = "checkpoint_validation_logits"
 # In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is far above.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 
 
-def fixed_logits(engine: Engine, args: NeoXArgs) -> Tensor | None:
+def fixed_logits(engine: Engine) -> Tensor | None:
     """Logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on CPU; None but on the last stage.
     All ranks call it together."""
-    tokens = torch.arange(args.seq_length).remainder(args.padded_vocab_size).unsqueeze(0)
+    tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
     found: list[Tensor] = []
 
     def keep(head: HeadInput, _: Batch) -> Tensor:
@@ -34,19 +33,12 @@ def fixed_logits(engine: Engine, args: NeoXArgs) -> Tensor | None:
     return found[0] if found else None
 
 
-def check_forward(
-    engine: Engine,
-    args: NeoXArgs,
-    groups: ParallelGroups,
-    path: Path,
-    manifest: Manifest | None,
-    say: Callable[[str], None],
-) -> None:
+def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Callable[[str], None]) -> None:
     """Compare with the logits in checkpoint `path`, of any layout. All ranks call it together.
 
     Raises CheckpointError with the largest difference.
     """
-    ours = fixed_logits(engine, args)
+    ours, groups = fixed_logits(engine), engine.groups
 
     def compare() -> tuple[float, float] | None:
         """(largest difference, largest logit) over this rank's part of the vocabulary."""
@@ -67,7 +59,7 @@ def check_forward(
         say(f"{path} holds no {LOGITS}: it is not checked with a forward pass")
         return
     difference, largest = (max(values) for values in zip(*found, strict=True))
-    limit = TOLERANCE[args.params_dtype] * largest
+    limit = TOLERANCE[engine.args.params_dtype] * largest
     if not difference <= limit:  # NaN too
         raise CheckpointError(
             f"{path}: logits of the fixed batch differ by up to {difference:.3g} from those it was saved with "

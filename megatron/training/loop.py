@@ -66,7 +66,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     args, progress, logger = training.args, training.progress, training.logger
     if progress.iteration >= args.train_iters:
         logger.info(f"nothing left to do: train_iters is {args.train_iters}")
-        _finish(training, f"run finished at iteration {progress.iteration}", "finished", None)
+        _finish(training, "finished", None)
         return
     best = [BestCallback(training)] if args.save_best is not None else []
     is_chief = training.groups.world_rank == 0
@@ -124,11 +124,10 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
                     _call(due, step, bar)
                     log.write(step)
                     progress.validation_loss = step.row.get("validation/lm_loss")
+                    if saves or for_now:
+                        save.save(for_now)
                     if saves:
-                        save.save()
                         stop.note_save()
-                    elif for_now:
-                        save.save_for_now()
             bar.update()
         log.settle()
         with training.watchdog.phase("saving"):
@@ -150,13 +149,9 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
         with training.watchdog.phase("closing the loggers"):
             for target in loggers:
                 target.close()
-    done = progress.iteration >= args.train_iters
-    text = f"run finished at iteration {progress.iteration}"
-    if not done:
-        text = f"run stopped at iteration {progress.iteration}: {reason}"
-    status, reason = ("finished", None) if done else ("stopped", reason)
+    status, reason = ("finished", None) if progress.iteration >= args.train_iters else ("stopped", reason)
     write_history(training, facts, status, reason, time.monotonic() - begun)
-    _finish(training, text, status, reason)
+    _finish(training, status, reason)
 
 
 def _before_first_step(
@@ -200,6 +195,7 @@ def _advance(training: Training) -> None:
             )
 
 
-def _finish(training: Training, text: str, status: str, reason: str | None) -> None:
+def _finish(training: Training, status: str, reason: str | None) -> None:
     write_status(training, status, reason)
-    training.logger.info(text)
+    why = f": {reason}" if reason is not None else ""
+    training.logger.info(f"run {status} at iteration {training.progress.iteration}{why}")

@@ -16,7 +16,7 @@ def build_probes(training: Training) -> tuple[list[Probe], Callable[[], OnGradie
     probes: list[Probe] = []
     sees: list[tuple[OnGradients, int]] = []  # every so many steps
     if ParameterNorms.wanted(args):
-        norms = ParameterNorms(args, groups, training.engine)
+        norms = ParameterNorms(training.engine)
         probes.append(norms)
         sees += [(norms.on_gradients, args.log_interval)] if args.log_grad_norm or args.log_grad_pct_zeros else []
     if args.log_gradient_noise_scale:

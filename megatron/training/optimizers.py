@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model import Stage
@@ -95,8 +94,7 @@ def gradient_norm(cut: Iterable[nn.Parameter], whole: Iterable[nn.Parameter], gr
         for param in params:
             if param.grad is not None:
                 square += param.grad.float().square().sum()
-    if groups.group("tensor") is not None:
-        dist.all_reduce(squares[0], group=groups.group("tensor"))
+    groups.sum(squares[0], "tensor")
     return squares.sum().sqrt()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.model import named_params, trained_parameters
-from megatron.mpu import ParallelGroups, together
+from megatron.mpu import together
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine, Parts
 from megatron.training.probes import sum_over_ranks
@@ -21,13 +21,13 @@ class ParameterNorms:
     Weights and optimizer state are fp32, after the update.
     """
 
-    def __init__(self, args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> None:
-        self.args, self.groups, self.engine = args, groups, engine
-        trained = trained_parameters(args)  # one parameter of all blocks is named after the first
-        specs = {name: spec for name, spec in named_params(args).items() if name in trained}
+    def __init__(self, engine: Engine) -> None:
+        self.args, self.groups, self.engine = engine.args, engine.groups, engine
+        trained = trained_parameters(self.args)  # one parameter of all blocks is named after the first
+        specs = {name: spec for name, spec in named_params(self.args).items() if name in trained}
         self._names = list(specs)
         self._sizes = torch.tensor([float(torch.Size(spec.shape).numel()) for spec in specs.values()])
-        self._sizes = self._sizes.to(groups.device, torch.float64)
+        self._sizes = self._sizes.to(self.groups.device, torch.float64)
         self._gradients: list[Tensor] = []
         self._states: list[str] = []
 

@@ -6,11 +6,10 @@ goes on from a checkpoint of its own.
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from megatron.data.references import (
 )
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
-from megatron.mpu import ParallelGroups, Watchdog, on_rank_zero, together, together_in, together_local
+from megatron.mpu import Watchdog, on_rank_zero, together, together_in, together_local
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.losses import scores_reference
 from megatron.objectives import answer_sums, label_logprobs
@@ -61,19 +60,12 @@ _TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
 _SAY_EVERY = 30.0  # seconds
 
 
-def resume_with_reference(
-    args: NeoXArgs,
-    groups: ParallelGroups,
-    datasets: Datasets,
-    engine: Engine,
-    checkpointer: Checkpointer,
-    logger: logging.Logger,
-    watchdog: Watchdog,
-) -> tuple[Datasets, Progress]:
+def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tuple[Datasets, Progress]:
     """`Checkpointer.resume`, and the reference that the objective needs: in the datasets, or filled in by the engine.
 
     Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
     """
+    args, groups, datasets = checkpointer.args, checkpointer.groups, checkpointer.datasets
     if not scores_reference(args):
         return datasets, checkpointer.resume()
     goes_on, progress = checkpointer.source.goes_on, None
@@ -91,23 +83,21 @@ def resume_with_reference(
                 "true to begin preference training with them",
             )
         on_rank_zero(groups, lambda: _write_record(args, source, about))
-    weights_are_there = [not goes_on]
 
+    @cache
     def have_weights() -> None:
-        if not weights_are_there[0]:
-            logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
+        if goes_on:  # else they are there
+            checkpointer.logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
             checkpointer.load_weights_of(source)
-            weights_are_there[0] = True
 
     if args.dpo_reference == "on_the_fly":
         have_weights()
-        engine.use_reference(frozen_copy(args, groups, engine))
-        logger.info(_cost_of_copy(engine))
+        checkpointer.engine.use_reference(frozen_copy(checkpointer.engine))
+        checkpointer.logger.info(_cost_of_copy(checkpointer.engine))
     else:
-        folder = cache_folder(args, digest)
-        cache = _Cache(args, groups, engine, folder, about, have_weights, logger, watchdog)
-        cache.check(datasets)
-        datasets = cache.fill(datasets)
+        scores = _Cache(checkpointer, cache_folder(args, digest), about, have_weights, watchdog)
+        scores.check(datasets)
+        datasets = scores.fill(datasets)
         watchdog.now("loading a checkpoint")
     return datasets, checkpointer.resume() if progress is None else progress
 
@@ -149,9 +139,9 @@ def _cost_of_copy(engine: Engine) -> str:
     return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
 
 
-def frozen_copy(args: NeoXArgs, groups: ParallelGroups, engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
+def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """For `Engine.use_reference`, by the weights that the engine has now."""
-    weights = engine.weights()
+    args, groups, weights = engine.args, engine.groups, engine.weights()
     stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
     compile_blocks(stage, args)
     with torch.no_grad():
@@ -177,20 +167,12 @@ class _Cache:
     """The scores in a folder, and the making of those that are missing. All ranks call every method together."""
 
     def __init__(
-        self,
-        args: NeoXArgs,
-        groups: ParallelGroups,
-        engine: Engine,
-        folder: Path,
-        about: dict,
-        have_weights: Callable[[], None],
-        logger: logging.Logger,
-        watchdog: Watchdog,
+        self, run: Checkpointer, folder: Path, about: dict, have_weights: Callable[[], None], watchdog: Watchdog
     ) -> None:
-        self.args, self.groups, self.engine, self.logger, self.watchdog = args, groups, engine, logger, watchdog
-        self.folder, self.about, self.have_weights = folder, about, have_weights
-        self.scores = Scores(on_rank_zero(groups, lambda: read_scores(folder)))
-        self.collate = collation(args, None)
+        self.args, self.groups, self.engine, self.logger = run.args, run.groups, run.engine, run.logger
+        self.folder, self.about, self.have_weights, self.watchdog = folder, about, have_weights, watchdog
+        self.scores = Scores(on_rank_zero(self.groups, lambda: read_scores(folder)))
+        self.collate = collation(self.args, None)
 
     def check(self, datasets: Datasets) -> None:
         """Score some rows again. Raises DataError where the cache says something else."""

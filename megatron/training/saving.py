@@ -49,7 +49,7 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.families import hf_config
 from megatron.checkpointing.huggingface import CARRIED, carried_files, export_hf
-from megatron.checkpointing.layout import is_state
+from megatron.checkpointing.layout import LOGITS, is_state
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.remote import Store, fetch, thin
 from megatron.checkpointing.staging import save_store
@@ -62,7 +62,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.background import BackgroundWriter
 from megatron.training.engine import Engine
 from megatron.training.facts import local_sizes
-from megatron.training.forward_check import LOGITS, fixed_logits
+from megatron.training.forward_check import fixed_logits
 from megatron.training.same_run import data_record
 from megatron.training.schedules import Schedule
 from megatron.training.sources import Source
@@ -350,7 +350,7 @@ class Saver:
         yield from self._model_states()
         extra: dict[str, Any] = {}
         if args.checkpoint_validation_with_forward_pass:
-            extra[LOGITS] = fixed_logits(engine, args)
+            extra[LOGITS] = fixed_logits(engine)
         if groups.rank("data") == 0:
             state = {**self._model_state(progress), **extra}
             yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)

@@ -122,10 +122,7 @@ def resumed_schedule(
         if args.use_checkpoint_lr_scheduler:
             raise CheckpointError(f"{where}: holds no learning-rate schedule; remove use_checkpoint_lr_scheduler")
         return schedule
-    stored = Schedule(
-        saved["start_lr"], saved["min_lr"], saved["decay_style"], saved["warmup_iter"], saved["end_iter"],
-        saved.get("wsd_decay_iters", 0), saved.get("wsd_decay_style", "linear"),
-    )  # fmt: skip
+    stored = Schedule(**{name: saved[label] for name, (label, _) in _WRITTEN_AS.items() if label in saved})
     if args.use_checkpoint_lr_scheduler:
         return stored
     changed = []

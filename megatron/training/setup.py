@@ -202,6 +202,6 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[
     checkpointer = Checkpointer(args, groups, built, schedule, tokenizer, datasets, order, source, logger)
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
-    datasets, progress = resume_with_reference(args, groups, datasets, built, checkpointer, logger, watchdog)
+    datasets, progress = resume_with_reference(checkpointer, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
     return Training(args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog)

@@ -76,9 +76,8 @@ class Agreement:
 
     def close(self) -> None:
         """Take up what is still under way."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self.settle()
+        self._work = None
 
 
 class StopCondition:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.model.attention import AttentionInputs, Options, document_mask
 from megatron.model.attention.backends import Backend
-from megatron.model.positions import alibi_bias
+from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import (
     chosen,
@@ -23,7 +23,6 @@ from tests.model.stages import (
     stage_with,
 )
 
-CPU = torch.device("cpu")
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
 
 
@@ -47,7 +46,7 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
         mask = document_mask(starts, SEQ)
         bias = bias.masked_fill(~mask, float("-inf"))
     if "alibi" in kind:
-        slopes = alibi_bias(SEQ, HEADS, 0, HEADS, CPU)
+        slopes = alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS)))
         bias = bias + slopes.double()
         mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
     out = chosen(small(attention_backend=name)).attend(q, k, v, AttentionInputs(mask=mask), Options())
@@ -56,7 +55,7 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
 
 def test_bf16_stays_bf16_with_a_bias() -> None:
     q = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16)
-    inputs = AttentionInputs(mask=alibi_bias(SEQ, HEADS, 0, HEADS, CPU))
+    inputs = AttentionInputs(mask=alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS))))
     out = chosen(small()).attend(q, q, q, inputs, Options())
     assert out.dtype == torch.bfloat16
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.training.deepspeed.private_names import PRIVATE_NAMES, is_there
-from megatron.training.deepspeed.version import check_deepspeed, check_version
+from megatron.training.deepspeed.private_names import PRIVATE_NAMES, check_deepspeed, check_version, is_there
 from tests.pool import run_ranks
 
 

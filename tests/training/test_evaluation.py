@@ -17,10 +17,7 @@ def evaluations(rank: int, world_size: int, values: dict[str, Any], samples: lis
     """For the pool: the initial model on the first so many validation samples."""
     training = begin(values)
     assert training.datasets.valid is not None
-    return [
-        evaluate(training.engine, training.datasets.valid, n, training.args, training.groups, training.tokenizer.eod)
-        for n in samples
-    ]
+    return [evaluate(training.engine, training.datasets.valid, n, training.tokenizer.eod) for n in samples]
 
 
 def _values(model: dict[str, Any], layout: dict[str, Any], micro_batch: int) -> dict[str, Any]:
@@ -70,9 +67,8 @@ def character_perplexities(rank: int, world_size: int, values: dict[str, Any]) -
     """For the pool: loss and tokens per character of all validation samples."""
     training = begin(values)
     assert training.datasets.valid is not None
-    groups, tokenizer = training.groups, training.tokenizer
-    valid = training.datasets.valid
-    found = evaluate(training.engine, valid, 8, training.args, groups, tokenizer.eod, tokenizer.detokenize)
+    tokenizer, valid = training.tokenizer, training.datasets.valid
+    found = evaluate(training.engine, valid, 8, tokenizer.eod, tokenizer.detokenize)
     return [(found.lm_loss, found.tokens_per_character), (found.character_perplexity or 0.0, None)]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import load_tensors, read_manifest, save_tensors
-from megatron.training.forward_check import LOGITS
+from megatron.checkpointing.layout import LOGITS
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
 

@@ -93,7 +93,7 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, pa
         start = float(engine.train_step(batches, 0.0).loss)
         engine.use_reference(None)
         with mock.patch("megatron.training.evaluation.eval_batches", lambda *_, batches=batches: iter(batches)):
-            evaluated = evaluate_objective(engine, [], 0, args, groups, None)  # type: ignore[arg-type]
+            evaluated = evaluate_objective(engine, [], 0, None)  # type: ignore[arg-type]
         result = engine.train_step(batches, LR)
         step = Step(result.loss.detach(), [], groups.rank("tensor"), engine.weights())
         found.append(Run(start, step, {key: float(value) for key, value in result.metrics.items()}, *evaluated))

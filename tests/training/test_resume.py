@@ -74,8 +74,8 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
     training = begin(values)
     save = SaveCallback.save
 
-    def save_and_stop(self: SaveCallback) -> None:
-        save(self)
+    def save_and_stop(self: SaveCallback, for_now: bool = False) -> None:
+        save(self, for_now)
         if training.progress.iteration == steps:
             training.checkpointer.wait()
             raise Stop

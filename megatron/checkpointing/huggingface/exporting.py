@@ -25,6 +25,7 @@ from megatron.checkpointing.huggingface.folder import (
     write_weights,
 )
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
+from megatron.checkpointing.layout import is_state
 from megatron.checkpointing.manifest import read_manifest, verify
 from megatron.checkpointing.weights import describe_source, load_weights
 from megatron.data.files import sync
@@ -70,7 +71,7 @@ def export_hf(
     dtype = dtype or _only_dtype(source)
     manifest = read_manifest(source)
     if manifest is not None:
-        verify(source, [name for name in manifest.files if not re.match("optim_|(bf16_)?zero_", name)])
+        verify(source, [name for name in manifest.files if not is_state(name)])
     extras = extras_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
     assert args.padded_vocab_size is not None
     vocab = extras.vocab_size or args.padded_vocab_size

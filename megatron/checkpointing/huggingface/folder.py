@@ -95,7 +95,7 @@ class HFFolder:
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
-            found = _header(file) if file.suffix == ".safetensors" else self._pickled(file)
+            found = _header(file) if file.suffix == ".safetensors" else _pickled(file)
             both = sorted(found.keys() & self._entries.keys())
             if both:
                 raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
@@ -113,12 +113,6 @@ class HFFolder:
             if (self.path / whole).is_file():
                 return [self.path / whole]
         raise CheckpointError(f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts")
-
-    def _pickled(self, file: Path) -> dict[str, _Entry]:
-        state = load_tensors(file)
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise CheckpointError(f"{file}: not a file of tensors by name")
-        return {name: _Entry(file, value.dtype, tuple(value.shape)) for name, value in state.items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
@@ -163,6 +157,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return found
+
+
+def load_named(file: Path) -> dict[str, Tensor]:
+    """What `torch.save` wrote, tensors by name. Raises CheckpointError for anything else."""
+    state = load_tensors(file)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{file}: not a file of tensors by name")
+    return state
+
+
+def _pickled(path: Path) -> dict[str, _Entry]:
+    return {name: _Entry(path, value.dtype, tuple(value.shape)) for name, value in load_named(path).items()}
 
 
 def _header(path: Path) -> dict[str, _Entry]:

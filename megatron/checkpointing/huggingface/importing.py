@@ -22,7 +22,7 @@ from megatron.checkpointing.huggingface.extras import CARRIED, CHAT_TEMPLATE, GE
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
 from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
-from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.publish import begin_in, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
@@ -75,12 +75,8 @@ def import_hf(
             carried[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
         except OSError as problem:
             raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        check_space(save, weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1))
-        temporary = begin(save, iteration)
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
+    needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1)
+    temporary = begin_in(save, iteration, needed, check_space)
     try:
         records: list[FileRecord] = []
         layers = groupby(tensors, key=lambda found: found[0])

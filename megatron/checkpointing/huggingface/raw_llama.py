@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config import rope_of
-from megatron.checkpointing.files import load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.files import save_tensors, write_bytes
 from megatron.checkpointing.huggingface.exporting import check_space
-from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, read_json, weight_bytes
+from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, load_named, read_json, weight_bytes
 from megatron.data.files import sync
 
 PARAMS, TOKENIZER = "params.json", "tokenizer.model"
@@ -91,7 +91,7 @@ class RawLlama(HFFolder):
         if [file.name for file in files] != wanted:
             raise CheckpointError(f"{raw}: holds {', '.join(f.name for f in files) or 'no consolidated.NN.pth'}; "
                                   f"wanted {', '.join(wanted)}")  # fmt: skip
-        self._parts: list[Mapping[str, Tensor]] = [_tensors(file) for file in files]
+        self._parts: list[Mapping[str, Tensor]] = [load_named(file) for file in files]
         try:
             layers, heads, dim = (int(params[key]) for key in ("n_layers", "n_heads", "dim"))
             kv_heads = int(params.get("n_kv_heads") or heads)
@@ -157,13 +157,6 @@ class RawLlama(HFFolder):
         parts = [part[tensor.meta] for part in self._parts]
         whole = parts[0] if tensor.cut is None or len(parts) == 1 else torch.cat(parts, dim=tensor.cut)
         return to_halves(whole, tensor.heads) if tensor.heads else whole
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    state = load_tensors(file)
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{file}: not a file of tensors by name")
-    return state
 
 
 def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int) -> dict[str, Any]:

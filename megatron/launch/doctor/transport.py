@@ -86,18 +86,11 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
         f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)
     )
     given = f" ({set_here})" if set_here else ""
+    advice = "its folder belongs into LD_LIBRARY_PATH (module load)"
     if plugin not in (None, "none") and file is None:
-        return failed(
-            "transport",
-            f"NCCL_NET_PLUGIN={plugin}: no such library",
-            "its folder belongs into LD_LIBRARY_PATH (module load)",
-        )
+        return failed("transport", f"NCCL_NET_PLUGIN={plugin}: no such library", advice)
     if net is not None and net not in _BUILT_IN and file is None:
-        return failed(
-            "transport",
-            f"NCCL_NET={net}: its plugin libnccl-net.so is not found",
-            "its folder belongs into LD_LIBRARY_PATH (module load)",
-        )
+        return failed("transport", f"NCCL_NET={net}: its plugin libnccl-net.so is not found", advice)
     if net != "Socket" and file is not None and net != "IB":
         if provider in _SLOW_PROVIDERS:
             return warning(

@@ -1,6 +1,7 @@
 """DeepSpeed on the processes and groups that are there."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -23,29 +24,15 @@ def attach_deepspeed() -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
-class PlainMpu:
+def plain_mpu(groups: ParallelGroups) -> Any:
     """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size 1."""
-
-    def __init__(self, groups: ParallelGroups) -> None:
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        self._tensor = groups.group("tensor") or alone
-        self._data = groups.group("data") or alone
-        self._groups = groups
-
-    def get_model_parallel_group(self) -> Any:
-        return self._tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self._groups.rank("tensor")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._groups.size("tensor")
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self._groups.rank("data")
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._groups.size("data")
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    tensor, data = groups.group("tensor") or alone, groups.group("data") or alone
+    return SimpleNamespace(
+        get_model_parallel_group=lambda: tensor,
+        get_model_parallel_rank=lambda: groups.rank("tensor"),
+        get_model_parallel_world_size=lambda: groups.size("tensor"),
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_rank=lambda: groups.rank("data"),
+        get_data_parallel_world_size=lambda: groups.size("data"),
+    )

@@ -18,7 +18,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
@@ -29,15 +28,15 @@ from megatron.model.init import initial_value, specified, stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums, label_logprobs
-from megatron.training.deepspeed.attach import PlainMpu, attach_deepspeed
+from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
 from megatron.training.deepspeed.owned import OwnedParts
 from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
+from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.state import EngineState
-from megatron.training.deepspeed.version import check_deepspeed
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.guards import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
@@ -83,7 +82,7 @@ class DeepSpeedEngine:
                 model=stage if self._pipe is None else module,
                 optimizer=optimizer,
                 config=config,
-                mpu=PlainMpu(groups) if self._pipe is None else None,
+                mpu=plain_mpu(groups) if self._pipe is None else None,
                 dist_init_required=False,
             )[0]
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
@@ -126,9 +125,7 @@ class DeepSpeedEngine:
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         self._on_gradients = on_gradients
         batches = self.complete(batches)
-        weight = torch.stack([self.objective.weight(batch) for batch in batches]).sum(0)
-        if self.groups.group("data") is not None:
-            dist.all_reduce(weight, group=self.groups.group("data"))
+        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
         self.watch.begin(weight)
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
         scaler_before = dict(vars(scaler)) if scaler is not None else {}
@@ -173,12 +170,8 @@ class DeepSpeedEngine:
     def _mean_metrics(self) -> dict[str, Tensor]:
         if not self.objective.metrics:
             return {}
-        sums, groups = self._loss.metrics, self.groups
-        if groups.group("data") is not None:
-            dist.all_reduce(sums, group=groups.group("data"))
-        if groups.group("pipe") is not None:
-            dist.broadcast(sums, src=groups.members["pipe"][-1], group=groups.group("pipe"))
-        return self.objective.means(sums)
+        sums = self.groups.sum(self._loss.metrics, "data")
+        return self.objective.means(self.groups.from_last_stage(sums))
 
     def _plain_step(self, batches: list[Batch]) -> Tensor:
         self._ds.train()
@@ -213,20 +206,16 @@ class DeepSpeedEngine:
     def _loss_so_far(self) -> float:
         """The step's loss before its update, the same on every rank; NaN for a step that is left out anyway: nothing is
         trained, or something was not finite."""
-        loss, pipe = torch.zeros((), device=self.groups.device), self.groups.group("pipe")
+        loss = torch.zeros((), device=self.groups.device)
         if self._pipe is None or self.groups.is_last_stage:
             loss = self._mean_loss(self._total if self._pipe is None else self._ds.total_loss)
-        if pipe is not None:
-            dist.broadcast(loss, src=self.groups.members["pipe"][-1], group=pipe)
-        return float(loss + self.watch.verdict)
+        return float(self.groups.from_last_stage(loss) + self.watch.verdict)
 
     def _mean_loss(self, total: Tensor) -> Tensor:
         """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two means."""
         assert self.args.gradient_accumulation_steps is not None
         mean = total.detach() / (self.args.gradient_accumulation_steps * self.groups.size("data"))
-        if self.groups.group("data") is not None:
-            dist.all_reduce(mean, group=self.groups.group("data"))
-        return mean
+        return self.groups.sum(mean, "data")
 
     def _pipe_step(self, batches: list[Batch]) -> Tensor:
         assert self._pipe is not None

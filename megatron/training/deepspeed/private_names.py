@@ -1,4 +1,5 @@
-"""What this package relies on in DeepSpeed beyond its documented interface, and the check that it is there."""
+"""What this package relies on in DeepSpeed beyond its documented interface, and the check of the one that is installed:
+that it is there, and that no wrong gradients are known of it."""
 
 import re
 from importlib import import_module
@@ -6,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.neox_arguments.deepspeed_versions import FIX
+from megatron.neox_arguments.deepspeed_versions import FIX, wrong_deepspeed
 
 
 class Private(NamedTuple):
@@ -84,8 +85,16 @@ def is_there(private: Private) -> bool:
     return re.search(rf"\b{name}\b", Path(module.__file__ or "").read_text(encoding="utf-8")) is not None
 
 
-def check_private_names() -> None:
-    """Raise RuntimeError for the first that the installed DeepSpeed lacks."""
+def check_version(installed: str) -> None:
+    """Raise RuntimeError for a DeepSpeed that is known to train wrongly, or older than was ever checked."""
+    wrong = wrong_deepspeed(installed)
+    if wrong is not None:
+        raise RuntimeError(f"{wrong}; {FIX}")
+
+
+def check_deepspeed() -> None:
+    """`check_version` of the installed DeepSpeed. Raises RuntimeError too for the first private name that it lacks."""
+    check_version(version("deepspeed"))
     for private in PRIVATE_NAMES:
         if not is_there(private):
             raise RuntimeError(
