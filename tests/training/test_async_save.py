@@ -43,9 +43,9 @@ def train_slowly(
         seen.append((f"published {args[2]}", progress.iteration))
         return publish(*args)
 
-    def noted_save(now: Any) -> None:
+    def noted_save(now: Any, **more: Any) -> None:
         begun = time.monotonic()
-        checkpoint(now)
+        checkpoint(now, **more)
         seen.append((f"save {now.iteration} took {'long' if time.monotonic() - begun > SLOW * 4 else 'no time'}",
                      progress.iteration))  # fmt: skip
 
