@@ -122,7 +122,7 @@ def slow_steps(rank: int, world_size: int, given: dict[str, Any]) -> None:
     training = begin(given)
     train_step, save = training.engine.train_step, training.checkpointer.save
     training.engine.train_step = lambda *a: (time.sleep(0.1), train_step(*a))[1]  # type: ignore[method-assign]
-    training.checkpointer.save = lambda *a: (time.sleep(0.6), save(*a))[1]  # type: ignore[method-assign]
+    training.checkpointer.save = lambda *a, **more: (time.sleep(0.6), save(*a, **more))[1]  # type: ignore[method-assign]
     train(training)
 
 
