@@ -66,7 +66,7 @@ def test_a_signal_lets_running_requests_end(folder: Path) -> None:
     """With two replicas; what would take longer than serve_shutdown_timeout_s is told so, and the exit code is 0."""
     long = {"model": NAME, "prompt": "A", "max_tokens": 4000, "temperature": 0}
     with (
-        serving(folder, 2, serve_shutdown_timeout_s=1.5, serve_max_rows=1) as server,  # so that each has one
+        serving(folder, 2, serve_shutdown_timeout_s=4, serve_max_rows=1) as server,  # so that each has one
         concurrent.futures.ThreadPoolExecutor(2) as threads,
     ):
         short = threads.submit(server.post, "/v1/completions", {**long, "max_tokens": 60})
@@ -84,7 +84,7 @@ def test_a_signal_lets_running_requests_end(folder: Path) -> None:
         assert status == 200 and reply["choices"][0]["finish_reason"] == "length"
         status, reply, _ = endless.result()
         assert (status, reply["error"]["message"]) == (503, "the server has shut down")
-        assert 1.0 < time.monotonic() - begun < 5
+        assert 3.0 < time.monotonic() - begun < 12
     assert [code for code, _, _ in server.ended] == [0, 0]
     assert server.ended[0][1].endswith("the server has shut down\n")
 
