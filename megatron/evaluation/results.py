@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import replace_file
-from megatron.data.files import temporary
+from megatron.data.files import sync, temporary
 from megatron.evaluation.harness import Evaluation
 from megatron.neox_arguments import NeoXArgs
 
@@ -61,10 +60,9 @@ def write(args: NeoXArgs, evaluation: Evaluation, name: str) -> Path:
     )
     samples: dict[str, list[Any]] = evaluation.results.pop("samples", {})
     for task, rows in samples.items():
-        file = folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl"
-        replace_file(file, "".join(map(_line, rows)).encode())
+        _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
     path = folder / f"{prefix}eval_results_{name}.json"
-    replace_file(path, (json.dumps(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n").encode())
+    _replace(path, json.dumps(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n")
     return path
 
 
@@ -76,3 +74,10 @@ def _plain(value: Any) -> Any:
     from lm_eval.utils import handle_non_serializable
 
     return handle_non_serializable(value)
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = temporary(path)
+    unfinished.write_text(text, encoding="utf-8")
+    sync(unfinished)
+    unfinished.replace(path)
