@@ -325,9 +325,9 @@ def save_layer(
     folder: Path, layer: int, whole: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> list[FileRecord]:
     """Cut a layer's whole tensors for the tensor ranks of `args` and write the layer file of each."""
-    records = []
+    records, specs = [], layer_params(args)[layer]
     for rank in range(args.tp):
-        local = {spec.name: shard(whole[spec.name], spec, rank, args.tp) for spec in layer_params(args)[layer]}
+        local = {spec.name: shard(whole[spec.name], spec, rank, args.tp) for spec in specs}
         state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming)
         records.append(save_tensors(state, folder / layout.layer_file(layer, rank)))
     return records

@@ -62,6 +62,8 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     try:
         return _by_mpi(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
+        if problem.filename is None:  # but of an import
+            raise
         raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
 
 

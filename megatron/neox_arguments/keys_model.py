@@ -133,7 +133,7 @@ class ModelKeys:
         None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"
     )
     attention_backend: AttentionBackend = new_key(
-        "auto", "Kernel of attention; auto takes the first that works here of cudnn, flash, efficient and math"
+        "auto", "Kernel of attention; auto takes the first that works here, in the order named"
     )
     make_vocab_size_divisible_by: int = key(
         128,

@@ -29,7 +29,14 @@ _BASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 GROUPS: Mapping[str, type] = {
     name: make_dataclass(
-        name, (), bases=tuple(_OURS[base] for base in own), frozen=True, init=False, repr=False, eq=False
+        name,
+        (),
+        bases=tuple(_OURS[base] for base in own),
+        namespace={"__module__": __name__},
+        frozen=True,
+        init=False,
+        repr=False,
+        eq=False,
     )
     for name, own in _BASES.items()
 }
