@@ -179,10 +179,10 @@ def _model_states(
     made = []
     for pipe in range(to.pipe):
         for rank in range(to.tensor):
-            own = dict(first)
+            state = dict(first)
             if cut:
-                own[names.LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
-            made.append(own)
+                state[names.LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
+            made.append(state)
     return made
 
 

@@ -274,5 +274,5 @@ class RepeatedDataset:
         return self.dataset[index % len(self.dataset)]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """As those of the dataset."""
+        """The documents that sample `index` is cut from, as the dataset under it gives them."""
         return self.dataset.pieces(index % len(self.dataset))

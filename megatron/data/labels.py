@@ -66,8 +66,8 @@ def first_labelled(labels: IndexedDataset, begin: int = 1, first: int = 0, last:
         count = max(1, int(np.searchsorted(ends, begins[done] + CHUNK, side="right")) - done)
         here = slice(done, done + count)
         places = begins[done] + np.flatnonzero(labels.span(first + done, first + done + count) >= 0)
-        found = np.append(places, ends[-1])[np.searchsorted(places, begins[here] + begin)]
-        tokens[here] = np.minimum(found, ends[here]) - begins[here]
+        labelled_place = np.append(places, ends[-1])[np.searchsorted(places, begins[here] + begin)]
+        tokens[here] = np.minimum(labelled_place, ends[here]) - begins[here]
         done += count
     return tokens
 

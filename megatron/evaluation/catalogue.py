@@ -146,11 +146,11 @@ def _own_folders(args: NeoXArgs) -> list[Path]:
 
 def _metadata(args: NeoXArgs) -> dict[str, Any]:
     """Arguments of tasks; RULER's also want to know whose tokens they count."""
-    told: dict[str, Any] = thaw(args.eval_task_args or {})
-    if told and args.vocab_file is not None and "tokenizer" not in told:
+    task_args: dict[str, Any] = thaw(args.eval_task_args or {})
+    if task_args and args.vocab_file is not None and "tokenizer" not in task_args:
         folder = Path(args.vocab_file)
-        told["tokenizer"] = str(folder if folder.is_dir() else folder.parent)
-    return told
+        task_args["tokenizer"] = str(folder if folder.is_dir() else folder.parent)
+    return task_args
 
 
 def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:

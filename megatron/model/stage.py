@@ -170,8 +170,8 @@ class Stage(nn.Module):
     def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:
             local = spec.mixer.heads // self.tensor_size
-            own = alibi_slopes(spec.mixer.heads)[local * self.tensor_rank :][:local]
-            return alibi_bias(seq, torch.tensor(own, device=self.device_of_groups), columns, distance)
+            slopes = alibi_slopes(spec.mixer.heads)[local * self.tensor_rank :][:local]
+            return alibi_bias(seq, torch.tensor(slopes, device=self.device_of_groups), columns, distance)
         if spec.mixer.relative is not None:
             return self.layers[str(spec.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
         return None

@@ -69,7 +69,7 @@ def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, gro
             files = sorted(file for kind in kinds for file in source.path.glob(kind))
             own = files[groups.world_rank :: groups.world_size]
             found = together(groups, lambda: {file.name: sha256(file) for file in own})
-            names = {name: sha256 for part in found for name, sha256 in part.items()}
+            names = {name: digest for part in found for name, digest in part.items()}
     return {
         "weights": dict(sorted(names.items())),
         "model": {**forward_keys(args), **model_keys(args)},

@@ -95,11 +95,11 @@ class HFFolder:
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
-            found = _header(file) if file.suffix == ".safetensors" else _pickled(file)
-            both = sorted(found.keys() & self._entries.keys())
+            entries = _header(file) if file.suffix == ".safetensors" else _pickled(file)
+            both = sorted(entries.keys() & self._entries.keys())
             if both:
                 raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
-            self._entries |= found
+            self._entries |= entries
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
 
     def _weight_files(self) -> list[Path]:

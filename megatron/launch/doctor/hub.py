@@ -31,10 +31,10 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     endpoint = env.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, code = _ask(f"{endpoint}/{repository}/resolve/{revision or 'main'}/config.json", token, timeout_s)
     if status is None:
-        found = f"the Hub cannot be reached ({code})"
+        unreachable = f"the Hub cannot be reached ({code})"
         if cached:
-            return warning(title, f"{found}; in the cache: {cached[0].parent}")
-        return failed(title, f"{found}; not in the cache", "fetch the model where there is a network")
+            return warning(title, f"{unreachable}; in the cache: {cached[0].parent}")
+        return failed(title, f"{unreachable}; not in the cache", "fetch the model where there is a network")
     if status < 400:
         return Check(title, "ok", f"can be read; {said}")
     return failed(title, *_refusal(status, code, said, bool(token)))
