@@ -1,6 +1,8 @@
 """This machine: its GPUs, which of them a run takes, and the names it goes by."""
 
+import contextlib
 import os
+import random
 import runpy
 import socket
 from collections.abc import Mapping, Sequence
@@ -9,6 +11,8 @@ from pathlib import Path
 
 from megatron.launch.driver import device_count
 from megatron.launch.environment import LaunchError
+
+_NOT_EPHEMERAL = range(20_000, 32_768)  # below what Linux (32768 on) and macOS (49152 on) give to connections
 
 
 def choose_ranks(
@@ -115,3 +119,13 @@ def interface_to(address: str) -> str | None:
     except OSError:
         return None
     return "lo" if own.startswith("127.") else None
+
+
+def free_port() -> int:
+    """A TCP port that is free on all addresses of this machine, and that the system gives to no connection either:
+    rank 0 listens only seconds later."""
+    for port in (*random.SystemRandom().sample(_NOT_EPHEMERAL, 50), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise OSError("no TCP port of this machine is free")

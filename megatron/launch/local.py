@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from megatron.launch.devices import cores, interface_to
+from megatron.launch.devices import cores, free_port, interface_to
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.meeting import Meeting, Place
 from megatron.launch.plan import Run, fit, hand_over
@@ -72,12 +72,14 @@ def _port(wanted: int | None, env: Mapping[str, str]) -> int:
         if not env["MASTER_PORT"].isdecimal():
             raise LaunchError(f"{source} is {env['MASTER_PORT']!r}, not a port number")
         wanted = int(env["MASTER_PORT"])
+    if wanted is None:
+        return free_port()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", wanted or 0))
+            probe.bind(("127.0.0.1", wanted))
         except (OSError, OverflowError) as problem:
             raise LaunchError(
                 f"{source}: port {wanted} cannot be used ({problem}); set another, or none: then a free one is taken"
             ) from None
-        return probe.getsockname()[1]
+    return wanted

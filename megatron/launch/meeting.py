@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.launch.courier import Courier
+from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.watch import SUSPENDED_S, Outcome
 from megatron.process import say
@@ -88,7 +89,7 @@ class Meeting:
                     said = now
                 time.sleep(POLL_S if missing else 0)
             if rank == 0:
-                self._store.set(f"{attempt}/port", str(_free_port()))
+                self._store.set(f"{attempt}/port", str(free_port()))
             port = int(self._store.get(f"{attempt}/port"))
         except RuntimeError as problem:  # torch's, of a store whose other end is gone
             absent = [self._name(other) for other in range(count) if other not in here and other != rank]
@@ -198,9 +199,3 @@ class Meeting:
                 say(f"deepy.py: waiting for node 0 at {address}:{port} ({why})")
                 said = now
             time.sleep(0.5)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -31,13 +31,13 @@ END = 300  # an end besides the tokenizer's
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64}
 
 
-def make_model(folder: Path) -> transformers.LlamaForCausalLM:
+def make_model(folder: Path, positions: int = POSITIONS) -> transformers.LlamaForCausalLM:
     """A random Llama with the golden tokenizer, saved in `folder / NAME`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=POSITIONS, initializer_range=0.3, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        max_position_embeddings=positions, initializer_range=0.3, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     model.generation_config.eos_token_id = [0, END]

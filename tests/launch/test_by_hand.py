@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron.launch.devices import free_port
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config, curves
 
@@ -29,12 +30,6 @@ if start == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def by_hand(folder: Path, script: Path, *words: str) -> list[tuple[int, str]]:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.launch.devices import free_port
 from megatron.launch.doctor import main
 from megatron.launch.doctor.check import Check, table, verdict
 from megatron.launch.doctor.devices import Gpu, ability_check, driver_check, gpu_checks
@@ -26,12 +27,6 @@ from tests.launch.test_nccl import library
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -47,6 +47,19 @@ def filled(self, *given, count=[0], step=DeepSpeedEngine.train_step):
 DeepSpeedEngine.train_step = filled
 sys.exit(train.main())
 """
+# train.py, but at first rank 1 waits in step 13, so that the next checkpoint does not come before a signal does.
+WAITING = """\
+import os, sys, time
+import train
+from megatron.training.deepspeed.engine import DeepSpeedEngine
+def waiting(self, *given, count=[0], step=DeepSpeedEngine.train_step):
+    count[0] += 1
+    if count[0] == 13 and os.environ["RANK"] == "1" and os.environ["NEOX_RESTARTS"] == "0":
+        time.sleep(120)
+    return step(self, *given)
+DeepSpeedEngine.train_step = waiting
+sys.exit(train.main())
+"""
 
 
 class Ended(NamedTuple):
@@ -75,6 +88,9 @@ def run(folder: Path, *words: str, script: str = "train.py", hit: tuple[int, int
     (folder / "model.yml").write_text(yaml.safe_dump(values))
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "DS_ACCELERATOR")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if hit:
+        script = str(folder / "waiting.py")
+        Path(script).write_text(WAITING)
     command = [sys.executable, str(ROOT / "deepy.py"), script, str(folder / "model.yml"), *words]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **both)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch import courier as couriers
+from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.front import Front
 from megatron.launch.hosts import Node
@@ -21,12 +22,6 @@ from megatron.launch.watch import Outcome
 def run_of(ranks: list[int | None], node: int, port: int, **more) -> Run:
     nodes = tuple(Node(f"h{k}" if k == node else "", count if k == node else None) for k, count in enumerate(ranks))
     return Run("nodes", (), nodes, Path(), None, Path(), node, "127.0.0.1", port, **more)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch.test_by_hand import ROOT, VALUES, free_port
+from megatron.launch.devices import free_port
+from tests.launch.test_by_hand import ROOT, VALUES
 from tests.pool import run_ranks
 from tests.training.runs import curves
 

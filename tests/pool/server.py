@@ -20,6 +20,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+from megatron.launch.devices import free_port
 from tests.pool.protocol import Job, Reply, receive, send
 
 # Imported by a training step, some only when first used; a rank that imports them itself starts a second later.
@@ -86,7 +87,7 @@ def serve(job: Job, connection: socket.socket, listener: socket.socket) -> Reply
     except BaseException:
         return Reply(failure=f"{job.module} cannot be imported in the pool\n{traceback.format_exc()}")
     folder = Path(tempfile.mkdtemp(prefix="neox-job-"))
-    port = _free_port()
+    port = free_port()
     ranks: dict[int, int] = {}  # rank -> pid
     try:
         for rank in range(job.world_size):
@@ -227,12 +228,6 @@ def _kill(pid: int) -> None:
         except (ProcessLookupError, PermissionError):
             pass
     os.waitpid(pid, 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import train
+from megatron.launch.devices import free_port
 from megatron.mpu import handshake
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config
@@ -42,12 +43,6 @@ def in_pool(rank: int, world_size: int, argv: list[list[str]], folders: list[str
     with redirect_stderr(StringIO()) as errors:
         code = train.main(argv[rank])
     return code, errors.getvalue()
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def begin(argv: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen[str]:
@@ -89,7 +84,7 @@ def test_a_save_that_is_not_shared_and_the_slow_transport_check(tmp_path: Path) 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     argv = [write(tmp_path / "a.yml"), "--set", "rendezvous_timeout_s=1"]
     env = {**ENVIRONMENT, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [begin([str(ROOT / "train.py"), *argv], {**env, "RANK": str(rank)}, tmp_path) for rank in range(2)]
     time.sleep(0.3)  # it imports
     ranks[1].kill()
