@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
     """What `--hf-model` says."""
-    from megatron.generation.adopting import hf_model_keys
+    from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 
@@ -29,8 +29,8 @@ def build_tokenizer(args: "NeoXArgs") -> object:
 def main() -> int:
     from megatron.launch import dry_run, home, launch, set_arch_list
     from megatron.neox_arguments import UserError
-    from megatron.neox_arguments.cli import parse_deepy
-    from megatron.neox_arguments.report import print_config
+    from megatron.neox_arguments.reading.command_line import parse_deepy
+    from megatron.neox_arguments.reports.config_dump import print_config
 
     try:
         if sys.argv[1:2] == ["doctor"]:

@@ -39,7 +39,7 @@ def main(
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
     """What `--hf-model` says."""
-    from megatron.generation.adopting import hf_model_keys
+    from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 
@@ -52,7 +52,7 @@ def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
 
     # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    from megatron.training.loggers import build_trackers
+    from megatron.training.metrics.loggers import build_trackers
 
     # Iteration 0: nothing that the training wrote is hidden.
     for target in build_trackers(args, 0, secrets.token_hex(16), json.loads(args.to_json())["given"]):

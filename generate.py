@@ -35,7 +35,7 @@ def main(
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
     """What `--hf-model` says."""
-    from megatron.generation.adopting import hf_model_keys
+    from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.data import DataError, EncodeJob, preprocess
-from megatron.data.readers import COMPRESSED, SUFFIXES
+from megatron.data.preprocessing.readers import COMPRESSED, SUFFIXES
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools import quickstart_data
 from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES, fetch, parts

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data import DataError, EncodeJob, preprocess
-from megatron.data.chat import ChatTokenizer, conversation, load_chat_tokenizer
 from megatron.data.files import sync, temporary
-from megatron.data.inputs import InputFile, resolve
-from megatron.data.readers import Row, Shard
-from megatron.data.workers import in_order
+from megatron.data.preprocessing.chat import ChatTokenizer, conversation, load_chat_tokenizer
+from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.readers import Row, Shard
+from megatron.data.preprocessing.workers import in_order
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import progress_line
 from tools.site import site_defaults

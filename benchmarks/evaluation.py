@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 from megatron.evaluation.operations import Operations  # noqa: E402
 from megatron.evaluation.progress import Progress  # noqa: E402
 from megatron.generation import load_model  # noqa: E402
-from megatron.generation.adopting import hf_model_keys  # noqa: E402
+from megatron.generation.from_huggingface import hf_model_keys  # noqa: E402
 from megatron.launch import process_info  # noqa: E402
-from megatron.mpu import join  # noqa: E402
+from megatron.mpu import init_model_parallel  # noqa: E402
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
 from megatron.tokenizer import build_tokenizer  # noqa: E402
 
@@ -97,7 +97,7 @@ def ours(folder: str, batch: str) -> Any:
     process = process_info()
     size = batch if batch == "auto" else int(batch)
     args = NeoXArgs.from_dict({**hf_model_keys(folder), "eval_batch_size": size}).for_world(1)
-    model = load_model(args, join(args, process, QUIET), build_tokenizer(args), QUIET)
+    model = load_model(args, init_model_parallel(args, process, QUIET), build_tokenizer(args), QUIET)
     known = Operations(model).names()
     return NeoXLM(model, lambda name, *arguments: known[name](*arguments), Progress(QUIET))
 

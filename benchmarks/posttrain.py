@@ -168,7 +168,7 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
     from megatron.training.deepspeed.engine import DeepSpeedEngine
-    from megatron.training.reference_cache import read_scores
+    from megatron.training.preference.reference_cache import read_scores
 
     clock, taken, losses = CLOCKS[options.clock], [0.0], []
     prepare, step = setup.resume_with_reference, DeepSpeedEngine.train_step

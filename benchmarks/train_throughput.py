@@ -194,10 +194,10 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
     from megatron.model import layer_params
     from megatron.model.attention import choose_backends
     from megatron.model.specs import attention_spec
-    from megatron.mpu import join
+    from megatron.mpu import init_model_parallel
 
     args = settings(options, options.zero[0])
-    groups = join(args, process_info(env={}), logging.getLogger("benchmark"))
+    groups = init_model_parallel(args, process_info(env={}), logging.getLogger("benchmark"))
     batch, dtype = random_batch(args, device), {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
     found = {BARE: bare_step(args, groups, batch, dtype)}
     for stage in options.zero:
@@ -260,7 +260,7 @@ def measure(
 
 def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[Row]:
     """Medians; the comparisons are made within rounds first."""
-    from megatron.training.flops import model_flops, neox_flops
+    from megatron.training.metrics.flops import model_flops, neox_flops
 
     tokens, flops, neox = args.train_batch_size * args.seq_length, model_flops(args), neox_flops(args, 3)
     rows = []

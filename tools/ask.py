@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
     from megatron.generation import Completion
-    from megatron.generation.asking import Asked
-    from megatron.generation.questions import Question
+    from megatron.generation.chat_client import Asked
+    from megatron.generation.prompts.questions import Question
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> None:
     from torch.distributed import destroy_process_group
 
     from megatron.generation import Sampling
-    from megatron.generation.asking import load_asked
-    from megatron.generation.questions import ask, read_questions, read_text
+    from megatron.generation.chat_client import load_asked
+    from megatron.generation.prompts.questions import ask, read_questions, read_text
     from megatron.launch import process_info
 
     system = read_text(options.system_file).strip() if options.system_file is not None else None

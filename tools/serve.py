@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
     """What `--hf-model` says."""
-    from megatron.generation.adopting import hf_model_keys
+    from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.report import yaml_value
+from megatron.neox_arguments.reports.config_dump import yaml_value
 
 _LONGEST = 80  # characters of a value
 

@@ -15,7 +15,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec, is_tied, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.weight_names import GENERATIONS
+from megatron.neox_arguments.keys.weight_names import GENERATIONS
 
 Pairs = tuple[tuple[str, str], ...]
 _OLMO = "of the geodesic fork's OLMo"

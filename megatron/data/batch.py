@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.answers import Answers
 from megatron.data.gpt2_dataset import Sample
-from megatron.data.kto import rotated
+from megatron.data.preferences.answers_dataset import Answers
+from megatron.data.preferences.kto import rotated
 
 
 @dataclass(frozen=True, eq=False)

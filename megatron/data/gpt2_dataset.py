@@ -9,7 +9,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
-from megatron.data.views import AfterPrompt, DocumentsView
+from megatron.data.slices import AfterPrompt, DocumentsView
 
 
 @dataclass(frozen=True, eq=False)

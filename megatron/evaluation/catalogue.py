@@ -13,11 +13,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import hub_or_cache
-from megatron.generation.chat import ChatTemplate, find_template
-from megatron.generation.prompts import text_of
+from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.generation.prompts.files import text_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.best_metric import best_metric
 from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.best_metric import best_metric
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron.distributed.rank0_driver import Call, lead
 from megatron.evaluation.operations import GivenUp, Operations
 from megatron.evaluation.progress import WHAT, Progress
 from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
-from megatron.mpu.leading import Call, lead
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 

@@ -11,14 +11,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron.distributed.rank0_driver import Call
 from megatron.evaluation.operations import GivenUp
 from megatron.evaluation.progress import Progress
-from megatron.generation.chat import ChatTemplate
-from megatron.generation.requests import Request, RequestError
+from megatron.generation.batching.requests import Request, RequestError
+from megatron.generation.prompts.chat import ChatTemplate
 from megatron.generation.sampling import Sampling
 from megatron.model import Model
 from megatron.mpu import mix_seed
-from megatron.mpu.leading import Call
 from megatron.neox_arguments import ConfigError
 
 MAXIMUM_TOKENS = 256  # of an answer, where a task does not say

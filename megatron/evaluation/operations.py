@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.distributed import run_on_all_ranks
 from megatron.generation import Batcher, Request
-from megatron.generation.budget import Budget, forward_budget
-from megatron.generation.scoring import Scored, score
+from megatron.generation.batching.token_budget import Budget, forward_budget
+from megatron.generation.scoring.logprobs import Scored, score
 from megatron.model import Model
-from megatron.mpu import together
 
 
 class GivenUp(Exception):
@@ -49,5 +49,5 @@ class Operations:
                     texts[numbers[event.id]] += event.text
             return texts
 
-        everyone = {i: text for found in together(groups, run) for i, text in found.items()}
+        everyone = {i: text for found in run_on_all_ranks(groups, run) for i, text in found.items()}
         return [everyone[i] for i in range(len(requests))]

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron.checkpointing.staging import with_local_model
+from megatron.distributed import Process, Watchdog, configure_logging, meet, on_rank_zero
+from megatron.distributed.rank0_driver import Call, lead
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
 from megatron.evaluation.results import TIME, output_folder, table, write
 from megatron.generation import load_model
-from megatron.mpu import Process, Watchdog, configure_logging, join, meet, on_rank_zero
-from megatron.mpu.leading import Call, lead
+from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import build_tokenizer
 
@@ -38,7 +39,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     watchdog = Watchdog(args, process.world_size, logger)
     store = meet(args, process, logger)
     args = with_local_model(args)
-    groups = join(args, process, logger, store)
+    groups = init_model_parallel(args, process, logger, store)
     for note in args.notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)

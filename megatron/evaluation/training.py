@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.distributed.rank0_driver import lead
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
 from megatron.generation.model import Run
 from megatron.model import Model
-from megatron.mpu.leading import lead
 
 
 class _Step(Protocol):

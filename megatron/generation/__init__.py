@@ -2,10 +2,10 @@
 cache of keys and values, and what `generate.py` does with prompts, from a file or from a terminal.
 `generate(args, process)` does it all; `complete` continues prompts; a `Batcher` takes requests while others run."""
 
-from megatron.generation.batching import Batcher
+from megatron.generation.batching.batcher import Batcher
+from megatron.generation.batching.requests import Event, Request, RequestError
 from megatron.generation.complete import Completion, complete
 from megatron.generation.model import Model, for_inference, load_model
-from megatron.generation.requests import Event, Request, RequestError
 from megatron.generation.samples import generate
 from megatron.generation.sampling import Sampling
 

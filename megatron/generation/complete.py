@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.generation.batching import Batcher
-from megatron.generation.requests import Event, Logprob, Request
+from megatron.generation.batching.batcher import Batcher
+from megatron.generation.batching.requests import Event, Logprob, Request
 from megatron.generation.sampling import Sampling
 from megatron.model import Model
 

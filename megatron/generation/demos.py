@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpointing import replace_file
-from megatron.generation.chat import ChatTemplate, find_template
+from megatron.distributed import on_rank_zero
+from megatron.generation.batching.requests import RequestError
 from megatron.generation.model import Run
-from megatron.generation.prompts import Prompt, text_of
-from megatron.generation.questions import Question, all_tokens, read_questions
-from megatron.generation.requests import RequestError
+from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.generation.prompts.files import Prompt, text_of
+from megatron.generation.prompts.questions import Question, all_tokens, read_questions
 from megatron.generation.samples import Sample, sample
-from megatron.mpu import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 
 FOLDER, COMPARISON = "demo_outputs", "comparison.md"

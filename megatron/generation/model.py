@@ -30,9 +30,10 @@ from megatron.checkpointing.huggingface import (
     is_hf,
     load_hf_weights,
 )
+from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import Model, Stage, build_stage, for_inference
 from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups, Watchdog, on_rank_zero, together, together_local
+from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, with_vocabulary
 
@@ -119,7 +120,7 @@ def _filled(args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging
                 if layer in weights:
                     param.copy_(weights[layer][name])
 
-    together_local(groups, fill)
+    run_on_each_rank(groups, fill)
     return stage
 
 
@@ -136,4 +137,4 @@ def _verify_weights(path: Path, groups: ParallelGroups) -> None:
     manifest = read_manifest(path)
     names = sorted(name for name in manifest.files if name.startswith("layer_")) if manifest is not None else []
     own = names[groups.world_rank :: groups.world_size]
-    together(groups, lambda: verify(path, own) if own else None)
+    run_on_all_ranks(groups, lambda: verify(path, own) if own else None)

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.checkpointing.staging import with_local_model
 from megatron.data.files import sync, temporary
+from megatron.distributed import Process, configure_logging, meet, on_rank_zero, run_on_all_ranks
+from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
-from megatron.generation.interactive import converse
-from megatron.generation.meter import Meter
 from megatron.generation.model import Model, load_model
-from megatron.generation.precompute import precompute
-from megatron.generation.prompts import NOT_STARTED, Prompt, read_prompts
-from megatron.generation.requests import Event
+from megatron.generation.progress import Meter
+from megatron.generation.prompts.files import NOT_STARTED, Prompt, read_prompts
+from megatron.generation.prompts.interactive import converse
 from megatron.generation.sampling import Sampling
-from megatron.generation.score_file import write_scores
-from megatron.mpu import ParallelGroups, Process, configure_logging, join, meet, mix_seed, on_rank_zero, together
+from megatron.generation.scoring.precompute import precompute
+from megatron.generation.scoring.score_file import write_scores
+from megatron.mpu import ParallelGroups, init_model_parallel, mix_seed
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -59,7 +60,7 @@ def generate(args: NeoXArgs, process: Process) -> None:
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
     args = with_local_model(args)
-    groups = join(args, process, logger, store)
+    groups = init_model_parallel(args, process, logger, store)
     for note in _notes(args):
         logger.info(note)
     tokenizer = build_tokenizer(args)
@@ -180,7 +181,7 @@ def sample(
         for i, prompt in enumerate(prompts)
         if not prompt.tokens
     }
-    for done in together(groups, run):
+    for done in run_on_all_ranks(groups, run):
         everyone |= done
     return [everyone[i] for i in range(len(prompts))]
 

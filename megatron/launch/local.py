@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megatron.launch.devices import cores, free_port, interface_to
 from megatron.launch.environment import LaunchError, ProcessInfo
-from megatron.launch.meeting import Meeting, Place
+from megatron.launch.launcher_rendezvous import Meeting, Place
 from megatron.launch.plan import Run, fit, hand_over
 from megatron.launch.watch import Outcome, watch_ranks
 from megatron.process import say

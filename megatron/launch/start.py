@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
-from megatron.launch.front import Front
 from megatron.launch.hosts import hosts_of
+from megatron.launch.launcher_rendezvous import Meeting
 from megatron.launch.local import run_local, run_node
-from megatron.launch.meeting import Meeting
 from megatron.launch.plan import Run, hand_over, make_folders, plan, write_text
 from megatron.launch.ranks import die_with_parent
 from megatron.launch.runners import (
@@ -28,6 +27,7 @@ from megatron.launch.runners import (
     torchrun,
 )
 from megatron.launch.slurm import end_of_job, of_this_start, srun, status_of
+from megatron.launch.ssh_supervisor import Front
 from megatron.launch.watch import signals_kept
 from megatron.process import say
 

@@ -19,7 +19,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.site import site_nodes, site_variables, starts_from_a_model
 from megatron.launch.slurm import scontrol, tasks_asked_for
 from megatron.neox_arguments import ConfigError
-from megatron.neox_arguments.cli import parse_deepy
+from megatron.neox_arguments.reading.command_line import parse_deepy
 
 GO_ON = 3  # exit code: this job has the nodes that it is to have. slurm/job.sh then starts the run
 SUBMITTED_BY = "NEOX_SUBMITTED_BY"  # in the environment of a job that another one submitted: the other's number

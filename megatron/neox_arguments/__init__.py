@@ -5,13 +5,13 @@ The bottom room: it imports neither torch nor DeepSpeed, so that resolving a con
 
 from typing import Any
 
-from megatron.neox_arguments.cli import parse_script, script_args
 from megatron.neox_arguments.errors import ConfigError, UserError
 from megatron.neox_arguments.installed import need_harness
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.neox_names import group
 from megatron.neox_arguments.program import ProgramArgs
-from megatron.neox_arguments.report import arguments_dump, flat_values, yaml_value
+from megatron.neox_arguments.reading.command_line import parse_script, script_args
+from megatron.neox_arguments.reports.config_dump import arguments_dump, flat_values, yaml_value
 
 __all__ = [
     "ConfigError",

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.check import check_value, resolve_section
 from megatron.neox_arguments.declare import Key
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.frozen import freeze
-from megatron.neox_arguments.losses import TRAIN_IMPLS
-from megatron.neox_arguments.read import show
-from megatron.neox_arguments.sections import Bf16, Fp16, Optimizer, ZeroOptimization
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.sections import Bf16, Fp16, Optimizer, ZeroOptimization
+from megatron.neox_arguments.reading.files import show
+from megatron.neox_arguments.validation.types import check_value, resolve_section
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 _OPTIMIZERS: Mapping[str, dict[str, Any]] = {

@@ -8,39 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments.batch import BATCH_KEYS, batch_sizes
-from megatron.neox_arguments.check import check_keys
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.derive import DROPOUTS, derive
 from megatron.neox_arguments.errors import ConfigError, Problems
-from megatron.neox_arguments.ffn import GATED, ffn_width
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
-from megatron.neox_arguments.keys_architectures import (
+from megatron.neox_arguments.keys.architectures import (
     MoEKeys,
     MuPKeys,
     OtherArchitectureKeys,
     TransformerEngineKeys,
 )
-from megatron.neox_arguments.keys_data import DataKeys, TokenizerKeys
-from megatron.neox_arguments.keys_deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
-from megatron.neox_arguments.keys_evaluation import EvaluationKeys
-from megatron.neox_arguments.keys_logging import LoggingKeys, TextgenKeys
-from megatron.neox_arguments.keys_model import ModelKeys, PrecisionKeys
-from megatron.neox_arguments.keys_parallel import BatchKeys, ParallelKeys, RunnerKeys
-from megatron.neox_arguments.keys_post_training import PostTrainingKeys, UnlearningKeys
-from megatron.neox_arguments.keys_serving import ServingKeys
-from megatron.neox_arguments.keys_training import CheckpointKeys, OptimizerKeys, TrainingKeys
+from megatron.neox_arguments.keys.data import DataKeys, TokenizerKeys
+from megatron.neox_arguments.keys.deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
+from megatron.neox_arguments.keys.evaluation import EvaluationKeys
+from megatron.neox_arguments.keys.ffn import GATED, ffn_width
+from megatron.neox_arguments.keys.logging import LoggingKeys, TextgenKeys
+from megatron.neox_arguments.keys.model import ModelKeys, PrecisionKeys
+from megatron.neox_arguments.keys.parallel import BatchKeys, ParallelKeys, RunnerKeys
+from megatron.neox_arguments.keys.post_training import PostTrainingKeys, UnlearningKeys
+from megatron.neox_arguments.keys.serving import ServingKeys
+from megatron.neox_arguments.keys.training import CheckpointKeys, OptimizerKeys, TrainingKeys
 from megatron.neox_arguments.neox_names import NeoXNames, group
-from megatron.neox_arguments.notes import notes
-from megatron.neox_arguments.places import is_remote, staging_folder
-from megatron.neox_arguments.read import Given, parse_overrides, read_deepspeed_config, read_files
-from megatron.neox_arguments.refusals import refusals
-from megatron.neox_arguments.validate import (
+from megatron.neox_arguments.reading.files import Given, parse_overrides, read_deepspeed_config, read_files
+from megatron.neox_arguments.reading.locations import is_remote, staging_folder
+from megatron.neox_arguments.validation.consistency import (
     validate,
     validate_evaluation,
     validate_generation,
     validate_serving,
     validate_training,
 )
+from megatron.neox_arguments.validation.notes import notes
+from megatron.neox_arguments.validation.refusals import refusals
+from megatron.neox_arguments.validation.types import check_keys
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.check import check_value, unknown
-from megatron.neox_arguments.cli import parse_deepy, parse_script
 from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import ConfigError, Problems
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.neox_args import NeoXArgs, load
 from megatron.neox_arguments.neox_names import ARGS_FLAG
+from megatron.neox_arguments.reading.command_line import parse_deepy, parse_script
+from megatron.neox_arguments.validation.types import check_value, unknown
 
 # Facts of one process, which stay on the object: a configuration that held them would differ from rank to rank.
 AT_RUN_TIME = ("user_script", "rank", "local_rank")

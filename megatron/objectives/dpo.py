@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_pairs, match_gaps, match_sides
 from megatron.objectives.objective import Objective, Sums, loss_function
 from megatron.objectives.pair_losses import Pairs, PairSettings, log_odds

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.objectives.coupling import couple_kl
 from megatron.objectives.objective import Objective, Sums, loss_function
 from megatron.objectives.preference import TOKEN_METRICS, mean_of, read_answers, reference_scores, token_metrics

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 
 # Parts of a loss, fp32 `[k]`; for each metric fp32 `[2]`, a sum and the number it is to be divided by.
 Sums = tuple[Tensor, dict[str, Tensor]]

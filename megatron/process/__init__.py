@@ -4,7 +4,7 @@
 imports nothing but a few modules that Python itself has loaded.
 """
 
-from megatron.process.early import begin_process, exit_code, take_early
+from megatron.process.early_signals import begin_process, exit_code, take_early
 from megatron.process.logfile import LogFile, say
 
 __all__ = ["LogFile", "begin_process", "exit_code", "say", "take_early"]

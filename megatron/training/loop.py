@@ -16,20 +16,27 @@ from megatron.data import (
     step_length,
     train_loader,
 )
-from megatron.mpu import together_local
-from megatron.training.best import BestCallback
-from megatron.training.callbacks import Callback, LogCallback, SaveCallback, Step, Stopwatch, ValidationCallback
-from megatron.training.facts import facts_line, run_facts
-from megatron.training.fullness import Fullness
-from megatron.training.guards import NonFiniteError
-from megatron.training.history import write_history
-from megatron.training.loggers import build_loggers
-from megatron.training.measuring import build_probes
-from megatron.training.outcomes import Outcomes
-from megatron.training.profiling import StepProfiler
+from megatron.distributed import run_on_each_rank
+from megatron.training.callbacks.best_model import BestCallback
+from megatron.training.callbacks.history import write_history
+from megatron.training.callbacks.packing_efficiency import Fullness
+from megatron.training.callbacks.profiling import StepProfiler
+from megatron.training.callbacks.status import note_failure, write_status
+from megatron.training.callbacks.step_end import (
+    Callback,
+    LogCallback,
+    SaveCallback,
+    Step,
+    Stopwatch,
+    ValidationCallback,
+)
+from megatron.training.callbacks.stopping import StopCondition
+from megatron.training.metrics.loggers import build_loggers
+from megatron.training.metrics.run_metadata import facts_line, run_facts
+from megatron.training.metrics.step_probes import build_probes
+from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.setup import Training
-from megatron.training.status import note_failure, write_status
-from megatron.training.stopping import StopCondition
+from megatron.training.step_results import Outcomes
 
 
 def batches_of(training: Training) -> Iterator[list[Batch]]:
@@ -81,7 +88,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
     fullness = Fullness(args, training.groups)
     probes, on_gradients = build_probes(training)
     profiler = StepProfiler(args, training.groups, logger, stop.settle)
-    loggers = together_local(
+    loggers = run_on_each_rank(
         training.groups,
         lambda: build_loggers(args, progress.iteration, run_id, facts, training.groups.world_rank, logger.warning),
     )

@@ -20,6 +20,15 @@ from megatron.data import (
     epoch_iterations,
     order_keys,
 )
+from megatron.distributed import (
+    Process,
+    Watchdog,
+    check_transport,
+    configure_logging,
+    meet,
+    on_rank_zero,
+    run_on_all_ranks,
+)
 from megatron.model import (
     Model,
     Stage,
@@ -30,33 +39,23 @@ from megatron.model import (
     reading,
     trained_parameters,
 )
-from megatron.mpu import (
-    ParallelGroups,
-    Process,
-    Watchdog,
-    check_transport,
-    configure_logging,
-    join,
-    meet,
-    on_rank_zero,
-    together,
-)
+from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import NeoXArgs, ProgramArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
-from megatron.neox_arguments.places import is_remote
+from megatron.neox_arguments.reading.locations import is_remote
 from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
-from megatron.training.best import check_best
-from megatron.training.checkpoints import Checkpointer, Progress
+from megatron.training.callbacks.best_model import check_best
+from megatron.training.callbacks.profiling import record_memory_history
+from megatron.training.checkpoint.resume import Checkpointer, Progress
+from megatron.training.checkpoint.same_run import begun_of, continued
+from megatron.training.checkpoint.source import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.parallelize import parallelize
-from megatron.training.profiling import record_memory_history
-from megatron.training.reference import resume_with_reference
-from megatron.training.same_run import begun_of, continued
+from megatron.training.preference.reference import resume_with_reference
 from megatron.training.schedules import Schedule, build_schedule
-from megatron.training.sources import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
 
 
 @dataclass(frozen=True)
@@ -134,14 +133,14 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     if args.use_shared_fs:
         return lambda work: on_rank_zero(groups, work)
     first = process.local_rank == 0
-    found = together(groups, lambda: data_fingerprint(args) if first else None)
+    found = run_on_all_ranks(groups, lambda: data_fingerprint(args) if first else None)
     for rank, data in enumerate(found):
         if data is not None and data != found[0]:
             raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
 
     def write(work: Callable[[], Any]) -> Any:
         made: list[Any] = []
-        together(groups, lambda: made.append(work()) if first else None)
+        run_on_all_ranks(groups, lambda: made.append(work()) if first else None)
         return on_rank_zero(groups, lambda: made[0])
 
     return write
@@ -157,7 +156,7 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[
     watchdog = Watchdog(args, process.world_size, logger)
     store = meet(args, process, logger, shared=None if is_remote(args.save) else args.save)
     stage(args)
-    groups = join(args, process, logger, store)
+    groups = init_model_parallel(args, process, logger, store)
     check_transport(args, groups, process, logger)
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")

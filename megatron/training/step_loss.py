@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.objectives import Objective
-from megatron.training.guards import GradientWatch
+from megatron.training.nonfinite_guard import GradientWatch
 
 
 class StepLoss:

@@ -31,7 +31,7 @@ from megatron.checkpointing.weights import describe_files, describe_source
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.weight_names import GENERATIONS
+from megatron.neox_arguments.keys.weight_names import GENERATIONS
 from tests.checkpointing.golden import RUNS, assert_same, checkpoint, golden_args, raw_layer, whole
 from tests.checkpointing.test_names import LAYERS, old_rows
 from tests.checkpointing.test_te_names import OLMO3, TIED, read, written

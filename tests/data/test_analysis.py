@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.analysis import suggested
+from megatron.data.inspection.analysis import suggested
 from tests.data.samples import DATASET
 from tools.datasets.analyze import main
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset
-from megatron.data.chat import ChatTokenizer, load_chat_tokenizer
-from megatron.data.chat_rows import ChatOptions, encode_rows, prepare
+from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
 from tests.data.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import preprocess_data_with_chat_template as tool
 

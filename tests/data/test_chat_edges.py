@@ -6,8 +6,8 @@ from datetime import date
 import pytest
 
 from megatron.data import DataError
-from megatron.data.chat import ChatTokenizer, load_chat_tokenizer
-from megatron.data.chat_rows import ChatOptions, encode_rows, prepare
+from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
 from tests.data.chat_tokenizers import ADDED, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import analyze
 from tools.datasets import preprocess_data_with_chat_template as tool
@@ -121,7 +121,7 @@ def test_any_failure_of_a_template_names_the_row(template, reason):
 
 
 def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.data.time_limit.RENDER_SECONDS", 0.2)
+    monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     (tmp_path / "endless.jinja").write_text(ENDLESS)
     fast_tokenizer(None).save_pretrained(tmp_path / "tokenizer")
     chat = load_chat_tokenizer(str(tmp_path / "tokenizer"), str(tmp_path / "endless.jinja"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError
-from megatron.data.chat_masks import completion_labels, delimiter_labels, span_labels, trained_spans
+from megatron.data.preprocessing.chat_masks import completion_labels, delimiter_labels, span_labels, trained_spans
 from tests.data.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
 
 TALK = [

@@ -15,9 +15,10 @@ from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard, DatasetCardData
 from pyarrow import parquet
 
-from megatron.data import DataError, EncodeJob, readers
-from megatron.data.inputs import resolve
-from megatron.data.jobs import preprocess
+from megatron.data import DataError, EncodeJob
+from megatron.data.preprocessing import readers
+from megatron.data.preprocessing.inputs import resolve
+from megatron.data.preprocessing.jobs import preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import ROOT, TOKENIZER
 from tools.datasets import convert
@@ -309,7 +310,7 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_hub_name_offline_says_so():
-    words = [sys.executable, "-c", "from megatron.data.inputs import resolve; resolve(['some/name'])"]
+    words = [sys.executable, "-c", "from megatron.data.preprocessing.inputs import resolve; resolve(['some/name'])"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     said = done.stderr.strip().splitlines()[-1]
     assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in said

@@ -8,10 +8,10 @@ import pytest
 
 from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.batch import collate_samples
-from megatron.data.columns import Column, find_columns
-from megatron.data.looking import KINDS, PADDING, TRAINED, Documents, Part, Rows, grouped, spans
-from megatron.data.render import terminal, visible
-from megatron.data.report import FITS, dataset_stats, histogram, table
+from megatron.data.inspection.file_groups import Column, find_columns
+from megatron.data.inspection.render import terminal, visible
+from megatron.data.inspection.samples import KINDS, PADDING, TRAINED, Documents, Part, Rows, grouped, spans
+from megatron.data.inspection.statistics import FITS, dataset_stats, histogram, table
 from megatron.tokenizer import HFTokenizer
 from megatron.tokenizer.others import SPMTokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset

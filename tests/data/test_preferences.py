@@ -17,10 +17,10 @@ from megatron.data import (
     order_sha256,
 )
 from megatron.data import train_loader as loader
-from megatron.data.answers import COUNTS, Limits, lay_out
 from megatron.data.index_maps import Packing
-from megatron.data.kto import partners
 from megatron.data.labels import first_labelled
+from megatron.data.preferences.answers_dataset import COUNTS, Limits, lay_out
+from megatron.data.preferences.kto import partners
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron.data import DataError, readers
-from megatron.data.inputs import resolve
+from megatron.data import DataError
+from megatron.data.preprocessing import readers
+from megatron.data.preprocessing.inputs import resolve
 
 ROWS = [{"text": f'row {i}, "quoted",\nsecond line ü {i * "x"}', "n": i} for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

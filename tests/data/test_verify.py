@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDatasetWriter
-from megatron.data.columns import find_columns
 from megatron.data.indexed_dataset import check_boundaries
-from megatron.data.verify import Checked, blocks, verify
+from megatron.data.inspection.file_groups import find_columns
+from megatron.data.inspection.verify import Checked, blocks, verify
 from tests.data.samples import DATASET, TOKENIZER
 
 TOOL = Path(__file__).parents[2] / "tools" / "datasets" / "verify.py"

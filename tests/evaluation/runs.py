@@ -23,9 +23,9 @@ from megatron.evaluation import evaluate
 from megatron.evaluation.catalogue import SHIPPED
 from megatron.evaluation.harness import Evaluation, load_catalogue
 from megatron.generation import load_model
-from megatron.generation.adopting import hf_model_keys
+from megatron.generation.from_huggingface import hf_model_keys
 from megatron.launch import process_info
-from megatron.mpu import join
+from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 
@@ -126,7 +126,7 @@ def scores(
     """For the pool: `evaluate` of a HuggingFace folder with our model, samples included."""
     process = process_info()
     args = configuration(folder, tasks, {"eval_log_samples": True, **changes}).for_world(world_size)
-    groups, tokenizer = join(args, process, QUIET), build_tokenizer(args)
+    groups, tokenizer = init_model_parallel(args, process, QUIET), build_tokenizer(args)
     catalogue = load_catalogue(args, groups, tokenizer, QUIET)
     model = load_model(args, groups, tokenizer, QUIET)
     return evaluate(model, catalogue, QUIET)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.generation import Batcher, Completion, Event, Model, Request, Sampling, complete, load_model
 from megatron.generation.samples import Prompt, Sample, sample
 from megatron.launch import process_info
-from megatron.mpu import join
+from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.checkpointing.golden import GOLDEN, RUNS, golden_args
@@ -46,7 +46,7 @@ def model_of(args: NeoXArgs) -> Model:
     """`load_model` on this rank."""
     process = process_info()
     args = args.for_world(process.world_size)
-    return load_model(args, join(args, process, QUIET), build_tokenizer(args), QUIET)
+    return load_model(args, init_model_parallel(args, process, QUIET), build_tokenizer(args), QUIET)
 
 
 def golden_model(run: str, changes: Mapping[str, Any]) -> Model:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.generation.scoring import Request, Scored, score
+from megatron.generation.scoring.logprobs import Request, Scored, score
 from megatron.model import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer

@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.generation import Batcher, Event, Model, Request, RequestError, Sampling
-from megatron.generation.batching import _BLOCK
+from megatron.generation.batching.batcher import _BLOCK
 from megatron.neox_arguments import ConfigError
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import LAYOUTS, answers

@@ -2,7 +2,7 @@
 
 import random
 
-from megatron.generation.blocks import Blocks
+from megatron.generation.batching.block_allocator import Blocks
 
 
 def text_of(blocks: Blocks, tokens: list[int]) -> tuple[list[int], int]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation import Batcher, Completion, Model, Request, Sampling, batching, complete, for_inference
+from megatron.generation import Batcher, Completion, Model, Request, Sampling, complete, for_inference
+from megatron.generation.batching import batcher as batching
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import LAYOUTS, answers

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from megatron.generation.chat import find_template
-from megatron.generation.requests import RequestError
+from megatron.generation.batching.requests import RequestError
+from megatron.generation.prompts.chat import find_template
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.reading import Reader
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -120,7 +120,7 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
 def test_a_template_without_end_is_stopped_in_every_thread(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.data.time_limit.RENDER_SECONDS", 0.2)
+    monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
     (tmp_path / "chat.jinja").write_text(endless)
     found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))

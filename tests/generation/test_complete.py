@@ -13,7 +13,7 @@ from megatron.checkpointing import DamagedError
 from megatron.generation import Completion, Event, Sampling, complete, samples
 from megatron.generation.model import Model
 from megatron.generation.samples import Prompt, Sample, sample
-from megatron.generation.scoring import score
+from megatron.generation.scoring.logprobs import score
 from megatron.model.init import stage_parameters
 from tests.generation.runs import GIVEN, LAYOUTS, QUIET, TOKENIZER, golden_model, sampled, written
 from tests.pool import run_ranks

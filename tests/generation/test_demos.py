@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import transformers
 
+from megatron.generation.batching.requests import RequestError
 from megatron.generation.demos import Demos, comparison
-from megatron.generation.questions import Question, read_questions
-from megatron.generation.requests import RequestError
+from megatron.generation.prompts.questions import Question, read_questions
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import train
 from tests.pool import run_ranks

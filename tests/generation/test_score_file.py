@@ -15,9 +15,10 @@ import transformers
 from megatron.checkpointing.huggingface import HFFolder, import_hf
 from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed_dataset import data_path, index_path
-from megatron.data.pairwise import check_reference
-from megatron.generation import precompute as precomputing
-from megatron.generation import score_file, scoring
+from megatron.data.preferences.pairwise import check_reference
+from megatron.generation.scoring import logprobs as scoring
+from megatron.generation.scoring import precompute as precomputing
+from megatron.generation.scoring import score_file
 from megatron.tokenizer import HFTokenizer
 from tests.generation.runs import LAYOUTS, TOKENIZER, command
 from tests.pool import run_ranks

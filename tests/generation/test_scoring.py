@@ -9,9 +9,9 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import from_hf
-from megatron.generation import scoring
-from megatron.generation.rows import make_rows, rolling_windows
-from megatron.generation.scoring import Request, Scored, score
+from megatron.generation.scoring import logprobs as scoring
+from megatron.generation.scoring.logprobs import Request, Scored, score
+from megatron.generation.scoring.rows import make_rows, rolling_windows
 from megatron.model import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs

@@ -12,9 +12,9 @@ import openai
 import pytest
 from starlette.responses import JSONResponse
 
-from megatron.generation.requests import Request
-from megatron.generation.serving.desk import Desk, Orders
+from megatron.generation.batching.requests import Request
 from megatron.generation.serving.listening import Listener, find_entrance
+from megatron.generation.serving.request_queue import Desk, Orders
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.generation.serving import NAME, SHAPE, Server, make_model, serving
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.generation.text import TextStream
+from megatron.generation.batching.detokenize import TextStream
 from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
 from tests.generation.runs import TOKENIZER
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron.distributed import init_process_group
 from megatron.launch import process_info
 from megatron.model import Stage
-from megatron.mpu import ParallelGroups, join
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training
 from tests.model.stages import random_weights, small, stage_with
@@ -23,7 +24,8 @@ WIDE: dict[str, Any] = {"hidden_size": 256, "seq_length": 128, "max_position_emb
 
 def join_gpu() -> None:
     """Make this process's group, of NCCL."""
-    join(small(distributed_backend="nccl").for_world(1), process_info(env={}), logging.getLogger("tests.quiet"))
+    args = small(distributed_backend="nccl").for_world(1)
+    init_process_group(args, process_info(env={}), logging.getLogger("tests.quiet"))
 
 
 def stage_on(args: NeoXArgs, device: torch.device) -> Stage:

@@ -21,7 +21,7 @@ VALUES = config(
 )  # fmt: skip
 SCRIPT = """\
 import os, signal, sys, time
-from megatron.neox_arguments.cli import parse_script
+from megatron.neox_arguments.reading.command_line import parse_script
 args = parse_script(sys.argv[1:], "script.py")
 rank, start = os.environ["RANK"], os.environ["NEOX_RESTARTS"]
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}, local {os.environ['LOCAL_RANK']}, start {start}")

@@ -7,8 +7,8 @@ import pytest
 from megatron.launch.devices import choose_ranks
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
+from megatron.launch.launcher_rendezvous import Place
 from megatron.launch.local import environments
-from megatron.launch.meeting import Place
 from megatron.launch.plan import Run, hand_over, plan
 from megatron.neox_arguments import ConfigError, NeoXArgs
 

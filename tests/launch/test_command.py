@@ -9,7 +9,7 @@ import pytest
 from megatron.launch.command import help_text, main, script_line, tools
 from megatron.launch.environment import LaunchError
 from megatron.neox_arguments import ConfigError, load
-from megatron.neox_arguments.cli import parse_deepy
+from megatron.neox_arguments.reading.command_line import parse_deepy
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ train_batch_size: 8
 SCRIPT = """\
 import os, sys
 from megatron.launch import process_info
-from megatron.neox_arguments.cli import parse_script
+from megatron.neox_arguments.reading.command_line import parse_script
 args = parse_script(sys.argv[1:], "script.py")
 print(process_info().rank, args.hidden_size, args.num_layers, args.train_micro_batch_size_per_gpu)
 """

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch import courier as couriers
+from megatron.launch import heartbeat as couriers
 from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
-from megatron.launch.front import Front
 from megatron.launch.hosts import Node
-from megatron.launch.meeting import Meeting, Place
+from megatron.launch.launcher_rendezvous import Meeting, Place
 from megatron.launch.plan import Run
+from megatron.launch.ssh_supervisor import Front
 from megatron.launch.watch import Outcome
 
 
@@ -25,7 +25,7 @@ def run_of(ranks: list[int | None], node: int, port: int, **more) -> Run:
 
 
 @contextmanager
-def together(ranks: list[int], **more) -> Iterator[tuple[list[Meeting], list[Place]]]:
+def run_on_all_ranks(ranks: list[int], **more) -> Iterator[tuple[list[Meeting], list[Place]]]:
     """All machines of a run, assembled."""
     port = free_port()
     with ThreadPoolExecutor() as pool:
@@ -43,7 +43,7 @@ def heard(meeting: Meeting, seconds: float = 5.0) -> Outcome | None:
 
 
 def test_ranks_follow_the_machines_in_order():
-    with together([1, 3, 2]) as (meetings, places):
+    with run_on_all_ranks([1, 3, 2]) as (meetings, places):
         assert [place.first_rank for place in places] == [0, 1, 4]
         assert {place.world_size for place in places} == {6} and len({place.port for place in places}) == 1
         for meeting in meetings[:2]:
@@ -55,7 +55,7 @@ def test_ranks_follow_the_machines_in_order():
 
 
 def test_the_first_failure_is_everyones_and_all_start_again_together():
-    with together([1, 2]) as (meetings, _):
+    with run_on_all_ranks([1, 2]) as (meetings, _):
         meetings[1].tell(Outcome(137, "rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log"))
         time.sleep(0.6)
         meetings[0].tell(Outcome(1, "rank 0 of 3 failed with exit code 1", True, "/a/rank_0.log"))
@@ -74,7 +74,7 @@ def test_the_first_failure_is_everyones_and_all_start_again_together():
 def test_a_starter_sends_signals_to_all_and_its_end_stops_the_run(monkeypatch):
     monkeypatch.setattr(couriers, "SILENT_S", 1.0)
     monkeypatch.setattr(couriers, "BEAT_S", 0.1)
-    with together([1, 1]) as (meetings, _):
+    with run_on_all_ranks([1, 1]) as (meetings, _):
         front = Front(run_of([1, 1], 0, meetings[0]._run.master_port or 0))
         front.send(10)
         for _ in range(10):
@@ -89,7 +89,7 @@ def test_a_starter_sends_signals_to_all_and_its_end_stops_the_run(monkeypatch):
 def test_a_machine_that_falls_silent_is_named(monkeypatch):
     monkeypatch.setattr(couriers, "SILENT_S", 1.0)
     monkeypatch.setattr(couriers, "BEAT_S", 0.1)
-    with together([1, 1, 1]) as (meetings, _):
+    with run_on_all_ranks([1, 1, 1]) as (meetings, _):
         courier = meetings[2]._courier
         assert courier is not None
         courier._leaving.set()  # as when the machine loses its power
@@ -129,7 +129,7 @@ def test_contradictions_are_named():
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(lambda n=n: Meeting(run_of([1, 1, 1], n, port), 2).assemble(0)) for n in (0, 1, 1)]
         assert "node_rank 1 is taken by host" in " ".join(_problem(end) for end in ends)
-    with together([1, 1]) as (meetings, _):
+    with run_on_all_ranks([1, 1]) as (meetings, _):
         with pytest.raises(LaunchError, match=r"master_port: port \d+ cannot be used"):
             Meeting(run_of([1, 1], 0, meetings[0]._run.master_port or 0), 1)
     port = free_port()

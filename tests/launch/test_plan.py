@@ -13,7 +13,7 @@ from megatron.launch.hosts import Node
 from megatron.launch.plan import Run, plan
 from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.cli import parse_deepy
+from megatron.neox_arguments.reading.command_line import parse_deepy
 from tests.training.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]

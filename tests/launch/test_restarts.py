@@ -23,7 +23,7 @@ SCRIPT = """\
 import os, signal, sys, time
 from pathlib import Path
 from megatron.launch import show_stacks_on_signal
-from megatron.neox_arguments.cli import parse_script
+from megatron.neox_arguments.reading.command_line import parse_script
 show_stacks_on_signal()
 args = parse_script(sys.argv[1:], "script.py")
 rank, start = int(os.environ["RANK"]), int(os.environ["NEOX_RESTARTS"])

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
+from megatron.distributed import init_process_group
 from megatron.launch import process_info
-from megatron.mpu import join
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import small
 from tests.pool import run_ranks
@@ -15,8 +15,8 @@ NCCL = {"distributed_backend": "nccl"}
 
 
 def backend(rank: int, world_size: int) -> str:
-    groups = join(small(**NCCL).for_world(world_size), process_info(), logging.getLogger("tests.quiet"))
-    return f"{torch.distributed.get_backend()} {groups.device}"
+    device = init_process_group(small(**NCCL).for_world(world_size), process_info(), logging.getLogger("tests.quiet"))
+    return f"{torch.distributed.get_backend()} {device}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -26,18 +26,17 @@ def test_nccl_without_a_gpu_is_gloo_on_cpus(ranks):
 
 
 def joined(monkeypatch, driver, visible: str | None) -> list[str]:
-    """Lines said by `join` where NVIDIA's driver lists GPUs that torch does not see."""
-    monkeypatch.setattr("megatron.mpu.distributed._GPUS", driver)
+    """Lines said by `init_process_group` where NVIDIA's driver lists GPUs that torch does not see."""
+    monkeypatch.setattr("megatron.distributed.process_group._GPUS", driver)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("megatron.mpu.distributed.build_groups", lambda **_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     said: list[str] = []
     logger = logging.getLogger("tests.said")
     monkeypatch.setattr(logger, "info", said.append)
-    join(small(**NCCL).for_world(1), process_info(env={}), logger)
+    init_process_group(small(**NCCL).for_world(1), process_info(env={}), logger)
     return said
 
 

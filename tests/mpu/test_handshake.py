@@ -11,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.distributed import StartError, meet
+from megatron.distributed import startup_checks as handshake
 from megatron.launch import process_info
-from megatron.mpu import StartError, handshake, meet
 from tests.model.stages import small
 from tests.pool import run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.distributed.rank0_driver import Call, lead
 from megatron.mpu import ParallelGroups, build_groups
-from megatron.mpu.leading import Call, lead
 from megatron.neox_arguments import ConfigError
 from tests.pool import run_ranks
 
@@ -72,7 +72,7 @@ def led_to_failure(rank: int, world: int, kind: str) -> str:
 
 def led_in_silence(rank: int, world: int) -> int:
     """For the pool: words heard while rank 0 is busy for longer than its patience."""
-    import megatron.mpu.leading as leading
+    import megatron.distributed.rank0_driver as leading
 
     leading.PATIENCE_S = 0.05
     beats: list[int] = []

@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron.distributed import rendezvous as module
+from megatron.distributed.rendezvous import Rendezvous, StartError, named
 from megatron.launch import process_info
-from megatron.mpu import rendezvous as module
-from megatron.mpu.rendezvous import Rendezvous, StartError, named
 from tests.pool import run_ranks
 
 QUIET = logging.getLogger("tests.quiet")

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.distributed import StartError, check_transport
+from megatron.distributed.transport import bus_bandwidth
 from megatron.launch import process_info
-from megatron.mpu import ParallelGroups, StartError, build_groups, check_transport
-from megatron.mpu.transport import bus_bandwidth
+from megatron.mpu import ParallelGroups, build_groups
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import small
 from tests.pool import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu import Watchdog, watchdog
+from megatron.distributed import Watchdog, watchdog
 from megatron.neox_arguments import NeoXArgs
 from tests.pool import run_ranks
 from tests.training.runs import config

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load, parse_script
-from megatron.neox_arguments.cli import parse_deepy
+from megatron.neox_arguments.reading.command_line import parse_deepy
 
 TEXT = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\nmax_position_embeddings: 32\n"
 

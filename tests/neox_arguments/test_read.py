@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.neox_arguments import ConfigError, load
-from megatron.neox_arguments.read import read_files
+from megatron.neox_arguments.reading.files import read_files
 
 MODEL = """\
 num-layers: 2

@@ -10,8 +10,8 @@ import yaml
 
 from megatron.neox_arguments import NeoXArgs, arguments_dump, load
 from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.read import ConfigLoader
-from megatron.neox_arguments.report import diff_config, print_config
+from megatron.neox_arguments.reading.files import ConfigLoader
+from megatron.neox_arguments.reports.config_dump import diff_config, print_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = """\

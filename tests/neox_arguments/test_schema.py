@@ -10,7 +10,7 @@ import yaml
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.read import ConfigLoader
+from megatron.neox_arguments.reading.files import ConfigLoader
 from tests.neox_arguments.test_corrupted import misspell, wrong_value
 
 ROOT = Path(__file__).parents[2]

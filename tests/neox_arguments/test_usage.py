@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.declare import Key, key, keys_of
-from megatron.neox_arguments.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "megatron" / "neox_arguments"
@@ -36,12 +36,12 @@ def is_args(node: ast.AST) -> bool:
 
 def resolved_here() -> set[str]:
     """Keys that resolving turns into another value, property or refusal, or reads files by."""
-    found = {name for name, _ in reads(ast.parse((HERE / "refusals.py").read_text()))}
+    found = {name for name, _ in reads(ast.parse((HERE / "validation" / "refusals.py").read_text()))}
     found |= {impl.key for impl in TRAIN_IMPLS.values()}
-    for node in ast.walk(ast.parse((HERE / "read.py").read_text())):
+    for node in ast.walk(ast.parse((HERE / "reading" / "files.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "given.values.get":
             found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    for name, owner in (("derive.py", "values"), ("ffn.py", "values"), ("neox_args.py", "self")):
+    for name, owner in (("derive.py", "values"), ("keys/ffn.py", "values"), ("neox_args.py", "self")):
         for node in ast.walk(ast.parse((HERE / name).read_text())):
             if not isinstance(node, ast.Attribute | ast.Subscript):
                 continue

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.losses import TRAIN_IMPLS, couples, needs_reference, scores_reference
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, couples, needs_reference, scores_reference
 from megatron.objectives import build_objective, kto, language_modelling, loss_function, pair_losses  # noqa: F401
 from megatron.objectives.build import OBJECTIVES
 from megatron.objectives.dpo import MATCHINGS

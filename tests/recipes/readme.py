@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.launch import process_info
 from megatron.neox_arguments import load
-from megatron.neox_arguments.cli import parse_deepy
+from megatron.neox_arguments.reading.command_line import parse_deepy
 from megatron.training import start, train
 from tests.pool import run_ranks
 

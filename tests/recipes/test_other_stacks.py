@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.check import check_value
 from megatron.neox_arguments.declare import Key, keys_of
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.validation.types import check_value
 from tests.recipes.readme import ROOT
 
 PAGE = (ROOT / "docs/from-other-stacks.md").read_text()
@@ -33,7 +33,7 @@ def ticked(cell: str) -> list[str]:
 @cache
 def options() -> set[str]:
     """Flags of our commands."""
-    files = [*(ROOT / "tools").rglob("*.py"), ROOT / "megatron/neox_arguments/cli.py"]
+    files = [*(ROOT / "tools").rglob("*.py"), ROOT / "megatron/neox_arguments/reading/command_line.py"]
     return {flag for file in files for flag in re.findall(r'"(--[\w-]+)"', file.read_text())}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import publish
-from megatron.training import Training, saving, train
+from megatron.training import Training, train
+from megatron.training.checkpoint import writer as saving
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from tests.training.runs import ADAMW, NEOX, begin, config
 

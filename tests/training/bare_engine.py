@@ -16,7 +16,7 @@ from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums, label_logprobs
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
-from megatron.training.guards import GradientWatch, most_skips
+from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import (
     build_optimizer,
     clip_gradients,

@@ -25,7 +25,8 @@ def train_slowly(
 ) -> list[tuple[str, int]]:
     """For the pool: every file takes a while to write. fails: (rank, file) that meets a full disk. What happened when:
     (what, iteration of the run)."""
-    from megatron.training import saving, train
+    from megatron.training import train
+    from megatron.training.checkpoint import writer as saving
     from tests.training.runs import begin
 
     training = begin(given)
@@ -120,7 +121,7 @@ def train_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> t
     import io
     import logging
 
-    from megatron.training import saving
+    from megatron.training.checkpoint import writer as saving
 
     saving.free_host_memory = lambda unknown: 1000
     said = io.StringIO()

@@ -190,7 +190,7 @@ def on_small_disk(
     """For the pool: train.py with `save` on a tmpfs; exit code, printed lines, files left, `latest`."""
     mount(Path(folder), kilobytes, read_only)
     if not check:
-        from megatron.training.checkpoints import Checkpointer
+        from megatron.training.checkpoint.resume import Checkpointer
 
         Checkpointer._check_space = lambda self, save: None  # type: ignore[method-assign]
     code, printed = call_train(0, 1, argv)

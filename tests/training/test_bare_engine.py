@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
-from megatron.training.guards import NonFiniteError
+from megatron.training.nonfinite_guard import NonFiniteError
 from tests.pool import run_ranks
 from tests.training.bare_engine import BareEngine
 from tests.training.runs import ADAMW, NEOX, begin, bit_equal, config

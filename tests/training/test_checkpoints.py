@@ -212,7 +212,7 @@ def killed_with_a_worker(rank: int, world_size: int, save: str) -> float:
     import os
     import time
 
-    from megatron.training.saving import _lock
+    from megatron.training.checkpoint.writer import _lock
 
     reader, writer = os.pipe()
     run = os.fork()
@@ -238,7 +238,7 @@ def test_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     from megatron.checkpointing.staging import _alone
-    from megatron.training.saving import _lock
+    from megatron.training.checkpoint.writer import _lock
 
     (tmp_path / "thesis").write_text("years of work")
     for name in (".lock", ".run.stamp"):
@@ -324,7 +324,7 @@ def test_log_scale(factor: float) -> None:
     """As upstream: iteration == int(factor ** k)."""
     from types import SimpleNamespace
 
-    from megatron.training.callbacks import SaveCallback
+    from megatron.training.callbacks.step_end import SaveCallback
 
     args = SimpleNamespace(
         save="x",

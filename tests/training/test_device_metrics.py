@@ -10,8 +10,8 @@ import torch
 
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training import device_metrics
-from megatron.training.device_metrics import build_device_metrics
+from megatron.training.metrics import device_metrics
+from megatron.training.metrics.device_metrics import build_device_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config
 
@@ -43,12 +43,12 @@ def build(
 ) -> tuple[list[str], dict[str, float] | None]:
     """For the pool: the log lines and the metrics."""
     from megatron.launch import process_info
-    from megatron.mpu import join
+    from megatron.mpu import init_model_parallel
 
     sys.modules["pynvml"] = fake_nvml(broken=rank == broken_rank)
     device_metrics.gpu_uuid = lambda device: f"GPU-{rank}"
     args = NeoXArgs.from_dict(config(NEOX, log_device_metrics=setting)).for_world(world_size)
-    groups = join(args, process_info(), logging.getLogger("test"))
+    groups = init_model_parallel(args, process_info(), logging.getLogger("test"))
     lines: list[str] = []
     probe = build_device_metrics(args, groups, SimpleNamespace(info=lines.append))  # type: ignore[arg-type]
     if probe is None:

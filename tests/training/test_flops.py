@@ -6,7 +6,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.objectives import LANGUAGE_MODELLING
-from megatron.training.flops import model_flops, neox_flops
+from megatron.training.metrics.flops import model_flops, neox_flops
 from tests.model.stages import random_batch, random_weights, small, stage_with
 from tests.objectives.steps import as_head
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.history import history, training_time
+from megatron.training.callbacks.history import history, training_time
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, NEOX, config, run_to_end
 from tests.training.test_stopping import run_with_signal

@@ -28,7 +28,7 @@ ENGINE = {
     "torch/optim/optimizer.py": None,
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
-READ = {"megatron/training/host_copy.py": {"read"}}
+READ = {"megatron/training/metrics/host_copy.py": {"read"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "plain bf16": (1, {"precision": "bfloat16"}),
@@ -77,10 +77,10 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     """For the pool: two free steps, then four without waiting; the number of reads, all of steps before the last."""
     from tqdm import tqdm
 
-    from megatron.training.callbacks import LogCallback, Step, Stopwatch
-    from megatron.training.host_copy import HostCopy
+    from megatron.training.callbacks.step_end import LogCallback, Step, Stopwatch
     from megatron.training.loop import batches_of
-    from megatron.training.outcomes import Outcomes
+    from megatron.training.metrics.host_copy import HostCopy
+    from megatron.training.step_results import Outcomes
 
     training = begin(values)
     batches, progress = batches_of(training), training.progress

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.generation.scoring import Request, Scored, score
+from megatron.generation.scoring.logprobs import Request, Scored, score
 from megatron.training import Callback, Step, Training, train
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config

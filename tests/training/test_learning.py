@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.generation import Completion, Sampling, complete, load_model
-from megatron.generation.chat import find_template
+from megatron.generation.prompts.chat import find_template
 from megatron.launch import process_info
-from megatron.mpu import join
+from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.data.chat_tokenizers import CHATML, fast_tokenizer
@@ -121,7 +121,7 @@ def answers(
     """For the pool: greedy, as generate.py and serve.py ask a model in a conversation."""
     args, quiet = NeoXArgs.from_dict(values).for_world(world_size), logging.getLogger("tests.quiet")
     tokenizer = build_tokenizer(args)
-    model = load_model(args, join(args, process_info(), quiet), tokenizer, quiet)
+    model = load_model(args, init_model_parallel(args, process_info(), quiet), tokenizer, quiet)
     template = find_template(args, tokenizer)
     prompts = [template.tokens(question) for question in questions]
     return complete(

@@ -11,10 +11,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.callbacks import LogCallback, Step, Stopwatch
+from megatron.training.callbacks.step_end import LogCallback, Step, Stopwatch
 from megatron.training.engine import StepResult
-from megatron.training.flops import neox_flops, readable_flops
-from megatron.training.loggers import Harmless, JsonlLogger, read_metrics
+from megatron.training.metrics.flops import neox_flops, readable_flops
+from megatron.training.metrics.loggers import Harmless, JsonlLogger, read_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
@@ -171,7 +171,7 @@ def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
 
 
 def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.mpu import configure_logging
+    from megatron.distributed import configure_logging
 
     try:
         configure_logging(1).info("rank one")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.mpu import ParallelGroups
-from megatron.training.noise_scale import NoiseScale
+from megatron.training.metrics.noise_scale import NoiseScale
 from tests.pool import run_ranks
 
 GENERATOR_SEED, BATCH = 7, 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError
-from megatron.training.guards import NonFiniteError, SpikeGuard
+from megatron.training.nonfinite_guard import NonFiniteError, SpikeGuard
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
 

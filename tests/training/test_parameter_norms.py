@@ -81,9 +81,9 @@ def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[
     """For the pool: two free steps, then three in which only the values of a logged step may be waited for."""
     from tqdm import tqdm
 
-    from megatron.training.callbacks import LogCallback, Step, Stopwatch
+    from megatron.training.callbacks.step_end import LogCallback, Step, Stopwatch
     from megatron.training.loop import batches_of
-    from megatron.training.measuring import build_probes
+    from megatron.training.metrics.step_probes import build_probes
     from tests.training.test_host_sync import ENGINE, forbid
 
     training = begin(values)

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.facts import facts_line, git_hash
-from megatron.training.profiling import StepProfiler
+from megatron.training.callbacks.profiling import StepProfiler
+from megatron.training.metrics.run_metadata import facts_line, git_hash
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, NEOX, begin, config, run_to_end
 
@@ -118,7 +118,7 @@ def test_nowhere_to_write(key: str) -> None:
 def test_memory_snapshot(tmp_path: Path) -> None:
     import torch
 
-    from megatron.training.profiling import record_memory_history
+    from megatron.training.callbacks.profiling import record_memory_history
 
     args = NeoXArgs.from_dict(config(NEOX, memory_profiling=True, memory_profiling_path=str(tmp_path)))
     groups = ParallelGroups.single("cuda:0")
@@ -147,7 +147,7 @@ def test_git_hash(tmp_path: Path) -> None:
 
 def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
     """For the pool: the facts of a model, one norm of it frozen."""
-    from megatron.training.facts import run_facts
+    from megatron.training.metrics.run_metadata import run_facts
 
     training = begin(given)
     for name, param in training.engine.stage.named_parameters():

@@ -16,16 +16,16 @@ import pytest
 
 from megatron.checkpointing import CheckpointError
 from megatron.data import DataError, IndexedDatasetWriter
-from megatron.data.references import SCORES
+from megatron.data.preferences.reference_rows import SCORES
 from megatron.launch import process_info
 from megatron.model import layer_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.keys_model import ModelKeys
+from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.training import Training, start
 from megatron.training.loop import batches_of
-from megatron.training.reference import _Cache
-from megatron.training.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
+from megatron.training.preference.reference import _Cache
+from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
 from tests.training.test_resume import losses, stop_after

@@ -143,7 +143,7 @@ def save_at_once(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 def old_run(rank: int, world_size: int, given: dict[str, Any]) -> None:
     """For the pool: three steps that write their state as DeepSpeed keeps it."""
-    from megatron.training import saving
+    from megatron.training.checkpoint import writer as saving
 
     saving._by_parameter = lambda args: False
     stop_after(rank, world_size, given, SAVED)

@@ -65,7 +65,7 @@ def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
 def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -> None:
     """For the pool: the run ends without warning right after the save at `steps`."""
     from megatron.training import train
-    from megatron.training.callbacks import SaveCallback
+    from megatron.training.callbacks.step_end import SaveCallback
     from tests.training.runs import begin
 
     class Stop(Exception):

@@ -13,7 +13,7 @@ from megatron.checkpointing import CheckpointError, Layout, Manifest, model_keys
 from megatron.data import build_datasets, data_fingerprint, order_keys
 from megatron.neox_arguments import load
 from megatron.tokenizer import build_tokenizer, with_vocabulary
-from megatron.training.same_run import begun_of, check_same_run, data_record
+from megatron.training.checkpoint.same_run import begun_of, check_same_run, data_record
 from tests.training.runs import GOLDEN, NEOX, config
 
 A, B = (str(GOLDEN / "dataset" / f"corpus{name}_text_document") for name in "AB")

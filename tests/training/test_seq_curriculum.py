@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.checkpoints import Progress
+from megatron.training.checkpoint.resume import Progress
 from megatron.training.loop import _advance
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import train
+from megatron.distributed import startup_checks as handshake
 from megatron.launch.devices import free_port
-from megatron.mpu import handshake
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config
 

@@ -81,7 +81,7 @@ def test_timed_saves_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from megatron.mpu import ParallelGroups
-    from megatron.training import stopping
+    from megatron.training.callbacks import stopping
 
     clock = [0.0]
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock[0]))

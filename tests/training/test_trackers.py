@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.loggers import build_loggers
+from megatron.training.metrics.loggers import build_loggers
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
-from megatron.neox_arguments.weight_names import GENERATIONS  # noqa: E402
+from megatron.neox_arguments.keys.weight_names import GENERATIONS  # noqa: E402
 from tools.ckpts.flags import PRECISIONS, add_names_flag, local, place, progress  # noqa: E402
 from tools.site import site_defaults  # noqa: E402
 

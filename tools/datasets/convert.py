@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.files import sync, temporary  # noqa: E402
-from megatron.data.inputs import InputFile, resolve  # noqa: E402
+from megatron.data.preprocessing.inputs import InputFile, resolve  # noqa: E402
 from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
 GROUP_BYTES = 32 << 20  # of input in a row group, and in memory

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.data import DataError
-from megatron.data.columns import Column, find_columns
 from megatron.data.files import temporary
-from megatron.data.looking import Documents, Rows, View, grouped
-from megatron.data.render import page, terminal
-from megatron.data.report import dataset_stats, histogram, table
+from megatron.data.inspection.file_groups import Column, find_columns
+from megatron.data.inspection.render import page, terminal
+from megatron.data.inspection.samples import Documents, Rows, View, grouped
+from megatron.data.inspection.statistics import dataset_stats, histogram, table
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.indexed_dataset import index_path  # noqa: E402
-from megatron.data.merging import merge  # noqa: E402
+from megatron.data.preprocessing.merging import merge  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
-from megatron.data.chat_job import DelimiterJob  # noqa: E402
+from megatron.data.preprocessing.chat_job import DelimiterJob  # noqa: E402
 from tools.datasets.run_job import add_input_flags, add_text_flags, add_work_flags, run, text_job  # noqa: E402
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
-from megatron.data.columns import find_columns  # noqa: E402
-from megatron.data.verify import Checked, verify  # noqa: E402
+from megatron.data.inspection.file_groups import find_columns  # noqa: E402
+from megatron.data.inspection.verify import Checked, verify  # noqa: E402
 from megatron.tokenizer import TokenizerError, make_tokenizer  # noqa: E402
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of  # noqa: E402
 

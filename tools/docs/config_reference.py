@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
-from megatron.neox_arguments.reference import config_reference  # noqa: E402
-from megatron.neox_arguments.schema import json_schema  # noqa: E402
+from megatron.neox_arguments.reports.key_reference import config_reference  # noqa: E402
+from megatron.neox_arguments.reports.schema import json_schema  # noqa: E402
 
 HEAD = """\
 # Configuration keys

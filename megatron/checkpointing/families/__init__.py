@@ -3,6 +3,7 @@
 A new family is a `Family` in a file here, its place in `convert.FAMILIES`, and a line in the parity test.
 """
 
+from megatron.checkpointing.families.canonical_config import meaning
 from megatron.checkpointing.families.convert import (
     FAMILIES,
     check_hf_tensors,
@@ -13,7 +14,6 @@ from megatron.checkpointing.families.convert import (
     to_hf,
     with_fields,
 )
-from megatron.checkpointing.families.meaning import meaning
 
 __all__ = [
     "FAMILIES",

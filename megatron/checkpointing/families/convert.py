@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.canonical_config import differences, meaning
 from megatron.checkpointing.families.gemma import GEMMA3
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
-from megatron.checkpointing.families.meaning import differences, meaning
 from megatron.checkpointing.families.olmo import OLMO2, OLMO3
 from megatron.checkpointing.families.table import Config, Family, Row
 from megatron.model.weight_map import attention_of, layer_params

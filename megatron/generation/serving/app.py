@@ -14,11 +14,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from megatron.generation.serving.desk import Call, Desk
+from megatron.generation.serving.auth import Gate, until_gone
 from megatron.generation.serving.errors import APIError
-from megatron.generation.serving.gate import Gate, until_gone
 from megatron.generation.serving.reading import Reader
 from megatron.generation.serving.replies import END, Asked, ChatReply, CompletionReply, Reply, TokenTexts, server_sent
+from megatron.generation.serving.request_queue import Call, Desk
 
 _SLACK_S = 30.0  # for a client that reads slowly, after the time of its request is up
 _LOG = logging.getLogger("megatron")

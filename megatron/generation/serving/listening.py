@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.generation.prompts import text_of
+from megatron.generation.prompts.files import text_of
 from megatron.neox_arguments import NeoXArgs
 
 TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"

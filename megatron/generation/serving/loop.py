@@ -6,10 +6,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron.generation.batching import Batcher
-from megatron.generation.requests import RequestError
-from megatron.generation.serving.desk import Load, Orders, Outcome, Refusal
-from megatron.mpu import ParallelGroups, on_rank_zero
+from megatron.distributed import on_rank_zero
+from megatron.generation.batching.batcher import Batcher
+from megatron.generation.batching.requests import RequestError
+from megatron.generation.serving.request_queue import Load, Orders, Outcome, Refusal
+from megatron.mpu import ParallelGroups
 
 SAY_EVERY_S = 60.0
 HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often

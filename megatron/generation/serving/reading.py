@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.generation.chat import ChatTemplate
-from megatron.generation.requests import Request, RequestError
+from megatron.generation.batching.requests import Request, RequestError
+from megatron.generation.prompts.chat import ChatTemplate
 from megatron.generation.serving.bodies import ChatBody, CompletionBody, parse
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.replies import Asked

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.generation.requests import Event, Logprob, Request
+from megatron.generation.batching.requests import Event, Logprob, Request
 from megatron.generation.serving.bodies import ChatBody, CompletionBody
 from megatron.tokenizer import Tokenizer
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron.checkpointing.staging import with_local_model
-from megatron.generation.batching import Batcher
-from megatron.generation.chat import ChatTemplate, find_template
+from megatron.distributed import Process, configure_logging, meet, run_on_each_rank
+from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model
-from megatron.generation.serving.desk import Desk, Refusal
+from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.serving.loop import Channel, Leader, Replica, run
-from megatron.mpu import Process, configure_logging, join, meet, together_local
+from megatron.generation.serving.request_queue import Desk, Refusal
+from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -49,11 +50,11 @@ def serve(args: NeoXArgs, process: Process) -> None:
     args = args.check_serving().for_reading(process.world_size)
     store = meet(args, process, logger)
     args = with_local_model(args)
-    groups = join(args, process, logger, store)
+    groups = init_model_parallel(args, process, logger, store)
     for note in args.notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)
-    front = together_local(groups, lambda: _front(name, args, tokenizer) if groups.world_rank == 0 else None)
+    front = run_on_each_rank(groups, lambda: _front(name, args, tokenizer) if groups.world_rank == 0 else None)
     model = load_model(args, groups, tokenizer, logger)
     replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), Channel(groups)
     if front is None:
@@ -84,7 +85,7 @@ def _front(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> Front:
 def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger: logging.Logger) -> None:
     """Rank 0's part: requests are taken in by a thread, and written here."""
     from megatron.generation.serving.app import Service, build_app
-    from megatron.generation.serving.gate import Gate
+    from megatron.generation.serving.auth import Gate
     from megatron.generation.serving.listening import Listener
     from megatron.generation.serving.reading import Reader
     from megatron.generation.serving.replies import TokenTexts

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron.launch.arch_list import readable
 from megatron.launch.doctor.check import Check, failed, warning
-from megatron.neox_arguments.deepspeed_versions import FIX, TESTED, wrong_deepspeed
+from megatron.neox_arguments.validation.deepspeed_versions import FIX, TESTED, wrong_deepspeed
 
 PYTHON, TORCH = (3, 11), (2, 11)
 NEEDED = ("numpy", "tokenizers", "PyYAML", "tqdm", "tensorboard", "matplotlib")

@@ -12,7 +12,7 @@ from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.attention import ATTENTION_BACKENDS
+from megatron.neox_arguments.keys.attention import ATTENTION_BACKENDS
 
 # (masked, dropping): what is said of such calls at start.
 _DENSE = {

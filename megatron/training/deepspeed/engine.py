@@ -33,12 +33,12 @@ from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
-from megatron.training.deepspeed.owned import OwnedParts
 from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
+from megatron.training.deepspeed.sharded_state import OwnedParts
 from megatron.training.deepspeed.state import EngineState
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
-from megatron.training.guards import GradientWatch, SpikeGuard, most_skips
+from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
 from megatron.training.step_loss import StepLoss
 

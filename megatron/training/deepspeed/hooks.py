@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.guards import SpikeGuard
+from megatron.training.nonfinite_guard import SpikeGuard
 
 
 def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:

@@ -7,8 +7,9 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
+from megatron.distributed import run_on_all_ranks_of, run_on_each_rank
 from megatron.model import Stage, named_params, trained_parameters
-from megatron.mpu import ParallelGroups, together_in, together_local
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.deepspeed.config import offload
 from megatron.training.optimizers import build_optimizer, parameter_groups
@@ -32,13 +33,13 @@ def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups
     if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
         _check_on_cpu(found, args)
     build = _cpu_adam if on_cpu_adam(args) and not args.use_bnb_optimizer else build_optimizer
-    return together_local(groups, lambda: build(found, args))
+    return run_on_each_rank(groups, lambda: build(found, args))
 
 
 def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
     """All pipeline stages own the same parameter groups; otherwise DeepSpeed's norm waits for ever."""
     names = [group["name"] for group in groups_of_stage]
-    everyone = together_in(groups.group("pipe"), groups.size("pipe"), lambda: names)
+    everyone = run_on_all_ranks_of(groups.group("pipe"), groups.size("pipe"), lambda: names)
     if any(other != names for other in everyone):
         raise RuntimeError(f"pipeline stages own different parameter groups: {everyone}")
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.neox_arguments.deepspeed_versions import FIX, wrong_deepspeed
+from megatron.neox_arguments.validation.deepspeed_versions import FIX, wrong_deepspeed
 
 
 class Private(NamedTuple):

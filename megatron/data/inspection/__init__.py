@@ -1,0 +1,1 @@
+"""Looking at data: samples as text or HTML, statistics, and checks of whole sets."""

@@ -1,0 +1,141 @@
+"""Views as coloured text for a terminal, and as one HTML page that needs no other file."""
+
+import base64
+import html
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron.data.inspection.samples import KINDS, MASKED, PADDING, TRAINED, Decoder, View, spans
+from megatron.data.inspection.statistics import Stats, rewards_line, share
+
+CODES = {"trained": "\x1b[32m", "masked": "\x1b[2m", "padding": "\x1b[90m"}
+SPECIAL, BOLD, END = "\x1b[7m", "\x1b[1m", "\x1b[0m"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed: could drive the terminal
+
+
+def visible(text: str) -> str:
+    """The text with control characters as pictures (U+2400 on), or U+FFFD."""
+    return CONTROL.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)
+
+
+def headline(view: View) -> str:
+    """`document 3 · chosen · 174 tokens · 54 trained, 120 masked · reward 0.5`"""
+    counts = [f"{view.count(kind)} {KINDS[kind]}" for kind in (TRAINED, MASKED, PADDING) if view.count(kind)]
+    tokens = sum(len(part.tokens) for part in view.parts)
+    found = [view.title, view.name, f"{tokens} tokens", ", ".join(counts)]
+    if view.reward is not None:
+        found.append(f"reward {view.reward:g}")
+    return " · ".join(item for item in found if item)
+
+
+def positions(first: int, count: int) -> str:
+    return f"position {first}" if count == 1 else f"positions {first}–{first + count - 1}"
+
+
+def terminal(view: View, tokenizer: Decoder, colour: bool) -> str:
+    """Without colour, trained text stands between « and »."""
+    bold, end = (BOLD, END) if colour else ("", "")
+    lines = [f"{bold}━━ {headline(view)}{end}"]
+    for part in view.parts:
+        lines.append(f"{bold}── {part.name}, {positions(part.first, len(part.tokens))}{end}")
+        texts = []
+        for span in spans(part, tokenizer):
+            text = visible(span.text) or f"({span.tokens} padding tokens)"
+            if colour:
+                # Anew on every line, as pagers forget colours at its end
+                code = CODES[span.kind] + (SPECIAL if span.special else "")
+                texts.append("\n".join(f"{code}{line}{END}" if line else "" for line in text.split("\n")))
+            else:
+                texts.append(f"«{text}»" if span.kind == "trained" else text)
+        lines.append("".join(texts))
+    return "\n".join(lines) + "\n"
+
+
+LEGEND = """<p class="legend"><span class="trained">trained</span> the model learns to write it ·
+<span class="masked">masked</span> it only reads it · <span class="padding">padding</span> neither ·
+<span class="masked special">special</span> a token that is no text · hover a span for its positions</p>"""
+
+STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --line: #d9dde3; --ink: #1c2430; --quiet: #6b7686;
+  --trained: #d3f2dc; --trained-ink: #0b4a24; --special: #34506e; }
+@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1b212a; --line: #323b47; --ink: #e4e9f0;
+  --quiet: #8e9aab; --trained: #164a2b; --trained-ink: #c6f3d5; --special: #8fb3d9; } }
+body { margin: 2rem auto; max-width: 76rem; padding: 0 1rem; background: var(--page); color: var(--ink);
+  font: 15px/1.55 system-ui, sans-serif; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: .95rem; margin: 0 0 .5rem; }
+.legend, header { color: var(--quiet); font-size: .85rem; }
+.group { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem; margin: 1rem 0; }
+article { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: 1rem; min-width: 0; }
+section { border-top: 2px solid var(--line); padding-top: .3rem; margin-top: .6rem; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0 0; font: 13px/1.6 ui-monospace, monospace; }
+.trained { background-color: var(--trained); color: var(--trained-ink); border-radius: .2rem; }
+.masked { color: var(--quiet); }
+.padding { color: var(--quiet); border: 1px dashed var(--line); padding: 0 .4rem; }
+.special { border: 1px solid var(--special); border-radius: .3rem; padding: 0 .2rem; font-weight: 600; }
+table { border-collapse: collapse; margin: .8rem 0; } img { max-width: 100%; background: #fff; border-radius: .4rem; }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem; text-align: right; } th { font-weight: 600; }
+"""
+
+
+def page(
+    title: str, groups: Iterable[Sequence[View]], tokenizer: Decoder, stats: Sequence[Stats], picture: bytes | None
+) -> Iterator[str]:
+    """Pieces of the page; each group of views stands side by side."""
+    name = html.escape(title)
+    yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+    yield f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{LEGEND}\n"
+    for found in stats:
+        yield from _stats(found)
+    if picture is not None:
+        data = base64.b64encode(picture).decode()
+        yield f'<p><img alt="histogram of document lengths" src="data:image/png;base64,{data}"></p>\n'
+    for views in groups:
+        yield '<div class="group">\n'
+        for view in views:
+            yield f"<article><h2>{html.escape(headline(view))}</h2>\n"
+            for part in view.parts:
+                where = f"{part.name} · {positions(part.first, len(part.tokens))}"
+                yield f'<section><header>{html.escape(where)}</header><p class="text">'
+                for span in spans(part, tokenizer):
+                    text = html.escape(visible(span.text)) or f"{span.tokens} padding tokens"
+                    kind = f"{span.kind} special" if span.special else span.kind
+                    hint = f"{positions(span.first, span.tokens)}, {span.kind}"
+                    yield f'<span class="{kind}" title="{hint}">{text}</span>'
+                yield "</p></section>\n"
+            yield "</article>\n"
+        yield "</div>\n"
+    yield "</body></html>\n"
+
+
+def _stats(stats: Stats) -> Iterator[str]:
+    yield f"<article><h2>{html.escape(stats.name)}</h2>\n"
+    facts = {
+        "documents": f"{stats.documents}",
+        "tokens": f"{stats.tokens}",
+        "mean length": f"{stats.mean:.1f}",
+        "empty": f"{stats.empty}",
+        "exact duplicates": f"{stats.duplicates} ({share(stats.duplicates, stats.documents)})",
+    }
+    if stats.trained is not None:
+        facts |= {"tokens trained": f"{stats.trained:.1%}", "documents not trained": f"{stats.untrained_documents}"}
+    if stats.rewards is not None:
+        facts["rewards"] = rewards_line(stats.rewards)
+    yield _table(list(facts), [list(facts.values())])
+    yield _table([f"p{p}" for p in stats.percentiles], [[str(value) for value in stats.percentiles.values()]])
+    if stats.special:
+        yield _table(list(stats.special), [[str(count) for count in stats.special.values()]])
+    if stats.packing:
+        shares = [
+            [str(row.length), *(f"{value:.1%}" for value in (row.fit, row.unpacked, row.until_overflow, row.best_fit,
+                                                            row.packed_cuts))]
+            for row in stats.packing
+        ]  # fmt: skip
+        names = ["seq_length", "documents that fit", "unpacked", "pack_until_overflow", "best_fit", "cut by packed"]
+        yield _table(names, shares)
+    yield "</article>\n"
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>\n"

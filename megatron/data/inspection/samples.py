@@ -1,0 +1,178 @@
+"""Samples for people: which text is trained, masked or padding, where documents begin, at which positions."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.index_maps import Packing
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.inspection.file_groups import DOCUMENT, PAIR, Column
+from megatron.data.labels import open_labels, open_rewards
+from megatron.data.packing import build_maps
+from megatron.data.storage import open_dataset
+
+KINDS = ("masked", "trained", "padding")  # of a place in a sample; indices of View.kinds
+MASKED, TRAINED, PADDING = range(3)
+CONTEXT = 4  # tokens before a run that its text may depend on
+
+
+class Decoder(Protocol):
+    """What looking needs of a tokenizer."""
+
+    vocab_size: int
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]: ...
+    def detokenize(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A stretch of one document, or the padding, in a view. name: which; first: the position of its first token."""
+
+    name: str
+    tokens: np.ndarray  # [n] ids
+    kinds: np.ndarray  # [n] indices into KINDS
+    first: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """One sample. name: which column of a pair, else empty; reward: None without rewards."""
+
+    title: str
+    name: str
+    parts: tuple[Part, ...]
+    reward: float | None = None
+
+    def count(self, kind: int) -> int:
+        return sum(int((part.kinds == kind).sum()) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text of one kind. special: the name of a special token; first: position of its first token."""
+
+    text: str
+    kind: str
+    special: bool
+    first: int
+    tokens: int
+
+
+class Documents:
+    """Item i: document i of each column as it is stored, [View]; several columns are a pair."""
+
+    def __init__(self, columns: Sequence[Column]):
+        self.columns = columns
+        self._texts = [open_dataset(column.text) for column in columns]
+        self._labels = [_labels(*of) for of in zip(columns, self._texts, strict=True)]
+        self._rewards = [_rewards(*of) for of in zip(columns, self._texts, strict=True)]
+        counts = {len(text.doc_idx) - 1 for text in self._texts}
+        if len(counts) > 1:
+            names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in self._texts)
+            raise DataError(f"a pair's files hold different numbers of documents: {names}; make them again in one go")
+        self._count = counts.pop()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> list[View]:
+        return [self._view(place, index) for place in range(len(self.columns))]
+
+    def _view(self, place: int, index: int) -> View:
+        text, labels, rewards = self._texts[place], self._labels[place], self._rewards[place]
+        first, last = map(int, text.doc_idx[index : index + 2])
+        tokens = np.asarray(text.span(first, last))
+        trained = np.ones(len(tokens), bool) if labels is None else labels.span(first, last) >= 0
+        name = self.columns[place].name if len(self.columns) > 1 else ""
+        parts = (Part(f"document {index}", tokens, np.where(trained, TRAINED, MASKED)),)
+        reward = None if rewards is None or last == first else float(rewards.get(first, 0, 1)[0])
+        return View(f"document {index}", name, parts, reward)
+
+
+class Rows:
+    """Item i: sample i as training sees it, [View], packed to `seq_length` (and the one token that is only predicted).
+
+    The first place is never trained: nothing stands before it.
+    """
+
+    def __init__(self, column: Column, seq_length: int, pack_impl: str, seed: int):
+        text = open_dataset(column.text)
+        if not len(text):
+            raise DataError(f"{text.index_file}: no documents")
+        packing, labels = Packing(pack_impl=pack_impl), _labels(column, text)
+        maps = build_maps(text.sizes, 0, len(text), 1, seq_length, seed, packing, labels)
+        rewards = _rewards(column, text)
+        self._set = PackedDataset("set", text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
+
+    def __len__(self) -> int:
+        return len(self._set)
+
+    def __getitem__(self, index: int) -> list[View]:
+        sample, parts, filled = self._set[index], [], 0
+        kinds = np.where(sample.labels >= 0, TRAINED, MASKED)
+        kinds[0] = MASKED
+        for document, offset, count in self._set.pieces(index):
+            of = slice(filled, filled + count)
+            name = f"document {document}" + (f" from its token {offset}" if offset else "")
+            parts.append(Part(name, sample.tokens[of], kinds[of]))
+            filled += count
+        rest = len(sample.tokens) - filled
+        if rest:
+            parts.append(Part("padding", sample.tokens[filled:], np.full(rest, PADDING)))
+        return [View(f"sample {index}", "", tuple(parts), sample.reward)]
+
+
+def _labels(column: Column, text: IndexedDataset) -> IndexedDataset | None:
+    return None if column.label is None else open_labels(column.label, text)
+
+
+def _rewards(column: Column, text: IndexedDataset) -> IndexedDataset | None:
+    return None if column.reward is None else open_rewards(column.reward, text)
+
+
+def grouped(columns: Sequence[Column]) -> list[list[Column]]:
+    """The columns, those of a pair together."""
+    groups: dict[str, list[Column]] = {}
+    for column in columns:
+        base = column.text.removesuffix(column.name + DOCUMENT) if column.name in PAIR else column.text
+        groups.setdefault(base, []).append(column)
+    return list(groups.values())
+
+
+def spans(part: Part, tokenizer: Decoder) -> Iterator[Span]:
+    """The text of a part, cut where the kind changes and around special tokens. Padding is one span without text."""
+    ids = part.tokens.tolist()
+    if part.name == "padding":
+        yield Span("", KINDS[PADDING], False, part.first, len(ids))
+        return
+    names = [_name(i, tokenizer) for i in ids]
+    start = plain = 0  # plain: where the text since the last special token begins
+    for end in range(1, len(ids) + 1):
+        goes_on = end < len(ids) and names[start] is None and names[end] is None
+        if goes_on and part.kinds[end] == part.kinds[start]:
+            continue
+        name = names[start]
+        text = _text(ids[max(plain, start - CONTEXT) : start], ids[start:end], tokenizer) if name is None else name
+        yield Span(text, KINDS[part.kinds[start]], name is not None, part.first + start, end - start)
+        plain = plain if name is None else end
+        start = end
+
+
+def _name(token: int, tokenizer: Decoder) -> str | None:
+    if not 0 <= token < tokenizer.vocab_size:
+        return f"<{token}: not in the vocabulary>"
+    return tokenizer.special_tokens.get(token)
+
+
+def _text(before: list[int], ids: list[int], tokenizer: Decoder) -> str:
+    """Text of ids, with the blank that some tokenizers drop at the beginning of what they decode."""
+    head, whole = tokenizer.detokenize(before), tokenizer.detokenize([*before, *ids])
+    if not before or head.endswith("\ufffd") or not whole.startswith(head):
+        return tokenizer.detokenize(ids)
+    return whole[len(head) :]

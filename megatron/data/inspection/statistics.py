@@ -1,0 +1,203 @@
+"""Numbers about a dataset: lengths, how well they pack, labels, duplicates, special tokens; and their histogram."""
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.inspection.file_groups import Column
+from megatron.data.inspection.verify import blocks
+from megatron.data.labels import MASKED
+from megatron.data.packing import best_fit, until_overflow
+from megatron.data.storage import open_dataset
+
+PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 100)
+FITS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows of `length` tokens. fit: share of documents not longer; the others are cut to it, but by `packed`.
+
+    Shares of the rows that are text, when each holds one document (unpacked), whole documents in their order until the
+    next does not fit (pack_until_overflow), or best-fit decreasing (best_fit). packed: share of documents that a
+    border of rows cuts, where all are full.
+    """
+
+    length: int
+    fit: float
+    unpacked: float
+    until_overflow: float
+    best_fit: float
+    packed_cuts: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of one text. special: name -> how often; trained: share of tokens, None without labels."""
+
+    name: str
+    documents: int
+    empty: int
+    tokens: int
+    percentiles: Mapping[int, int]
+    mean: float
+    packing: tuple[Packing, ...]
+    duplicates: int
+    special: Mapping[str, int]
+    trained: float | None
+    untrained_documents: int
+    rewards: Mapping[float, int] | None
+    lengths: np.ndarray  # [documents] int64, in tokens
+
+
+def dataset_stats(column: Column, special_tokens: Mapping[int, str], candidates: Sequence[int] = FITS) -> Stats:
+    """One pass over the text and its labels. Memory: 24 bytes a document."""
+    text = open_dataset(column.text)
+    lengths = document_lengths(text)
+    trained, untrained = (None, 0) if column.label is None else _trained(open_dataset(column.label))
+    percentiles = np.percentile(lengths, PERCENTILES, method="higher") if len(lengths) else np.zeros(len(PERCENTILES))
+    return Stats(
+        name=column.text,
+        documents=len(lengths),
+        empty=int((lengths == 0).sum()),
+        tokens=int(lengths.sum()),
+        percentiles=dict(zip(PERCENTILES, map(int, percentiles), strict=True)),
+        mean=float(lengths.mean()) if len(lengths) else 0.0,
+        packing=tuple(packing(lengths, length) for length in candidates) if lengths.sum() else (),
+        duplicates=_duplicates(text),
+        special=_counts(text, special_tokens),
+        trained=trained,
+        untrained_documents=untrained,
+        rewards=None if column.reward is None else _rewards(open_dataset(column.reward)),
+        lengths=lengths,
+    )
+
+
+def document_lengths(dataset: IndexedDataset) -> np.ndarray:
+    """Tokens of every document, [documents] int64."""
+    ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
+    return np.diff(ends[dataset.doc_idx])
+
+
+def packing(lengths: np.ndarray, length: int) -> Packing:
+    """lengths [documents]: in tokens."""
+    whole = lengths[lengths > 0].astype(np.int64)
+    cut = np.minimum(whole, length)
+    ends = np.cumsum(whole)
+    text = int(cut.sum())
+    return Packing(
+        length=length,
+        fit=float((whole <= length).mean()),
+        unpacked=text / (len(cut) * length),
+        until_overflow=text / ((len(until_overflow(cut, length)) - 1) * length),
+        best_fit=text / ((len(best_fit(cut, length)[1]) - 1) * length),
+        packed_cuts=float(((ends - whole) // length != (ends - 1) // length).mean()),
+    )
+
+
+def _trained(label: IndexedDataset) -> tuple[float, int]:
+    """Share of trained tokens, and documents without one."""
+    tokens = trained = untrained = 0
+    for first, last in blocks(label.sizes):
+        counted = label.span(first, last) != MASKED
+        sizes = label.sizes[first:last].astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])[sizes > 0]
+        untrained += int((np.add.reduceat(counted, starts, dtype=np.int64) == 0).sum()) if len(starts) else 0
+        tokens, trained = tokens + len(counted), trained + int(counted.sum())
+    return trained / max(tokens, 1), untrained
+
+
+def _rewards(reward: IndexedDataset) -> dict[float, int]:
+    values, counts = np.unique(np.asarray(reward.tokens), return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _duplicates(text: IndexedDataset) -> int:
+    """Documents whose tokens an earlier one has, all of them."""
+
+    def digests() -> Iterator[int]:
+        for start, end in zip(text.doc_idx[:-1].tolist(), text.doc_idx[1:].tolist(), strict=True):
+            if end > start:
+                content = np.ascontiguousarray(text.span(start, end)).tobytes()
+                yield int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+    found = np.fromiter(digests(), dtype=np.uint64)
+    return len(found) - len(np.unique(found))
+
+
+def _counts(text: IndexedDataset, special_tokens: Mapping[int, str]) -> dict[str, int]:
+    if not special_tokens:
+        return {}
+    totals = np.zeros(max(special_tokens) + 1, dtype=np.int64)
+    for first, last in blocks(text.sizes):
+        ids = text.span(first, last)
+        totals += np.bincount(ids[(ids >= 0) & (ids < len(totals))], minlength=len(totals))
+    return {name: int(totals[i]) for i, name in sorted(special_tokens.items())}
+
+
+def table(stats: Stats) -> list[str]:
+    """The numbers as lines for a terminal."""
+    lines = [
+        f"{stats.name}: {stats.documents} documents, {stats.tokens} tokens, mean {stats.mean:.1f}",
+        f"  empty {stats.empty}, exact duplicates {stats.duplicates} ({share(stats.duplicates, stats.documents)})",
+        "  length  " + "  ".join(f"p{p} {value}" for p, value in stats.percentiles.items()).replace("p100", "max"),
+    ]
+    if stats.trained is not None:
+        lines.append(
+            f"  labels  {stats.trained:.1%} of the tokens trained, none in {stats.untrained_documents} documents"
+        )
+    if stats.rewards is not None:
+        lines.append("  rewards " + rewards_line(stats.rewards))
+    if stats.special:
+        lines.append("  special " + "  ".join(f"{name} {count}" for name, count in stats.special.items()))
+    if stats.packing:
+        lines.append("  seq_length  documents that fit  unpacked  pack_until_overflow  best_fit  cut by packed")
+        lines += [
+            f"  {row.length:>10}  {row.fit:>18.1%}  {row.unpacked:>8.1%}  {row.until_overflow:>19.1%}  "
+            f"{row.best_fit:>8.1%}  {row.packed_cuts:>13.1%}"
+            for row in stats.packing
+        ]
+    return lines
+
+
+def rewards_line(rewards: Mapping[float, int]) -> str:
+    if len(rewards) <= 8:
+        return "  ".join(f"{value:g}: {count}" for value, count in rewards.items())
+    values, counts = np.array(list(rewards)), np.array(list(rewards.values()))
+    mean = float((values * counts).sum() / counts.sum())
+    return f"{counts.sum()} values from {values.min():g} to {values.max():g}, mean {mean:g}"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.1%}"
+
+
+def histogram(lengths: Mapping[str, np.ndarray]) -> bytes:
+    """A PNG of document lengths: counts over a logarithmic axis, and the share of documents not longer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    below = axis.twinx()
+    longest = max([2, *(int(values.max()) for values in lengths.values() if len(values))])
+    shortest = min([longest, *(int(values[values > 0].min()) for values in lengths.values() if values.any())])
+    edges = np.unique(np.geomspace(shortest, longest + 1, 61).round()).tolist()
+    for number, (name, values) in enumerate(lengths.items()):
+        axis.hist(values[values > 0], bins=edges, alpha=0.5, label=name, color=f"C{number}")
+        below.plot(np.sort(values), np.arange(1, len(values) + 1) / max(len(values), 1), color=f"C{number}")
+    for length in FITS:
+        if length <= longest:
+            axis.axvline(length, color="grey", linewidth=0.5, linestyle=":")
+    axis.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
+    below.set(ylim=(0, 1.02), ylabel="share not longer")
+    axis.legend(loc="upper left", fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    pyplot.close(figure)
+    return picture.getvalue()

@@ -1,0 +1,174 @@
+"""Checks of whole datasets, each naming the first document that is wrong."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import CHUNK, OLD_MAGIC, IndexedDataset, check_boundaries, data_path, index_path
+from megatron.data.inspection.file_groups import Column
+from megatron.data.labels import MASKED
+from megatron.data.storage import open_dataset
+
+TOKENS = 1 << 22  # read in one go
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A dataset in which nothing is wrong. ids: lowest and highest, None without tokens; trained: labels not masked."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    dtype: str
+    ids: tuple[int, int] | None = None
+    trained: int | None = None
+
+
+def verify(column: Column, vocab_size: int | None = None) -> Iterator[Checked]:
+    """Check the text, then its labels, then its rewards. Raises DataError with the first bad document.
+
+    vocab_size: ids must be below it; None: only not negative.
+    """
+    text = _opened(column.text)
+    yield _check_ids(text, vocab_size)
+    if column.label is not None:
+        label = _opened(column.label)
+        _check_same_documents(label, text)
+        yield _check_labels(label, text)
+    if column.reward is not None:
+        reward = _opened(column.reward)
+        if len(reward.doc_idx) != len(text.doc_idx):
+            raise DataError(
+                f"{reward.index_file}: {len(reward.doc_idx) - 1} documents, but {text.index_file} has "
+                f"{len(text.doc_idx) - 1}"
+            )
+        for first, last in blocks(reward.sizes):
+            values = np.asarray(reward.span(first, last))
+            if not np.isfinite(values).all():
+                raise _bad(reward, first, int(np.argmin(np.isfinite(values))), "is no finite reward", values)
+        yield Checked(reward.prefix, len(reward.doc_idx) - 1, int(reward.sizes.sum(dtype=np.int64)), reward.dtype.name)
+
+
+def blocks(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
+    """[first, last) sequences of about TOKENS tokens each, and at least one sequence."""
+    for start in range(0, len(sizes), CHUNK):
+        ends = np.cumsum(sizes[start : start + CHUNK], dtype=np.int64)
+        first = 0
+        while first < len(ends):
+            before = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, before + TOKENS, side="right")))
+            yield start + first, start + last
+            first = last
+
+
+def document_of(dataset: IndexedDataset, sequence: int) -> int:
+    """The document a sequence belongs to; documents may be empty, or hold several."""
+    return int(np.searchsorted(dataset.doc_idx, sequence, side="right")) - 1
+
+
+class _Index(IndexedDataset):
+    """Only the `.idx`, read but not judged."""
+
+    def __init__(self, prefix: str):
+        self.prefix, self.index_file, self.data_file = prefix, index_path(prefix), data_path(prefix)
+        self._read_index()
+
+
+def _opened(prefix: str) -> IndexedDataset:
+    """The dataset, its layout checked first in a way that names documents."""
+    file = index_path(prefix)
+    if file.is_file() and data_path(prefix).is_file():
+        with open(file, "rb") as opened:
+            old = opened.read(len(OLD_MAGIC)) == OLD_MAGIC
+        if not old:
+            _check_layout(_Index(prefix))
+    return open_dataset(prefix)
+
+
+def _check_layout(index: IndexedDataset) -> None:
+    n = len(index.sizes)
+    check_boundaries(index.index_file, index.boundaries, n)
+    size, end = index.data_file.stat().st_size, 0
+    for start in range(0, n, CHUNK):
+        lengths = index.sizes[start : start + CHUNK].astype(np.int64)
+        ends = end + np.cumsum(np.maximum(lengths, 0)) * index.dtype.itemsize
+        pointers = index.pointers[start : start + CHUNK]
+        wrong = (lengths < 0) | (pointers != np.concatenate([[end], ends[:-1]])) | (ends > size)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            where = f"document {document_of(index, start + i)} (sequence {start + i})"
+            if lengths[i] < 0:
+                raise DataError(f"{index.index_file}: {where} has {lengths[i]} tokens")
+            expected = int(ends[i - 1]) if i else end
+            if pointers[i] != expected:
+                raise DataError(f"{index.index_file}: {where} points to byte {pointers[i]}, but begins at {expected}")
+            raise DataError(
+                f"{index.data_file}: cut off after {size} bytes, before the end of {where} at byte {ends[i]}"
+            )
+        end = int(ends[-1])
+    if size != end:
+        raise DataError(f"{index.data_file}: {size - end} bytes after the last document, which ends at byte {end}")
+
+
+def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> Checked:
+    low, high = np.iinfo(np.int64).max, -1
+    for first, last in blocks(dataset.sizes):
+        ids = dataset.span(first, last)
+        if not len(ids):
+            continue
+        low, high = min(low, int(ids.min())), max(high, int(ids.max()))
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            wrong = (ids < 0) if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+            of = "" if vocab_size is None else f" in a vocabulary of {vocab_size}"
+            raise _bad(dataset, first, int(np.argmax(wrong)), f"is no token id{of}", ids)
+    tokens = int(dataset.sizes.sum(dtype=np.int64))
+    ids_seen = (low, high) if high >= 0 else None
+    return Checked(dataset.prefix, len(dataset.doc_idx) - 1, tokens, dataset.dtype.name, ids_seen)
+
+
+def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
+    for name in ("doc_idx", "sizes"):
+        ours, theirs = getattr(label, name), getattr(text, name)
+        n = min(len(ours), len(theirs))
+        differ = np.flatnonzero(ours[:n] != theirs[:n])
+        if len(differ) or len(ours) != len(theirs):
+            i = int(differ[0]) if len(differ) else n
+            document = i - 1 if name == "doc_idx" else document_of(text, i)
+            lengths = [_tokens(dataset, document) for dataset in (label, text)]
+            raise DataError(
+                f"{label.index_file}: document {document} has {lengths[0]} labels, but {lengths[1]} tokens in "
+                f"{text.index_file}; both must be made in one go"
+            )
+
+
+def _tokens(dataset: IndexedDataset, document: int) -> int | str:
+    if document + 1 >= len(dataset.doc_idx):
+        return "no"
+    return int(dataset.sizes[dataset.doc_idx[document] : dataset.doc_idx[document + 1]].sum())
+
+
+def _check_labels(label: IndexedDataset, text: IndexedDataset) -> Checked:
+    trained = 0
+    for first, last in blocks(label.sizes):
+        labels, ids = label.span(first, last), text.span(first, last)
+        counted = labels != MASKED
+        wrong = counted & (labels != ids)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            what = f"is neither {MASKED} nor the token there, {ids[i]} (labels are not shifted)"
+            raise _bad(label, first, i, what, labels)
+        trained += int(counted.sum())
+    tokens = int(label.sizes.sum(dtype=np.int64))
+    return Checked(label.prefix, len(label.doc_idx) - 1, tokens, label.dtype.name, trained=trained)
+
+
+def _bad(dataset: IndexedDataset, first: int, i: int, what: str, values: np.ndarray) -> DataError:
+    """Value i of the sequences from `first` on."""
+    sequence, before = first, 0
+    while before + int(dataset.sizes[sequence]) <= i:
+        before, sequence = before + int(dataset.sizes[sequence]), sequence + 1
+    document = document_of(dataset, sequence)
+    before -= sum(map(int, dataset.sizes[dataset.doc_idx[document] : sequence]))
+    return DataError(f"{dataset.data_file}: document {document}, token {i - before}: {values[i]} {what}")

@@ -1,0 +1,272 @@
+"""Conversations: the shapes they come in, and their text and tokens through a tokenizer's own chat template."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
+from megatron.neox_arguments.installed import package
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # how `from` names the two speakers
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
+
+
+def conversation(value: object, name: str) -> list[Message]:
+    """`role`/`content` messages from these or from ShareGPT's `from`/`value`. Raises DataError, naming the message."""
+    if not isinstance(value, list):
+        raise DataError(f'"{name}" is {type(value).__name__}, not a list of messages')
+    if not value:
+        raise DataError(f'"{name}" is an empty conversation')
+    return [_message(item, f'"{name}" message {number}') for number, item in enumerate(value)]
+
+
+def _message(item: object, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise DataError(f"{where} is {type(item).__name__}, not an object with role and content")
+    message = {key: value for key, value in item.items() if value is not None}  # as transformers; tables fill with None
+    if "from" in message and "role" not in message:
+        speaker = message.pop("from")
+        message["role"] = SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    if "value" in message and "content" not in message:
+        message["content"] = message.pop("value")
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise DataError(f"{where} has no role (found: {', '.join(map(str, item)) or 'nothing'})")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{where} has no content (found: {', '.join(map(str, item))})")
+    if not isinstance(content, str | list | None):
+        raise DataError(f"{where}: content is {type(content).__name__}, not text")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function") or {}, dict) for call in calls
+    ):
+        raise DataError(f"{where}: tool_calls is no list of objects with a function, an object too")
+    return message
+
+
+def texts_of(message: Message) -> list[str]:
+    """What a message says: its content, or the text parts of it, and the names of the tools it calls."""
+    content = message.get("content")
+    parts = [content] if isinstance(content, str) else content or []
+    texts = [part.get("text", "") if isinstance(part, dict) else part for part in parts]
+    calls = message.get("tool_calls") or []
+    names = [(call.get("function") or call).get("name") for call in calls]
+    return [text for text in [*texts, *names] if isinstance(text, str)]
+
+
+def template_settings(row: Mapping[str, Any]) -> tuple[list | None, dict[str, Any]]:
+    """(tools, template variables) of a row, from its columns `tools` (a list, or JSON of one) and
+    `chat_template_kwargs`."""
+    tools, variables = row.get("tools"), row.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as problem:
+            raise DataError(f'"tools" is not valid JSON ({problem.msg} at column {problem.colno})') from None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f'"tools" is {type(tools).__name__}, not a list')
+    if variables is not None and not isinstance(variables, dict):
+        raise DataError(f'"chat_template_kwargs" is {type(variables).__name__}, not an object')
+    return tools or None, variables or {}
+
+
+class ChatTokenizer:
+    """A fast tokenizer of `transformers` and its chat template, whose idea of today is frozen.
+
+    date: day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added tokens.
+    source: where the template is from, for messages to people.
+    """
+
+    def __init__(self, hf: Any, day: date, template: str | None = None, source: str | None = None):
+        self.hf = hf
+        self.source = source or hf.name_or_path
+        if not hf.is_fast:
+            raise DataError("this tokenizer has no fast form (tokenizer.json), which tells where each token lies")
+        # A file saved with these would cut conversations off, or fill them up, without a word
+        hf.backend_tokenizer.no_truncation()
+        hf.backend_tokenizer.no_padding()
+        templates = template if template is not None else hf.chat_template
+        texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+        self.date = day if any("strftime_now(" in text for text in texts) else None
+        hf.chat_template = (
+            {name: _freeze(text, day) for name, text in templates.items()}
+            if isinstance(templates, dict)
+            else _freeze(templates, day)
+            if templates
+            else None
+        )
+        self.added = tuple(token.content for token in hf.added_tokens_decoder.values() if token.content.strip())
+        self.eos: int | None = hf.eos_token_id
+        self.bos: int | None = hf.bos_token_id
+        self.adds_bos = self.bos is not None and hf.backend_tokenizer.encode("x").ids[:1] == [self.bos]
+        self.verified: set[tuple[str, str]] = set()  # what stands around an answer, once checked: see chat_masks.py
+
+    def need_template(self) -> None:
+        if not self.hf.chat_template:
+            raise DataError(
+                f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
+            )
+
+    def marks_generation(self, tools: list | None = None) -> bool:
+        """Whether the template says itself, by `{% generation %}`, what the model writes."""
+        return bool(_GENERATION.search(self.hf.get_chat_template(None, tools)))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as text. Raises DataError with the template's own complaint."""
+        return self._guard(
+            lambda: self.hf.apply_chat_template(
+                list(messages),
+                tools=tools,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **variables or {},
+            )
+        )
+
+    def render_generations(
+        self, messages: Sequence[Message], tools: list | None = None, variables: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text, and the character ranges that the template marks as written by the model (adjacent ones joined)."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marks = self._guard(
+            lambda: render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self.hf.get_chat_template(None, tools),
+                return_assistant_tokens_mask=True,
+                **{**self.hf.special_tokens_map, **(variables or {})},
+            )
+        )
+        spans: list[Span] = []
+        for start, end in marks[0]:
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], end)
+            elif start < end:
+                spans.append((start, end))
+        return texts[0], spans
+
+    def encode(
+        self, texts: Sequence[str], *, special: bool = False, ranges: bool = True
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(ids [n] int32, ranges [n, 2]) of each text; ranges are the characters that a token stands for, if wanted.
+
+        special: let the tokenizer add its own special tokens, as for plain text; a template writes them itself.
+        """
+        backend = self.hf.backend_tokenizer
+        encode = backend.encode_batch if ranges else backend.encode_batch_fast
+        pairs = []
+        for encoding in encode(list(texts), add_special_tokens=special):
+            held = np.asarray(encoding.offsets if ranges else [], dtype=np.int64).reshape(-1, 2)
+            # A tokenizer may leave blanks out of its ranges: they belong to the token that follows
+            held[1:, 0] = np.minimum(held[1:, 0], np.maximum.accumulate(held[:-1, 1]))
+            pairs.append((np.asarray(encoding.ids, dtype=np.int32), held))
+        return pairs
+
+    def ends_itself(self, text: str, last: Message) -> bool:
+        """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token of the
+        template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`, is none."""
+        bare, eos = text.rstrip(), self.hf.eos_token
+        if eos and bare.endswith(eos):
+            return True
+        own = tuple(said.strip() for said in texts_of(last) if said.rstrip().endswith(self.added))
+        return bare.endswith(self.added) and not bare.endswith(own)
+
+    def need_eos(self) -> int:
+        if self.eos is None:
+            raise DataError("the text does not end in a stop token, and the tokenizer has no eos_token to add")
+        return self.eos
+
+    def one_bos(self, text: str, *, special: bool) -> None:
+        """Raise DataError where a document would begin with two; special as in `encode`."""
+        bos = self.hf.bos_token
+        if not bos:
+            return
+        begins = re.escape(bos) + r"\s*" + ("" if special and self.adds_bos else re.escape(bos))
+        if re.match(r"\s*" + begins, text):
+            raise DataError(f"begins with {bos} twice; take it out of the data or of the template")
+
+    def fingerprint(self) -> str:
+        """Hex SHA-256 over the tokenizer and its template."""
+        parts = [self.hf.backend_tokenizer.to_str(), json.dumps(self.hf.chat_template, sort_keys=True)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def _guard(self, work):
+        try:
+            with render_limit():
+                return work()
+        except RenderTimeout as problem:
+            raise DataError(f"the chat template fails: {problem} ({self.source})") from None
+        except Exception as problem:  # a template is a program: it can raise anything
+            reason = " ".join(str(problem).split()) or type(problem).__name__
+            raise DataError(f"the chat template fails: {reason}") from None
+
+
+def load_chat_tokenizer(path: str, template_file: str | None = None, day: date | None = None) -> ChatTokenizer:
+    """The tokenizer of a folder, or of a name on the HuggingFace hub. Raises DataError with what to do."""
+    missing = DataError("chat templates need the transformers package (pip install transformers)")
+    transformers = package("transformers", missing)
+    local = Path(path).exists()
+    if not local and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise DataError(f"{path}: no such folder (--tokenizer-path)")
+    try:
+        hf = transformers.AutoTokenizer.from_pretrained(path, local_files_only=local)
+    except Exception as problem:  # the library lets those of its many parsers through
+        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        what = (
+            "no tokenizer of transformers" if local else "neither a folder here nor to be had from the HuggingFace hub"
+        )
+        raise DataError(f"{path}: {what} ({reason}); --tokenizer-path takes a folder, or a name while online") from None
+    template = None if template_file is None else read_template(template_file)
+    return ChatTokenizer(hf, day or date.today(), template, template_file)
+
+
+def read_template(file: str) -> str:
+    """The text of --chat-template. Raises DataError, naming the flag."""
+    if not Path(file).is_file():
+        raise DataError(f"{file}: no such file (--chat-template)")
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{file}: cannot be read ({problem}) (--chat-template)") from None
+
+
+def _freeze(template: str, day: date) -> str:
+    """The template with every `strftime_now("...")` replaced by what it gives on `day`."""
+    frozen = _NOW.sub(lambda call: json.dumps(day.strftime(call[2])), template)
+    if "strftime_now(" in frozen:
+        raise DataError(
+            "the chat template gives strftime_now a format that is no plain text: its date cannot be frozen"
+        )
+    return frozen
+
+
+def check_characters(text: str) -> None:
+    """Raise DataError for text that no tokenizer can read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError("the text holds half of a surrogate pair, which is no character") from None
+
+
+def roles_of(messages: Iterable[Message]) -> str:
+    """The roles that occur, for messages to people."""
+    return ", ".join(dict.fromkeys(message["role"] for message in messages))

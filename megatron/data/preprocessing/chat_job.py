@@ -1,0 +1,127 @@
+"""Jobs of `jobs.py` that write labels beside the tokens: conversations, and text whose beginning is masked."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.chat_masks import delimiter_labels
+from megatron.data.preprocessing.chat_rows import ChatOptions, Prepared, encode_rows, prepare
+from megatron.data.preprocessing.documents import Column, EncodeJob, joined
+from megatron.data.preprocessing.readers import Row
+
+TRAINED = "trained tokens"  # how this is called among the counts of a job
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """Conversations through the tokenizer's chat template: tokens, labels and rewards (NeoX's files, all int32, but
+    rewards float32). day: ISO date that templates are told."""
+
+    tokenizer_path: str
+    options: ChatOptions
+    day: str
+    template_file: str | None = None
+
+    @property
+    def fields(self) -> None:
+        return None
+
+    def tokenizer(self) -> ChatTokenizer:
+        return _build(self.tokenizer_path, self.template_file, self.day)
+
+    def names(self) -> list[str]:
+        """What follows the output prefix in the name of each output."""
+        kinds = [
+            "document",
+            *["label_document"] * self.options.mask,
+            *["reward_document"] * bool(self.options.reward_key),
+        ]
+        return [f"{key}_{kind}" for key in self.options.keys for kind in kinds]
+
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        return tuple(FLOAT32 if name.endswith("reward_document") else INT32 for name in self.names())
+
+    def prepare(self, row: Row) -> Prepared:
+        return prepare(row.value(), self.tokenizer(), self.options, row.where)
+
+    def encode(self, prepared: Sequence[Prepared]) -> tuple[list[Column], dict[str, int]]:
+        rows, counts = encode_rows(prepared, self.tokenizer(), self.options)
+        kept = [row for row in rows if row is not None]
+        columns = []
+        for key in range(len(self.options.keys)):
+            documents = list(chain.from_iterable(row.documents[key] for row in kept))
+            columns.append(joined([document.ids for document in documents], INT32))
+            if self.options.mask:
+                labels = [document.labels for document in documents if document.labels is not None]
+                columns.append(joined(labels, INT32))
+                counts[TRAINED] += sum(int((row >= 0).sum()) for row in labels)
+            if self.options.reward_key:
+                columns.append(joined([np.array([row.reward], FLOAT32) for row in kept], FLOAT32))
+        return columns, dict(counts)
+
+    def describe(self) -> dict[str, Any]:
+        chat = self.tokenizer()
+        template = chat.hf.chat_template
+        return {
+            "tokenizer": {
+                "type": "chat",
+                "files": [self.tokenizer_path, *[self.template_file] * bool(self.template_file)],
+                "vocab_size": len(chat.hf),
+                "sha256": chat.fingerprint(),
+                "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest(),
+            },
+            # None: the template asks for no date
+            "template_date": chat.date and chat.date.isoformat(),
+            "chat": dataclasses.asdict(self.options),
+        }
+
+
+@dataclass(frozen=True)
+class DelimiterJob:
+    """Plain text, its labels masked up to and with the first `delimiter` (token ids); all int32 as NeoX writes them.
+
+    A document without the delimiter is trained whole, as in NeoX, and counted.
+    """
+
+    text: EncodeJob
+    delimiter: tuple[int, ...]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self.text.fields
+
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        return (INT32, INT32)
+
+    def prepare(self, row: Row) -> tuple[str, ...] | None:
+        return self.text.prepare(row)
+
+    def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[Column], dict[str, int]]:
+        columns, counts = self.text.encode(prepared)
+        ((ids, lengths),) = columns
+        rows = np.split(ids.astype(INT32), np.cumsum(lengths)[:-1]) if len(lengths) else []
+        masked = [delimiter_labels(row, self.delimiter) for row in rows]
+        labels = joined([labels for labels, _ in masked], INT32)
+        counts = {
+            **counts,
+            TRAINED: int((labels[0] >= 0).sum()),
+            "documents without the delimiter": sum(not found for _, found in masked),
+        }
+        return [(ids.astype(INT32), lengths), labels], counts
+
+    def describe(self) -> dict[str, Any]:
+        return self.text.describe() | {"mask_before_token": list(self.delimiter)}
+
+
+@functools.lru_cache(maxsize=1)
+def _build(path: str, template_file: str | None, day: str) -> ChatTokenizer:
+    return load_chat_tokenizer(path, template_file, date.fromisoformat(day))

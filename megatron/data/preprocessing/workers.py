@@ -1,0 +1,149 @@
+"""Worker processes: each turns shards into part files of its own, so that no loop of one process sees every token."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import fits
+from megatron.data.preprocessing.documents import Job
+from megatron.data.preprocessing.readers import Row, Shard
+
+SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input
+BATCH_BYTES = 1 << 18  # of text given to the tokenizer at once: fits a core's cache
+LEFT_OUT = "empty rows left out"  # how this is called among the counts of a job
+ROW_SHOWN = 1 << 16  # characters of a bad row that the side file keeps
+
+Done = TypeVar("Done")
+
+
+class BadRow(DataError):
+    """A row that `skip` would leave out."""
+
+
+@dataclass
+class Part:
+    """Of one shard: bytes of its files, and what is counted."""
+
+    text_bytes: int = 0
+    disk_bytes: int = 0
+    skipped: int = 0
+    tokens: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)
+    empty: list[int] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> Part:
+    """In a worker: write `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`."""
+    part = Part(0, shard.disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
+    dtypes, counts = job.dtypes(), Counter[str]()
+    handles = [[open(f"{stem}.{i}.{kind}", "wb") for kind in ("bin", "len")] for i in range(outputs)]
+    bad = open(f"{stem}.bad.jsonl", "wb")
+    prepared: list[tuple[Row, Any]] = []
+    size = 0
+
+    def refuse(row: Row, problem: DataError) -> None:
+        if on_error == "stop":
+            raise BadRow(str(problem)) from problem
+        part.skipped += 1
+        bad.write(_bad_row(row, problem))
+
+    def write(batch: list[tuple[Row, Any]]) -> None:
+        try:
+            columns, counted = job.encode([item for _, item in batch])
+        except DataError as problem:
+            if len(batch) == 1 or on_error == "stop":
+                return refuse(batch[0][0], problem)
+            for one in batch:  # to find the bad ones
+                write([one])
+            return
+        counts.update(counted)
+        for i, (values, lengths) in enumerate(columns):
+            _store(values, lengths, dtypes[i], *handles[i])
+            part.tokens[i] += len(values)
+            part.documents[i] += len(lengths)
+            part.empty[i] += int((np.asarray(lengths) == 0).sum())
+
+    for row in shard.rows():
+        part.text_bytes += row.size
+        try:
+            item = job.prepare(row)
+        except DataError as problem:
+            refuse(row, problem)
+            continue
+        if item is None:
+            counts[LEFT_OUT] += 1
+            continue
+        prepared.append((row, item))
+        size += row.size
+        if size >= BATCH_BYTES:
+            write(prepared)
+            prepared, size = [], 0
+    if prepared:
+        write(prepared)
+    for handle in (*itertools.chain.from_iterable(handles), bad):
+        handle.close()
+    part.counts = dict(counts)
+    return part
+
+
+def _store(values: np.ndarray, lengths: np.ndarray, dtype: np.dtype, data: IO[bytes], sizes: IO[bytes]) -> None:
+    lengths = np.asarray(lengths, np.int64)
+    if lengths.sum() != len(values):
+        raise DataError(f"{len(values)} tokens for documents of {lengths.sum()} in all")
+    if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
+        raise DataError(f"a document of {lengths.max()} tokens; the format ends at 2,147,483,647")
+    if values.dtype != dtype and not fits(values, dtype):
+        raise DataError(f"values do not fit {dtype}: {values.min()} to {values.max()}")
+    data.write(np.ascontiguousarray(values, dtype.newbyteorder("<")).data)
+    sizes.write(lengths.astype("<i4").data)
+
+
+def _bad_row(row: Row, problem: DataError) -> bytes:
+    content = row.content.decode("utf-8", "backslashreplace") if isinstance(row.content, bytes) else row.content
+    if not isinstance(content, str):
+        content = json.dumps(content, default=str)
+    return (json.dumps({"problem": str(problem), "row": content[:ROW_SHOWN]}) + "\n").encode()
+
+
+def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], workers: int) -> Iterator[Done]:
+    """call(*task) of all tasks, in their order; at most SHARDS_AHEAD a worker are under way."""
+    if workers <= 1:
+        yield from itertools.starmap(call, tasks)
+        return
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    pending: deque[Future[Done]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
+        try:
+            for task in tasks:
+                pending.append(pool.submit(call, *task))
+                if len(pending) > SHARDS_AHEAD * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(parent: int) -> None:
+    """In a worker: one thread of the tokenizer, as the processes share the cores; and no life after the parent's."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

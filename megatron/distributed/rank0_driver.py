@@ -1,0 +1,116 @@
+"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it."""
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from megatron.distributed.process_group import World, run_on_each_rank
+
+T = TypeVar("T")
+PATIENCE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
+
+
+class Call(Protocol):
+    """Run an operation on every rank; rank 0's result, or what the first rank to fail raised."""
+
+    def __call__(self, operation: str, /, *arguments: Any) -> Any: ...
+
+
+class LeaderError(RuntimeError):
+    """What rank 0 ran into, as told to ranks that do not know its kind of exception."""
+
+
+def lead(
+    world: World,
+    work: Callable[[Call], T],
+    operations: Mapping[str, Callable[..., Any]],
+    *,
+    on_beat: Callable[[], None] = lambda: None,
+) -> T | None:
+    """Run `work(call)` on rank 0 and return its result there, None on the other ranks; all ranks call it together.
+
+    operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments (picklable). No
+    collective waits for the work itself: rank 0 says every few seconds that nothing is to be done yet. on_beat: called
+    on every rank at each word from rank 0. What the work raises is raised on every rank.
+    """
+    if world.world_size == 1:
+        return work(lambda name, *arguments: operations[name](*arguments))
+    leader = _Leader(work) if world.world_rank == 0 else None
+    try:
+        while True:
+            word: list[Any] = [leader.next_word() if leader is not None else None]
+            dist.broadcast_object_list(word, src=0)
+            on_beat()
+            kind, *told = word[0]
+            if kind == "done":
+                return leader.result if leader is not None else None
+            if kind == "failed":
+                raise leader.problem if leader is not None and leader.problem is not None else told[0]
+            if kind == "call":
+                name, arguments = told
+                outcome = _run(world, partial(operations[name], *arguments))
+                if leader is not None:
+                    leader.answer(*outcome)
+    finally:
+        if leader is not None:
+            leader.answer(None, LeaderError("this rank has stopped leading"))  # lets a thread that waits end
+
+
+class _Leader:
+    """The thread of rank 0, and what it and the main thread say to each other."""
+
+    def __init__(self, work: Callable[[Call], Any]) -> None:
+        self._asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self.result: Any = None
+        self.problem: Exception | None = None
+        # A daemon: what it reads may take for ever, and the process ends without it.
+        threading.Thread(target=self._work, args=(work,), name="leader", daemon=True).start()
+
+    def next_word(self) -> tuple[Any, ...]:
+        """What to do now, for all ranks."""
+        try:
+            return self._asked.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            return ("wait",)
+
+    def answer(self, result: Any, problem: Exception | None) -> None:
+        self._answers.put((result, problem))
+
+    def _work(self, work: Callable[[Call], Any]) -> None:
+        try:
+            self.result = work(self._call)
+            self._asked.put(("done",))
+        except Exception as problem:  # raised by the main threads
+            self.problem = problem
+            self._asked.put(("failed", _tellable(problem)))
+
+    def _call(self, operation: str, /, *arguments: Any) -> Any:
+        self._asked.put(("call", operation, arguments))
+        result, problem = self._answers.get()
+        if problem is not None:
+            raise problem
+        return result
+
+
+def _run(world: World, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return run_on_each_rank(world, work), None
+    except Exception as problem:  # rank 0's thread decides what it means
+        return None, problem
+
+
+def _tellable(problem: Exception) -> Exception:
+    """The problem, or its words where another process could not read it (or would import a library to)."""
+    if type(problem).__module__.partition(".")[0] in ("builtins", "megatron"):
+        try:
+            if isinstance(pickle.loads(pickle.dumps(problem)), type(problem)):
+                return problem
+        except Exception:
+            pass
+    return LeaderError(f"{type(problem).__name__}: {problem}")

@@ -1,0 +1,88 @@
+"""Whether ranks are connected as fast as they should be: TCP in the place of a fabric costs a run a factor of 17."""
+
+import logging
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.distributed.process_group import World, on_rank_zero
+from megatron.distributed.rendezvous import Process, StartError
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+VARIABLE = "NEOX_MIN_ALLREDUCE_GB_S"
+_KEY = "min_allreduce_gb_s"
+_MIB_ON_GPU, _MIB_ON_CPU = 256, 8
+_TIMES = 3
+_SHOWN = ("NCCL_NET", "FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME")
+
+
+def check_transport(args: NeoXArgs, world: World, process: Process, logger: logging.Logger) -> None:
+    """Measure the all-reduce of all ranks before a run; all ranks call it together.
+
+    Done where a bound is set, and between GPUs of several machines, where it is only said. Raises StartError on every
+    rank when the bandwidth is below the bound, ConfigError for a bound that is no number.
+    """
+    if world.world_size == 1:
+        return
+    several = process.local_world_size < process.world_size
+    bound, place = on_rank_zero(world, lambda: _bound(args))  # one for all, whatever the variable says elsewhere
+    if bound is None and not (several and world.device.type == "cuda"):
+        return
+    mebibytes = _MIB_ON_GPU if world.device.type == "cuda" else _MIB_ON_CPU
+    found = bus_bandwidth(world, mebibytes * 2**20)
+    backend = dist.get_backend()
+    what = f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): {found:.2f} GB/s bus bandwidth"
+    if bound is None or found >= bound:
+        logger.info(what + ("" if bound is None else f", at least {bound:g} asked for ({place})"))
+        return
+    environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _SHOWN)
+    raise StartError(
+        f"{place}: {_KEY}: {bound:g} GB/s asked for; {what}; {environment}; is it TCP, because the fabric's plugin "
+        "(AWS Libfabric, InfiniBand) was not loaded? NCCL_DEBUG=INFO shows what NCCL chose (NET/...); a lower bound "
+        "lets the run start"
+    )
+
+
+def bus_bandwidth(world: World, size: int) -> float:
+    """GB/s that each rank's connection carried in the fastest of a few all-reduces of `size` bytes, the same on all
+    ranks: size/time x 2(n-1)/n, the busbw of nccl-tests."""
+    values = torch.zeros(size // 4, device=world.device)
+    seconds = torch.tensor(float("inf"), dtype=torch.float64)
+    for time_it in (False, *[True] * _TIMES):
+        _wait_for_device(world)
+        begun = time.perf_counter()
+        dist.all_reduce(values)
+        _wait_for_device(world)
+        if time_it:
+            seconds.clamp_(max=time.perf_counter() - begun)
+    slowest = seconds.to(world.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    del values
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # not one byte less for the model
+    return size / float(slowest) * 2 * (world.world_size - 1) / world.world_size / 1e9
+
+
+def _wait_for_device(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def _bound(args: NeoXArgs) -> tuple[float | None, str]:
+    """GB/s and where they are asked for; the key wins over the site's variable."""
+    if args.min_allreduce_gb_s is not None:
+        return args.min_allreduce_gb_s, args.origin(_KEY)
+    text = os.environ.get(VARIABLE, "")
+    if not text.strip():
+        return None, ""
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = 0.0
+    if not 0 < bound < float("inf"):
+        raise ConfigError(
+            [f"{VARIABLE}={text!r} in the environment is no bandwidth in GB/s; set a number, or unset it"]
+        )
+    return bound, f"{VARIABLE} in the environment"

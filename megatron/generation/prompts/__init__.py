@@ -1,0 +1,1 @@
+"""Prompts: from files, from conversations, typed at a terminal."""

@@ -1,0 +1,148 @@
+"""Conversations as prompts: the chat template of the run's tokenizer, or one of its own."""
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing import find_checkpoint
+from megatron.checkpointing.huggingface import CARRIED, carried_files, find_hf, is_hf
+from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
+from megatron.generation.batching.requests import RequestError
+from megatron.generation.prompts.files import text_of
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+_ANSWER, _OTHER = "answer", "otherwise"
+_RARE: Mapping[str, Callable[[Message], bool]] = {
+    "messages of role tool": lambda message: message["role"] == "tool",
+    "messages of role developer": lambda message: message["role"] == "developer",
+    "tool_calls": lambda message: "tool_calls" in message,
+}
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template as transformers reads it, and the tokenizer that its text is for. source: where it is from."""
+
+    text: str
+    tokenizer: Tokenizer
+    source: str
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = True, *, open_end: bool = False) -> str:
+        """The conversation as text; generation_prompt: up to where an answer begins; open_end: the last message is the
+        beginning of one, and goes on. Raises RequestError with the template's own complaint."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = self.tokenizer
+        ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
+        names: dict[str, Any] = {role: tokenizer.special_tokens.get(-1 if i is None else i) for role, i in ids.items()}
+        try:
+            with render_limit():
+                found: Any = render_jinja_template(
+                    conversations=[[dict(message) for message in messages]],
+                    chat_template=self.text,
+                    add_generation_prompt=generation_prompt,
+                    continue_final_message=open_end,
+                    **{role: name for role, name in names.items() if name is not None},
+                )
+        except RenderTimeout as problem:
+            raise RequestError(f"the chat template fails: {problem} ({self.source})") from None
+        except Exception as problem:  # a template is a program: it can raise anything
+            reason = " ".join(str(problem).split()) or type(problem).__name__
+            raise RequestError(f"the chat template refuses these messages: {reason}") from None
+        return found[0][0]
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt that asks for an answer. Raises RequestError."""
+        return self.tokenizer.tokenize_bare(self.render(messages))
+
+    def check_heard(self, messages: Sequence[Message]) -> None:
+        """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or calls of
+        tools: whether it does shows where other ones give the same text."""
+        whole = None
+        for what, hears in _RARE.items():
+            if not any(hears(message) for message in messages):
+                continue
+            whole = self.render(messages) if whole is None else whole
+            if self.render([_other(message) if hears(message) else message for message in messages]) == whole:
+                raise RequestError(f"the chat template leaves out {what}, so that the model would not see them")
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end an answer: the tokenizer's, and the special token that the template writes after one."""
+        found = {self.tokenizer.eod, self.tokenizer.eos}
+        try:
+            whole = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], False)
+        except RequestError:
+            return tuple(sorted(found))
+        after = self.tokenizer.tokenize_bare(whole.rpartition(_ANSWER)[2].lstrip())[:1]
+        return tuple(sorted(found | {token for token in after if token in self.tokenizer.special_tokens}))
+
+
+def _other(message: Message) -> Message:
+    """The same message saying something else."""
+    calls = [{**call, "function": {**call["function"], "name": _OTHER}} for call in message.get("tool_calls", ())]
+    return {**message, **({"tool_calls": calls} if calls else {"content": message["content"] + _OTHER})}
+
+
+def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:
+    """The template of `chat_template`, else what lies beside `vocab_file`, else what the model that is loaded carries
+    (in training: `carried`, its files by name).
+
+    Raises ConfigError when there is none, and for a file that cannot be read.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(["chat templates need the transformers package: pip install 'neox[serve]'"])
+    if args.chat_template is not None:
+        return ChatTemplate(text_of(args, "chat_template"), tokenizer, args.chat_template)
+    for source, files in _places(args, carried):
+        found = _template_of(files)
+        if found is not None:
+            return ChatTemplate(found, tokenizer, source)
+    raise ConfigError(
+        ["there is no chat template beside vocab_file or with the model that is loaded; set chat_template to a file"]
+    )
+
+
+def _places(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    if args.vocab_file is not None:
+        vocab = Path(args.vocab_file)
+        beside = vocab if vocab.is_dir() else vocab.parent
+        yield str(beside), carried_files(beside)
+    if carried is not None:
+        yield "the model that is trained", carried
+        return
+    for folder in _folders(args):
+        yield str(folder), carried_files(folder)
+
+
+def _folders(args: NeoXArgs) -> Iterator[Path]:
+    source = args.load or args.save
+    if source is not None and is_hf(source):
+        yield find_hf(source)
+    elif source is not None:
+        path = find_checkpoint(source, args.iteration)
+        yield path / CARRIED
+        yield path / "tokenizer"
+
+
+def _template_of(files: Mapping[str, bytes]) -> str | None:
+    """The template among a tokenizer's files; of several the one called default."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        try:
+            content: Any = json.loads(files.get(name, b"{}"))
+        except ValueError:
+            continue
+        found = content.get("chat_template") if isinstance(content, dict) else None
+        if isinstance(found, list):  # of {name, template}
+            found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
+        if isinstance(found, str):
+            return found
+    return None

@@ -1,0 +1,98 @@
+"""Questions from a file: texts, or conversations whose next answer is asked for."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.generation.batching.requests import RequestError
+from megatron.generation.prompts.chat import ChatTemplate, Message
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Question:
+    """text: as it is shown, of a conversation the user's last words; messages: a conversation that goes through the
+    chat template, empty: the text is continued as it stands."""
+
+    text: str
+    messages: tuple[Message, ...] = ()
+
+    def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, room: int) -> list[int]:
+        """The prompt. Raises RequestError for one of more than `room` tokens, and what the template refuses."""
+        if self.messages:
+            assert template is not None
+            found = template.tokens(self.messages)
+        else:
+            found = tokenizer.tokenize(self.text)
+        if len(found) > room:
+            raise RequestError(f"has {len(found)} tokens, {room} fit beside maximum_tokens")
+        return found
+
+
+def ask(text: str, system: str | None = None) -> Question:
+    """A user's words as a conversation of their own."""
+    before: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    return Question(text, (*before, {"role": "user", "content": text}))
+
+
+def read_text(file: str | Path) -> str:
+    """What a file says, as a system prompt or questions. Raises RequestError."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise RequestError(f"{file}: cannot be read ({cause})") from cause
+
+
+def read_questions(file: str | Path, chat: bool, system: str | None = None) -> list[Question]:
+    """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` (a last answer is left out), any other file
+    texts. chat: texts are a user's words; system: what conversations without a system message begin with.
+
+    Raises RequestError with file and line.
+    """
+    path, found = Path(file), []
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other separators of lines
+        if not line.strip():
+            continue
+        try:
+            entry: Any = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+            found.append(_question(entry, chat, system))
+        except ValueError as problem:
+            raise RequestError(f"{path}:{number}: {problem}") from problem
+    if not found:
+        raise RequestError(f"{path}: holds no question")
+    return found
+
+
+def _question(entry: Any, chat: bool, system: str | None) -> Question:
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
+    if isinstance(prompt, str) and prompt:
+        return ask(prompt, system) if chat else Question(prompt)
+    messages = entry.get("messages") if isinstance(entry, dict) else None
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise ValueError('expected {"prompt": text} or {"messages": [{"role": ..., "content": text}, ...]}')
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("messages must end with a user's, or with the answer to it")
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return Question(messages[-1]["content"], tuple(messages))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def all_tokens(
+    questions: Sequence[Question], tokenizer: Tokenizer, template: ChatTemplate | None, room: int
+) -> list[list[int]]:
+    """Prompts of questions. Raises RequestError with the number of the first that cannot be asked."""
+    found = []
+    for number, question in enumerate(questions, 1):
+        try:
+            found.append(question.tokens(tokenizer, template, room))
+        except RequestError as problem:
+            raise RequestError(f"question {number}: {problem}") from problem
+    return found

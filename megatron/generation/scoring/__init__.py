@@ -1,0 +1,1 @@
+"""Log-probabilities of given texts, and files of them."""

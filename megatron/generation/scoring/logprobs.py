@@ -1,0 +1,288 @@
+"""Log-probabilities of continuations: what lm-eval, `text_gen_type: score` and precomputed references are made of."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.data import Batch
+from megatron.distributed import run_on_all_ranks
+from megatron.generation.batching.token_budget import Budget, forward_budget
+from megatron.generation.scoring.rows import PADDING, Request, Row, make_rows, rolling_windows
+from megatron.model import Hidden, InferenceContext, Model, forward_only
+from megatron.model.positions import dynamic_ntk_limit
+from megatron.mpu import HeadInput
+from megatron.neox_arguments import ConfigError
+
+__all__ = ["Overlong", "Request", "Scored", "rolling_windows", "score", "score_texts"]
+
+Overlong = Literal["truncate_left", "refuse", "skip"]
+_MASK_MULTIPLE = 8  # keys of a mask, as kernels on GPUs like them
+_VALUES_AT_ONCE = 1 << 26  # of logits, when they are read in fp32
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of each token of a continuation: logprobs, in nats; greedy: whether no token was more likely.
+
+    truncated: tokens at the beginning of the context that were left out; skipped: too long, and not run: logprobs are
+    -inf, greedy is False.
+    """
+
+    logprobs: list[float]
+    greedy: list[bool]
+    truncated: int = 0
+    skipped: bool = False
+
+
+def score(
+    model: Model,
+    requests: Sequence[Request],
+    *,
+    batch_size: int | None = None,
+    overlong: Overlong = "truncate_left",
+    budget: Budget | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> list[Scored]:
+    """Score every request, the same on every rank and in every layout; all ranks call it together.
+
+    Requests of equal contexts share its run. batch_size: rows (contexts) of a forward; None: as many as memory allows.
+    overlong: what is done with more tokens than the model has positions. budget: of an earlier call, instead of asking
+    for memory again. on_progress: told on every rank about how many requests are done. Raises ConfigError for a text
+    that is too long and may not be cut, CheckpointError when logits are not numbers.
+    """
+    fitting: dict[int, _Fitting] = {}
+    for i, request in enumerate(requests):
+        fits = _fit(i, request, model.positions, overlong)
+        if fits is not None:
+            fitting[i] = fits
+    ntk = dynamic_ntk_limit(model.args)
+    rows = make_rows([(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk)
+    budget = budget or forward_budget(model, batch_size)
+    size, rank = model.groups.size("data"), model.groups.rank("data")
+    shares = [list(_batches(rows[i::size], budget)) for i in range(size)]
+    forwards = max(map(len, shares)) if model.lockstep else len(shares[rank])
+
+    def report(done: int) -> None:
+        on_progress(min(done * size, len(fitting)))
+
+    def run() -> dict[int, tuple[list[float], list[bool]]]:
+        return _run(model, shares[rank], forwards, ntk is not None, report)
+
+    everyone = {i: found for share in run_on_all_ranks(model.groups, run) for i, found in share.items()}
+    if any(value != value for logprobs, _ in everyone.values() for value in logprobs):
+        raise CheckpointError(
+            f"the model gives NaN as logits in {model.args.params_dtype}: its weights are damaged or precision cannot "
+            "hold its activations; load another `iteration`, or set precision"
+        )
+    on_progress(len(requests))
+    _report(fitting, requests, model.positions)
+    return [
+        Scored(*everyone[i], fitting[i].truncated)
+        if i in fitting
+        else Scored([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
+        for i in range(len(requests))
+    ]
+
+
+def score_texts(
+    model: Model,
+    texts: Sequence[Sequence[Request]],
+    *,
+    overlong: Overlong,
+    budget: Budget,
+    on_progress: Callable[[float], None],
+) -> list[list[Scored]]:
+    """`score` for texts of several requests each. on_progress: told about the share that is done."""
+    requests = [request for text in texts for request in text]
+
+    def told(done: int) -> None:
+        on_progress(done / max(1, len(requests)))
+
+    found = iter(score(model, requests, overlong=overlong, budget=budget, on_progress=told))
+    return [[next(found) for _ in text] for text in texts]
+
+
+# -- length ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    request: Request
+    truncated: int = 0
+
+
+def _fit(number: int, request: Request, positions: int, overlong: Overlong) -> _Fitting | None:
+    """A request that the model has positions for (the last token is not run); None: it is skipped."""
+    context, continuation = request
+    if not len(context):
+        raise ValueError(f"request {number} has no context; give it the token that begins a document")
+    over = len(context) + len(continuation) - 1 - positions
+    if over <= 0:
+        return _Fitting(request)
+    if overlong == "skip":
+        return None
+    if overlong == "refuse" or over >= len(context):
+        what = f"{len(context)} tokens and {len(continuation)} to be scored"
+        fix = "set truncate_left or skip" if over < len(context) else "set skip"
+        raise ConfigError(
+            [f"eval_overlong: {overlong}: text {number} has {what}, the model {positions} positions; {fix}"]
+        )
+    return _Fitting((context[over:], continuation), over)
+
+
+def _report(fitting: dict[int, _Fitting], requests: Sequence[Request], positions: int) -> None:
+    skipped, cut = len(requests) - len(fitting), sum(found.truncated > 0 for found in fitting.values())
+    if skipped or cut:
+        done = " and ".join([f"{cut} lost their beginning"] * (cut > 0) + [f"{skipped} were skipped"] * (skipped > 0))
+        logging.getLogger("megatron").info(
+            f"eval_overlong: of {len(requests)} texts, {done}: longer than the model's {positions} positions"
+        )
+
+
+# -- forwards ----------------------------------------------------------------------------------------------------------
+
+
+def _batches(rows: Sequence[Row], budget: Budget) -> Iterator[list[Row]]:
+    """Neighbours in length, as many as the budget allows and at least one."""
+    batch: list[Row] = []
+    wanted = 0
+    for row in rows:
+        width = max(len(row.tokens), len(batch[0].tokens)) if batch else len(row.tokens)
+        same = not batch or row.branched == batch[0].branched
+        if batch and not (same and budget.allows(len(batch) + 1, width, wanted + len(row.wanted), row.branched)):
+            yield batch
+            batch, wanted = [], 0
+        batch.append(row)
+        wanted += len(row.wanted)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch(Batch):
+    """Rows padded on the right. branches, wanted: as of `InferenceContext`; rows of texts have no branches, and
+    positions only under dynamic NTK. places, targets: `[m]` int64, which of the `wanted` logits are read, at which
+    token."""
+
+    branches: Tensor | None = None
+    wanted: Tensor | None = None
+    places: Tensor | None = None
+    targets: Tensor | None = None
+
+
+def _batch(rows: list[Row], positioned: bool, on_gpu: bool) -> _Batch:
+    width, explicit = max(len(row.tokens) for row in rows), positioned or rows[0].branched
+    if explicit and on_gpu:
+        width = -(-width // _MASK_MULTIPLE) * _MASK_MULTIPLE
+
+    def padded(name: str, value: int) -> Tensor:
+        return torch.tensor([getattr(row, name) + [value] * (width - len(row.tokens)) for row in rows])
+
+    places: list[int] = []
+    targets: list[int] = []
+    wanted: list[int] = []
+    for number, row in enumerate(rows):
+        for _, own, labels in row.picks:
+            places += [len(wanted) + place for place in own]
+            targets += labels
+        wanted += [number * width + column for column in row.wanted]
+    tokens = padded("tokens", 0)
+    nothing = torch.zeros_like(tokens)
+    return _Batch(
+        tokens, nothing, nothing,
+        positions=padded("positions", 0) if explicit else None,
+        branches=padded("branches", PADDING) if explicit else None,
+        wanted=torch.tensor(wanted, dtype=torch.int64),
+        places=torch.tensor(places, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def _run(
+    model: Model, batches: list[list[Row]], forwards: int, positioned: bool, on_progress: Callable[[int], None]
+) -> dict[int, tuple[list[float], list[bool]]]:
+    """This data rank's results, by request; {} on all ranks of its model but one.
+
+    forwards: of the stage, those behind the batches over nothing. positioned: rows of their own lengths (dynamic NTK).
+    """
+    groups, on_gpu = model.groups, model.groups.device.type == "cuda"
+    found: dict[int, tuple[list[float], list[bool]]] = {}
+    done = 0
+    at_once = 2 * groups.size("pipe") if groups.size("pipe") > 1 else 1  # so that stages work side by side
+    for first in range(0, len(batches), at_once):
+        chunk = batches[first : first + at_once]
+        results = _forward(model, [_batch(rows, positioned, on_gpu) for rows in chunk])
+        for rows, values in zip(chunk, results, strict=True):
+            if groups.rank("tensor") == 0 and groups.is_first_stage:
+                found |= _by_request(rows, values.cpu())
+            done += sum(len(row.picks) for row in rows)
+        on_progress(done)
+    for _ in range(len(batches), forwards):
+        _forward(model, [_batch([Row([0], [0], [0], {0: 0}, [(0, [0], [0])])], positioned, on_gpu)])
+    return found
+
+
+def _by_request(rows: list[Row], values: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
+    found, begun = {}, 0
+    logprobs, greedy = values[0].tolist(), (values[1] > 0).tolist()
+    for number, places, _ in (pick for row in rows for pick in row.picks):
+        end = begun + len(places)
+        found[number] = (logprobs[begun:end], greedy[begun:end])
+        begun = end
+    return found
+
+
+def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
+    """`[2, m]` of each batch, on every rank of the model: log-probabilities, and 1 where no token is more likely."""
+
+    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
+        assert isinstance(batch, _Batch)
+        return model.stage(hidden, batch, finish, InferenceContext(branches=batch.branches, wanted=batch.wanted))
+
+    return forward_only(
+        stage, batches, model.args, model.groups, partial(_read, model), dtype=model.dtype, shape=_shape
+    )
+
+
+def _shape(batch: Batch) -> tuple[int, ...]:
+    assert isinstance(batch, _Batch) and batch.places is not None
+    return 2, len(batch.places)
+
+
+def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
+    """Of hidden states `[n, 1, hidden]`."""
+    assert isinstance(batch, _Batch) and batch.places is not None and batch.targets is not None
+    groups, logits = model.groups, head.logits()[:, 0]
+    size, group = logits.shape[1], groups.group("tensor")
+    first = groups.rank("tensor") * size
+    columns = max(0, min(size, (model.columns or model.args.padded_vocab_size) - first))
+    sums, tops, bests = [], [], []
+    for part in logits.split(max(1, _VALUES_AT_ONCE // size)):
+        values = part.float()
+        if columns < size:
+            values = values.masked_fill(torch.arange(size, device=values.device) >= columns, float("-inf"))
+        sums.append(values.logsumexp(-1))
+        top, best = values.max(-1)
+        tops.append(top)
+        bests.append(best + first)
+    own = batch.targets - first
+    foreign = (own < 0) | (own >= columns)
+    label = logits[batch.places, own.masked_fill(foreign, 0)].float().masked_fill(foreign, float("-inf"))
+    total, top, best = torch.cat(sums), torch.cat(tops), torch.cat(bests)
+    if group is not None:
+        highest = torch.cat([total, top, label])
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        highest_sum, highest_top, label = highest.split([len(total), len(top), len(label)])
+        best = best.masked_fill(top < highest_top, torch.iinfo(torch.int64).max)
+        dist.all_reduce(best, op=dist.ReduceOp.MIN, group=group)
+        share = (total - highest_sum).exp()
+        dist.all_reduce(share, group=group)
+        total = share.log() + highest_sum
+    return torch.stack([label - total[batch.places], (best[batch.places] == batch.targets).float()])

@@ -1,0 +1,141 @@
+"""`text_gen_type: precompute`: a set's log-probabilities under a model as a set beside it, GPT-NeoX's references."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megatron.checkpointing import replace_file
+from megatron.data import DataError, IndexedDataset
+from megatron.data.files import sync
+from megatron.data.indexed_dataset import Documents, index_path, publish, write_index
+from megatron.data.storage import open_dataset
+from megatron.distributed import on_rank_zero
+from megatron.generation.batching.token_budget import forward_budget
+from megatron.generation.model import Model
+from megatron.generation.progress import Meter
+from megatron.generation.scoring.logprobs import Request, Scored, rolling_windows, score_texts
+from megatron.generation.scoring.partial_file import partial_file, stamp_of
+from megatron.neox_arguments import NeoXArgs
+
+_TOKENS_AT_ONCE = 1 << 18  # a data-parallel rank; what an interruption loses
+_VALUE = np.dtype("<f4")
+
+
+def data_paths(args: NeoXArgs) -> list[str]:
+    """All sets of tokens that the configuration names, each once."""
+    lists = [
+        [args.data_path] if args.data_path else None,
+        args.train_data_paths, args.valid_data_paths, args.test_data_paths,
+        args.pos_train_data_paths, args.neg_train_data_paths, args.pos_valid_data_paths, args.neg_valid_data_paths,
+        args.pos_test_data_paths, args.neg_test_data_paths,
+    ]  # fmt: skip
+    return list(dict.fromkeys(path for paths in lists for path in paths or ()))
+
+
+def precompute(model: Model, logger: logging.Logger) -> None:
+    """Write `PATH_NAME.bin/.idx` for every set PATH, NAME being `precompute_model_name`: for each token, float32, its
+    log-probability after those before it in its document, 0 for the first. All ranks call it together.
+
+    Texts longer than the positions are read in windows. An interrupted call goes on; what is there already is kept if
+    it is of this model and data. Raises DataError.
+    """
+    for path in data_paths(model.args):
+        _precompute_one(model, path, logger)
+
+
+def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
+    args, groups = model.args, model.groups
+    final = Path(f"{path}_{args.precompute_model_name}")
+    dataset = on_rank_zero(groups, lambda: open_dataset(path, args.data_impl))
+    files = [file for file in (dataset.index_file, *dataset.data_files) if file.is_file()]
+    stamp = on_rank_zero(groups, lambda: stamp_of(args, model.source, files))
+    if on_rank_zero(groups, lambda: _is_there(final, stamp)):
+        logger.info(f"{final}: is there already")
+        return
+    growing, done = on_rank_zero(groups, lambda: _begun(dataset, final, stamp))
+    total = int(dataset.sizes.sum(dtype=np.int64))
+    ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
+    if done:
+        logger.info(f"{final}: going on after {done} of {len(dataset)} documents")
+    share = _TOKENS_AT_ONCE * groups.size("data")
+    budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
+    with Meter(final.name, total, "token", logger, done=int(ends[done]), shown=groups.world_rank == 0) as meter:
+        while done < len(dataset):
+            last = max(done + 1, int(np.searchsorted(ends, ends[done] + share, side="right")) - 1)
+            texts = [dataset[i].astype(np.int64).tolist() for i in range(done, last)]
+            _check_tokens(texts, model, path)
+            windows = [_windows(tokens, model.positions) for tokens in texts]
+            told = partial(meter.to_share, int(ends[done]), int(ends[last] - ends[done]))
+            scored = score_texts(model, windows, overlong="refuse", budget=budget, on_progress=told)
+            on_rank_zero(groups, partial(_append, growing, texts, scored))
+            done = last
+            meter.to(int(ends[done]))
+    on_rank_zero(groups, lambda: _finish(growing, final, dataset, stamp))
+    logger.info(f"{final}: {len(dataset)} documents, {total} log-probabilities")
+
+
+def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
+    vocabulary = model.columns or model.args.padded_vocab_size
+    highest = max((max(tokens) for tokens in texts if tokens), default=0)
+    if highest >= vocabulary:
+        raise DataError(f"{path}: holds token {highest}, the model knows {vocabulary}: made with another tokenizer")
+
+
+def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[Scored]]) -> None:
+    with open(growing, "ab") as file:
+        for tokens, windows in zip(texts, scored, strict=True):
+            values = [0.0] * bool(tokens) + [value for found in windows for value in found.logprobs]
+            file.write(np.array(values, _VALUE).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _windows(tokens: list[int], positions: int) -> list[Request]:
+    """What asks for every token but the first."""
+    return rolling_windows(tokens[1:], tokens[0], positions) if len(tokens) > 1 else []
+
+
+def _is_there(final: Path, stamp: str) -> bool:
+    if not index_path(final).exists():
+        return False
+    note = _note(final)
+    if note.is_file() and json.loads(note.read_text()).get("stamp") == stamp:
+        return True
+    raise DataError(
+        f"{index_path(final)}: is there already, of another model, configuration or data; remove it, or choose another "
+        "precompute_model_name"
+    )
+
+
+def _note(final: Path) -> Path:
+    return final.with_name(f"{final.name}.precompute.json")
+
+
+def _begun(dataset: IndexedDataset, final: Path, stamp: str) -> tuple[Path, int]:
+    """The file that grows, cut to whole documents, and how many these are."""
+    growing = partial_file(final, stamp)
+    if not os.access(final.parent, os.W_OK):
+        raise DataError(f"{final.parent}: cannot be written to; log-probabilities stand beside their data")
+    ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
+    values = growing.stat().st_size // _VALUE.itemsize if growing.is_file() else 0
+    done = int(np.searchsorted(ends, values, side="right")) - 1
+    with open(growing, "ab") as file:
+        file.truncate(int(ends[done]) * _VALUE.itemsize)
+    return growing, done
+
+
+def _finish(growing: Path, final: Path, dataset: IndexedDataset, stamp: str) -> None:
+    def documents() -> Iterator[Documents]:
+        # Boundaries as in the data: empty documents too.
+        yield dataset.sizes, np.asarray(dataset.doc_idx[1:])
+
+    index = growing.with_name(f"{growing.name}.idx")
+    write_index(index, _VALUE, documents)
+    replace_file(_note(final), (json.dumps({"stamp": stamp}) + "\n").encode())
+    publish(growing, index, final)
+    sync(final.parent)

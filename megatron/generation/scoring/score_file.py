@@ -1,0 +1,170 @@
+"""`text_gen_type: score`: lines of JSON in, the log-probability of each of their tokens out."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron.data.files import sync
+from megatron.distributed import on_rank_zero
+from megatron.generation.batching.token_budget import forward_budget
+from megatron.generation.model import Model
+from megatron.generation.progress import Meter
+from megatron.generation.scoring.logprobs import Request, Scored, rolling_windows, score_texts
+from megatron.generation.scoring.partial_file import partial_file, stamp_of
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+
+_LINES_AT_ONCE = 2048  # a data-parallel rank; what an interruption loses
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of the output, one for each of the input. tokens: those that are scored, of the completion or the whole text;
+    logprobs: of each, in nats, null where skipped; greedy: whether all of them were the most likely; message: what was
+    cut or skipped."""
+
+    tokens: list[int]
+    logprobs: list[float] | None
+    sum: float | None
+    perplexity: float | None
+    greedy: bool
+    message: str | None
+
+
+def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
+    """Score the lines of `sample_input_file` into `file`; an interrupted call goes on. All ranks call it together.
+
+    A line is {"text"}, all of whose tokens are scored, the first after the token that begins a document, or
+    {"prompt", "completion"}. Raises ConfigError for lines that are something else.
+    """
+    args, groups = model.args, model.groups
+    source = Path(str(args.sample_input_file))
+    total = on_rank_zero(groups, lambda: _check(args, source))
+    stamp = on_rank_zero(groups, lambda: stamp_of(args, model.source, [source]))
+    growing = partial_file(file, stamp) if groups.world_rank == 0 else file
+    done = on_rank_zero(groups, lambda: _whole_lines(growing))
+    if done:
+        logger.info(f"{file}: going on after {done} of {total} lines")
+    inputs = islice(_lines(args, source), done, None) if groups.world_rank == 0 else iter(())
+    budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
+    with Meter("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as meter:
+        while done < total:
+            texts = on_rank_zero(groups, lambda: _requests(inputs, model, _LINES_AT_ONCE * groups.size("data")))
+            told = partial(meter.to_share, done, len(texts))
+            scored = score_texts(model, texts, overlong=args.eval_overlong, budget=budget, on_progress=told)
+            lines = [_line(*text) for text in zip(texts, scored, strict=True)]
+            on_rank_zero(groups, partial(_append, args, growing, lines))
+            done += len(texts)
+            meter.to(done)
+    on_rank_zero(groups, lambda: _finish(args, growing, file))
+    logger.info(f"{total} lines of scores are in {file}")
+
+
+def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(file, encoding="utf-8") as opened:
+        for number, text in enumerate(opened, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as cause:
+                raise args.problem("sample_input_file", f"{file}:{number}: not JSON ({cause})") from cause
+            keys = ("text",) if isinstance(row, dict) and "text" in row else ("prompt", "completion")
+            if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
+                expected = 'expected {"text": ...}, or {"prompt": ..., "completion": ...}, of strings'
+                raise args.problem("sample_input_file", f"{file}:{number}: {expected}")
+            if not row[keys[-1]]:
+                raise args.problem("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
+            yield number, row
+
+
+def _check(args: NeoXArgs, file: Path) -> int:
+    """How many lines there are, all of them good."""
+    try:
+        total = sum(1 for _ in _lines(args, file))
+    except OSError as cause:
+        raise args.problem("sample_input_file", f"{file}: {cause.strerror}") from cause
+    except UnicodeDecodeError as cause:
+        raise args.problem("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+    if not total:
+        raise args.problem("sample_input_file", f"{file}: holds no lines")
+    return total
+
+
+def _whole_lines(file: Path) -> int:
+    """Lines of a file that was being written; half a line is cut off."""
+    if not file.is_file():
+        return 0
+    with open(file, "rb+") as opened:
+        count = end = 0
+        for line in opened:
+            if line.endswith(b"\n"):
+                count, end = count + 1, end + len(line)
+        opened.truncate(end)
+    return count
+
+
+def _requests(inputs: Iterator[tuple[int, dict[str, Any]]], model: Model, count: int) -> list[list[Request]]:
+    """Of the next lines: one for each, several for a long text."""
+    rows = [row for _, row in islice(inputs, count)]
+    return [
+        _windows(row["text"], model) if "text" in row else [_pair(row["prompt"], row["completion"], model.tokenizer)]
+        for row in rows
+    ]
+
+
+def first_token(tokenizer: Tokenizer) -> int:
+    """What a document's first token comes after."""
+    return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+
+
+def _windows(text: str, model: Model) -> list[Request]:
+    tokens, first = model.tokenizer.tokenize(text), first_token(model.tokenizer)
+    begun = len(tokens) > 1 and tokens[0] == first  # by the tokenizer itself
+    return rolling_windows(tokens[begun:], first, model.positions)
+
+
+def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> Request:
+    """Tokens of the prompt, and what the completion adds to them; white space between them is the completion's."""
+    kept = prompt.rstrip()
+    context = tokenizer.tokenize(kept) if kept else []
+    whole = tokenizer.tokenize(prompt + completion)
+    return context or [first_token(tokenizer)], whole[len(context) :]
+
+
+def _line(requests: Sequence[Request], scored: Sequence[Scored]) -> Line:
+    tokens = [token for _, continuation in requests for token in continuation]
+    if any(found.skipped for found in scored):
+        return Line(tokens, None, None, None, False, "skipped: longer than the model's positions (eval_overlong: skip)")
+    logprobs = [value for found in scored for value in found.logprobs]
+    cut = sum(found.truncated for found in scored)
+    message = f"the first {cut} tokens of the prompt were left out: longer than the model's positions" if cut else None
+    total = math.fsum(logprobs)
+    greedy = all(found for one in scored for found in one.greedy)
+    perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))
+    return Line(tokens, [round(value, 6) for value in logprobs], total, perplexity, greedy, message)
+
+
+def _append(args: NeoXArgs, file: Path, lines: Sequence[Line]) -> None:
+    try:
+        with open(file, "a", encoding="utf-8") as opened:
+            opened.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as cause:
+        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
+
+
+def _finish(args: NeoXArgs, growing: Path, file: Path) -> None:
+    try:
+        os.replace(growing, file)
+        sync(file.parent)
+    except OSError as cause:
+        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause

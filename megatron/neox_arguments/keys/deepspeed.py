@@ -1,0 +1,129 @@
+"""Keys that GPT-NeoX hands to DeepSpeed, and keys it makes itself from others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.neox_arguments.declare import key, new_key
+from megatron.neox_arguments.keys.sections import CommsLogger, CurriculumLearning
+
+_GONE = "DeepSpeed 0.19.8 no longer has it; remove it"
+_UNUSED = "GPT-NeoX never reads it; write {} instead"
+
+
+@dataclass(frozen=True)
+class DeepspeedKeys:
+    deepspeed: Literal[True, False] = key(
+        True, "Train on DeepSpeed", refuse_values={False: "there is no other engine; remove it"}
+    )
+    deepspeed_config_file: str | None = new_key(
+        None, "A DeepSpeed configuration (JSON); its keys count as written here, with that file as their place"
+    )
+    deepspeed_extra_args: Mapping[str, Any] | None = key(
+        None, "Further keys for DeepSpeed's configuration; they may repeat ours, not contradict them"
+    )
+    fp32_allreduce: bool = key(False, "Reduce gradients in fp32", no_effect="unset communication_data_type is fp32")
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = key(
+        None,
+        "Type in which gradients travel; unset: fp32",
+        differs="GPT-NeoX sends them in the type of the weights: say bf16 or fp16 for its traffic",
+    )
+    prescale_gradients: bool = key(False, "Divide gradients before they are summed over ranks, not after")
+    gradient_predivide_factor: float = key(
+        1.0, "Without prescale_gradients: what they are divided by before they are summed", gt=0
+    )
+    curriculum_learning: Mapping[str, Any] | None = key(
+        None, "Grow the sequence length while training", section=CurriculumLearning
+    )
+    curriculum_seqlen: int = key(0, "Made by the curriculum", refuse="curriculum_learning sets it; remove it")
+    dump_state: bool = key(False, "Let DeepSpeed print its state at start")
+    flops_profiler: Mapping[str, Any] | None = key(
+        None,
+        "DeepSpeed's FLOPs profiler",
+        refuse="it hangs in pipelines; FLOPs are in every log line, and profile: true traces",
+    )
+    comms_logger: Mapping[str, Any] | None = key(None, "DeepSpeed's log of collectives", section=CommsLogger)
+    steps_per_print: int = key(10, "DeepSpeed's own log interval", no_effect="log_interval decides")
+    wall_clock_breakdown: bool = key(False, "DeepSpeed's timers", no_effect="DeepSpeed's timers are not printed")
+    scheduler: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's learning-rate schedule", refuse="write lr_decay_style, warmup and min_lr instead"
+    )
+    activation_checkpointing: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's section", refuse=_UNUSED.format("checkpoint_activations, checkpoint_in_cpu")
+    )
+    tensorboard: Mapping[str, Any] | None = key(None, "DeepSpeed's monitor", refuse="write tensorboard_dir instead")
+    wandb: Mapping[str, Any] | None = key(None, "DeepSpeed's monitor", refuse="write use_wandb instead")
+    csv_monitor: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's monitor", refuse="metrics.jsonl in log_dir holds every value; remove it"
+    )
+    checkpoint: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's section", refuse="checkpoints are written and checked by us; remove it"
+    )
+    data_efficiency: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's data sampler", refuse="it needs DeepSpeed's own loader; use curriculum_learning"
+    )
+    autotuning: Mapping[str, Any] | None = key(
+        None, "DeepSpeed's autotuner", refuse="it starts runs its own way; measure with benchmarks/train_throughput.py"
+    )
+    autotuning_run: str | None = key(None, "DeepSpeed's autotuner", refuse="see autotuning; remove it")
+    sparse_gradients: bool = key(False, "Sparse embedding gradients", refuse=_GONE)
+    amp: Mapping[str, Any] | None = key(
+        None,
+        "apex's mixed precision",
+        refuse="DeepSpeed 0.19.8 no longer has it; write bf16: {enabled: true} or fp16: {enabled: true}",
+    )
+    elasticity: Mapping[str, Any] | None = key(None, "Batch sizes for changing worlds", refuse=_GONE)
+    compression_training: Mapping[str, Any] | None = key(None, "Quantised, pruned training", refuse=_GONE)
+    sparse_attention: Mapping[str, Any] | None = key(None, "Block-sparse attention", refuse=_GONE)
+
+
+@dataclass(frozen=True)
+class MadeKeys:
+    """Keys of GPT-NeoX that follow from others. A file may repeat what they come out as."""
+
+    batch_size: int = key(None, "Samples of one forward pass", same_as="train_micro_batch_size_per_gpu", ge=1)
+    clip_grad: float = key(1.0, "Largest gradient norm", same_as="gradient_clipping", ge=0)
+    lr: float = key(None, "Peak learning rate", same_as="optimizer.params.lr", ge=0)
+    optimizer_type: str = key("adam", "Optimizer", same_as="optimizer.type")
+    zero_stage: int = key(None, "ZeRO stage", same_as="zero_optimization.stage", ge=0, le=3)
+    zero_reduce_scatter: bool = key(None, "ZeRO", same_as="zero_optimization.reduce_scatter")
+    zero_contiguous_gradients: bool = key(None, "ZeRO", same_as="zero_optimization.contiguous_gradients")
+    zero_reduce_bucket_size: int = key(None, "ZeRO", same_as="zero_optimization.reduce_bucket_size", gt=0)
+    zero_allgather_bucket_size: int = key(None, "ZeRO", same_as="zero_optimization.allgather_bucket_size", gt=0)
+    is_pipe_parallel: bool = key(False, "pipe_parallel_size is at least 1", no_effect="pipe_parallel_size decides")
+    dynamic_loss_scale: bool = key(None, "fp16 without a fixed scale", no_effect="fp16.loss_scale decides")
+    loss_scale: float | None = key(None, "Fixed loss scale", refuse=_UNUSED.format("fp16.loss_scale"))
+    loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"))
+    min_scale: float = key(1.0, "fp16", refuse=_UNUSED.format("fp16.min_loss_scale"))
+    hysteresis: int = key(2, "fp16", refuse=_UNUSED.format("fp16.hysteresis"))
+    global_num_gpus: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted", ge=1)
+    world_size: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted")
+    rank: int | None = key(None, "This rank", refuse="whoever starts the ranks says it; remove it")
+    local_rank: int | None = key(None, "This rank on its machine", refuse="whoever starts the ranks says it; remove it")
+    user_script: str | None = key(None, "Script to start", refuse="the command line says it; remove it")
+    do_train: bool | None = key(None, "Whether there is training data", refuse="train_iters decides; remove it")
+    do_valid: bool | None = key(None, "Whether there is validation", refuse="split and eval_iters decide; remove it")
+    do_test: bool | None = key(None, "Whether there is a test", refuse="split and eval_iters decide; remove it")
+    config_files: Mapping[str, Any] = key(
+        None, "Text of the files read, by file name", refuse="it is made from the files read; remove it"
+    )
+    comet_experiment: Any = key(None, "Comet's object", refuse="it is made at start; remove it")
+
+
+@dataclass(frozen=True)
+class DeadKeys:
+    """Keys that GPT-NeoX declares and nothing can be asked of any more."""
+
+    adlr_autoresume: bool = key(
+        False, "NVIDIA's internal scheduler", refuse="a run resumes from `save` by itself; remove it"
+    )
+    adlr_autoresume_interval: int = key(1000, "See adlr_autoresume", refuse="see adlr_autoresume; remove it")
+    deepscale: bool = key(False, "DeepSpeed's old name", refuse="GPT-NeoX never reads it; remove it")
+    deepscale_config: str | None = key(None, "DeepSpeed's old name", refuse="GPT-NeoX never reads it; remove it")
+    lazy_mpu_init: bool = key(False, "Groups made by another program", refuse="groups are made at start; remove it")
+    short_seq_prob: float = key(0.1, "BERT's short samples", refuse="GPT-NeoX never reads it; remove it")
+    onnx_safe: bool = key(False, "Avoid operations ONNX lacks", no_effect="there are no such operations")
+    num_unique_layers: int | None = key(
+        None, "Shared layers", refuse="parameter sharing left GPT-NeoX before 2.0; remove it"
+    )
+    param_sharing_style: str = key("grouped", "See num_unique_layers", refuse="see num_unique_layers; remove it")

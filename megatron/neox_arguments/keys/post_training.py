@@ -1,0 +1,161 @@
+"""Keys of post-training: labels, preferences, rewards, unlearning."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from megatron.neox_arguments.declare import key, new_key
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+
+_RL, _UNLEARN = TRAIN_IMPLS["reinforce"].later, "unlearning"
+Paths = tuple[str, ...] | None
+Impl: TypeAlias = Literal[tuple(TRAIN_IMPLS)]  # type: ignore[valid-type]
+TextLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["normal"].losses)]  # type: ignore[valid-type]
+PairLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["dpo"].losses)]  # type: ignore[valid-type]
+AnswerLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["kto"].losses)]  # type: ignore[valid-type]
+_SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
+
+
+@dataclass(frozen=True)
+class PostTrainingKeys:
+    train_impl: Impl = key(
+        "normal",
+        "What is trained: language modelling, or an objective of post-training",
+        later_values={name: impl.later for name, impl in TRAIN_IMPLS.items() if impl.later},
+    )
+    sft_loss_type: TextLoss = new_key(
+        "nll",
+        "train_impl normal: the tokens' negative log-likelihood; dft: each times the token's own probability (dynamic "
+        "fine-tuning); validation is nll",
+    )
+    neftune_noise_alpha: float | None = new_key(
+        None,
+        "train_impl normal: uniform noise on the embeddings, in training alone, of this over the root of (tokens of "
+        "the document x hidden_size), as NEFTune; 5 to 15 are common",
+        ge=0,
+    )
+    disable_dropout: bool | None = new_key(
+        None,
+        "Train without hidden_dropout and attention_dropout; unset: in preferences, where the policy would be compared "
+        "with a reference that has none",
+    )
+    train_label_data_paths: Paths = key(
+        None, "Labels of train_data_paths, one for each: the tokens, -100 where they are not trained"
+    )
+    valid_label_data_paths: Paths = key(None, "Labels of valid_data_paths, as train_label_data_paths")
+    test_label_data_paths: Paths = key(None, "Labels of test_data_paths, as train_label_data_paths")
+    train_reward_data_paths: Paths = key(
+        None, "Rewards of train_data_paths, one for each: a number a document; with pack_impl: unpacked"
+    )
+    valid_reward_data_paths: Paths = key(None, "Rewards of valid_data_paths, as train_reward_data_paths")
+    test_reward_data_paths: Paths = key(None, "Rewards of test_data_paths, as train_reward_data_paths")
+    pos_train_data_paths: Paths = key(None, "Prompts with chosen answers, the train set of dataset_impl: pairwise")
+    neg_train_data_paths: Paths = key(None, "Prompts with rejected answers, the train set of dataset_impl: pairwise")
+    pos_train_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    neg_train_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    pos_valid_data_paths: Paths = key(None, "Prompts with chosen answers, the valid set of dataset_impl: pairwise")
+    neg_valid_data_paths: Paths = key(None, "Prompts with rejected answers, the valid set of dataset_impl: pairwise")
+    pos_valid_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    neg_valid_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    pos_test_data_paths: Paths = key(None, "Prompts with chosen answers, the test set of dataset_impl: pairwise")
+    neg_test_data_paths: Paths = key(None, "Prompts with rejected answers, the test set of dataset_impl: pairwise")
+    pos_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    neg_test_label_data_paths: Paths = key(None, "Their labels; unset: what both answers begin with is the prompt")
+    max_length: int | None = new_key(
+        None,
+        "Preferences: tokens that are used of an answer with its prompt; what is longer loses its end, or with "
+        "allow_chopped: false is left out",
+        ge=2,
+    )
+    max_prompt_length: int | None = new_key(
+        None,
+        "Preferences: tokens that are used of what comes before the first trained one; a longer prompt loses its "
+        "beginning",
+        ge=1,
+    )
+    dpo_loss_type: PairLoss | tuple[PairLoss, ...] = new_key(
+        "sigmoid",
+        "Loss of a pair, or a list of losses, as TRL spells them; sigmoid_norm: on averages over tokens (OLMo 3, "
+        "Tulu 3); sft: likelihood of the chosen answer; [sigmoid, sft] with dpo_reference_free is CPO; simpo and orpo "
+        "need no reference. aot and aot_unpaired compare all pairs of a step, TRL those of a micro-batch",
+    )
+    dpo_loss_weights: tuple[float, ...] | None = new_key(None, "Weight of each loss of dpo_loss_type; unset: 1")
+    dpo_label_smoothing: float = new_key(
+        0.0,
+        "Share of pairs taken for mislabelled, in sigmoid (conservative DPO; TRL ignores it there), sigmoid_norm, "
+        "robust, exo_pair (needs it), aot, aot_unpaired and simpo",
+        ge=0,
+        lt=0.5,
+    )
+    discopop_tau: float = new_key(0.05, "dpo_loss_type: discopop: width of its switch", gt=0)
+    simpo_gamma: float = new_key(0.5, "dpo_loss_type: simpo: margin of the rewards", ge=0)
+    dpo_beta: float = key(
+        0.1,
+        "DPO: strength of the reference: 0.1 for summed log-probabilities, 5 for sigmoid_norm, 2 for simpo are common",
+        gt=0,
+    )
+    dpo_fp32: bool = key(True, "DPO: losses in fp32", no_effect=_SIXTEEN_BIT)
+    dpo_reference_free: bool = key(False, "DPO without a reference model: as if it gave every answer the same")
+    dpo_reference: Literal["cache", "on_the_fly"] = new_key(
+        "cache",
+        "Where the reference's log-probabilities come from, in DPO and KTO; it is the model as the run began (load). "
+        "cache: all are made before the first step and kept; on_the_fly: a frozen copy, whole on every data-parallel "
+        "rank, makes them in each step",
+    )
+    reference_cache_dir: str | None = new_key(
+        None,
+        "dpo_reference: cache: folder of the log-probabilities, by model and content, for all runs; unset: "
+        "reference_cache beside the index maps",
+    )
+    kto_loss_type: AnswerLoss = new_key("kto", "Loss of a judged answer, as TRL spells it; apo_zero_unpaired has no KL")
+    kto_kl: Literal["drawn", "rotated"] = new_key(
+        "drawn",
+        "Answers to other prompts, for the KL: drawn: of the whole set; rotated: of the example before in the "
+        "micro-batch (TRL), with pack_impl: unpacked",
+    )
+    kto_beta: float = key(
+        0.1,
+        "KTO: strength of the reference",
+        gt=0,
+        differs="GPT-NeoX takes the KL from the other half of the micro-batch, averages class weights over a half and "
+        "multiplies rewards by the share of the row that is no padding: compat_kto",
+    )
+    compat_kto: bool = new_key(False, "KTO with GPT-NeoX's KL and averages, one answer a row (pack_impl: unpacked)")
+    kto_fp32: bool = key(True, "KTO: losses in fp32", no_effect=_SIXTEEN_BIT)
+    kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", gt=0)
+    kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", gt=0)
+    fp32_reinforce: bool = key(True, "REINFORCE: losses in fp32", later=_RL)
+    kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "REINFORCE: form of the KL term", later=_RL)
+    kl_div_beta: float = key(0.1, "REINFORCE: strength of the KL term", later=_RL)
+    reinforce_leave_one_out: bool = key(False, "REINFORCE: the other answers' mean as baseline", later=_RL)
+    serve_model_weights: bool = key(False, "Hand weights to inference servers while training", later=_RL)
+    weight_server_port: int | tuple[int, ...] = key(6000, "Ports of that server", later=_RL)
+    online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Servers of fresh samples", later=_RL)
+    online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports", later=_RL)
+    precompute_model_name: str | None = key(
+        None,
+        "Pairs: `PATH_NAME` holds a reference model's log-probabilities, float32 for each token or document; "
+        "text_gen_type: precompute writes it",
+    )
+
+
+@dataclass(frozen=True)
+class UnlearningKeys:
+    """Keys of the geodesic fork."""
+
+    ga_dataset: str | None = key(None, "Data whose loss is to rise", later=_UNLEARN, source="fork")
+    ga_dataset_impl: str = key("mmap", "Its storage", later=_UNLEARN, source="fork")
+    ga_mode: Literal["interval", "interleaved"] = key(
+        "interval", "When it is trained on", later=_UNLEARN, source="fork"
+    )
+    ga_interval: int | None = key(None, "interval: iterations between bursts", later=_UNLEARN, source="fork")
+    ga_iters: int | None = key(None, "interval: iterations of a burst", later=_UNLEARN, source="fork")
+    ga_interleave_ratio: int = key(1, "interleaved: ordinary iterations for each", later=_UNLEARN, source="fork")
+    ga_lr_scale: float = key(1.0, "Multiplies the learning rate there", later=_UNLEARN, source="fork")
+    ga_loss_threshold: float | None = key(None, "Stop raising the loss above this", later=_UNLEARN, source="fork")
+    ga_threshold_check_mode: str = key("per_step", "How that loss is measured", later=_UNLEARN, source="fork")
+    ga_threshold_skip_forward: bool = key(False, "Skip the forward pass too", later=_UNLEARN, source="fork")
+    gd_mode: bool = key(False, "Raise that loss and keep another low at once", later=_UNLEARN, source="fork")
+    gd_retain_dataset: str | None = key(None, "Data whose loss is kept low", later=_UNLEARN, source="fork")
+    gd_retain_dataset_impl: str = key("mmap", "Its storage", later=_UNLEARN, source="fork")
+    gd_retain_weight: float = key(40.0, "Its weight", later=_UNLEARN, source="fork")
+    gd_log_separate_losses: bool = key(True, "Log both losses", later=_UNLEARN, source="fork")

@@ -1,0 +1,279 @@
+"""The command line of deepy.py and of the scripts it starts; one parser, so that both mean the same."""
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.neox_args import NeoXArgs, load, load_assignments
+from megatron.neox_arguments.neox_names import ARGS_FLAG, LAUNCHER_WORD
+from megatron.neox_arguments.reading.files import parse_overrides
+from megatron.neox_arguments.reading.presets import SUFFIXES, file_name, files_of
+from megatron.neox_arguments.reports.config_dump import diff_config, print_config
+from megatron.neox_arguments.reports.key_reference import help_pages
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.program import ProgramArgs
+
+_DEEPY = """\
+examples:
+  python deepy.py train.py configs/quickstart.yml configs/local_setup.yml
+  python deepy.py train.py -d configs quickstart local_setup          (.yml may be left out)
+  python deepy.py --num_gpus 2 train.py a.yml --set model_parallel_size=2 optimizer.params.lr=1e-3
+  python deepy.py --hostfile hosts --include a:2,3@b train.py a.yml --dry-run
+  python deepy.py --num_nodes 2 --node_rank 1 --master_addr 10.0.0.1 --include localhost:2,3 train.py a.yml
+  python deepy.py generate.py -d configs quickstart text_generation -i prompts.txt -o samples.jsonl
+  python deepy.py train.py a.yml --print-config
+  python deepy.py doctor a.yml                             (can a run start here? more: doctor --help)
+  python deepy.py --help-config gradient_clipping          (or zero_optimization.stage, or 'lr_*')
+  python deepy.py --diff-config a.yml b.yml                (layers with commas: a.yml,local.yml b.yml,local.yml)
+"""
+_SCRIPT = """\
+examples:
+  python {prog} configs/quickstart.yml configs/local_setup.yml
+  torchrun --nproc-per-node 2 {prog} a.yml b.yml --set model_parallel_size=2 fp16=null
+  python {prog} a.yml --print-config
+"""
+# Flags of GPT-NeoX that set the key of the same name; they win over files.
+_FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
+    (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hosts and their slots"}),
+    (("--include",), "include", {"metavar": "DEVICES", "help": "devices to use, as in localhost:2,3"}),
+    (("--exclude",), "exclude", {"metavar": "DEVICES", "help": "devices not to use, as in localhost:0"}),
+    (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks on each machine"}),
+    (("--num_nodes", "--num-nodes"), "num_nodes", {"metavar": "N", "type": int, "help": "machines"}),
+    (("--master_addr", "--master-addr"), "master_addr", {"metavar": "IP", "help": "address of the first machine"}),
+    (("--master_port", "--master-port"), "master_port", {"metavar": "N", "type": int, "help": "port to meet at"}),
+    (("--launcher",), "launcher", {"metavar": "NAME", "help": "pdsh, openmpi, mvapich, slurm or torchrun"}),
+    (("--max-restarts", "--max_restarts"), "max_restarts", {"metavar": "N", "type": int, "help": "after failures"}),
+    (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
+    (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
+    (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),
+    (("--host", "--serve_host"), "serve_host", {"metavar": "ADDRESS", "help": "serving: where to listen"}),
+    (("--port", "--serve_port"), "serve_port", {"metavar": "N", "type": int, "help": "serving: port"}),
+    (("--wandb_group",), "wandb_group", {"metavar": "NAME", "help": "Weights & Biases group"}),
+    (("--wandb_run_name",), "wandb_run_name", {"metavar": "NAME", "help": "Weights & Biases run name"}),
+    (("--wandb_team",), "wandb_team", {"metavar": "NAME", "help": "Weights & Biases entity"}),
+    (("--eval_tasks",), "eval_tasks", {"metavar": "TASK", "nargs": "+", "help": "evaluation tasks"}),
+    (("--eval_results_prefix",), "eval_results_prefix", {"metavar": "NAME", "help": "prefix of result files"}),
+    (("--eval_limit",), "eval_limit", {"metavar": "N", "type": float, "help": "evaluation: documents of each task"}),
+    (("--eval_num_fewshot",), "eval_num_fewshot", {"metavar": "N", "type": int, "help": "evaluation: examples"}),
+    (("--eval_include_path",), "eval_include_path", {"metavar": "DIR", "nargs": "+", "help": "folders of own tasks"}),
+    (("--eval_output_dir",), "eval_output_dir", {"metavar": "DIR", "help": "folder of result files"}),
+    (
+        ("--compare-hf", "--compare_hf"),
+        "eval_compare_hf",
+        {"action": "store_const", "const": True, "help": "evaluation: lm-eval's hf backend beside ours"},
+    ),
+)
+
+
+class DeepyCommand(NamedTuple):
+    """What deepy.py was asked to do."""
+
+    user_script: str
+    args: NeoXArgs
+    print_config: bool
+    node_rank: int | None = None
+    hosts: Sequence[str] = ()
+    dry_run: bool = False
+    words: Sequence[str] = ()
+    """The script, its files and flags as they were typed, without what says where it is started."""
+    presets: Sequence[str] = ()
+    """Files that are none of the user's, but come with the package."""
+
+
+# What by-hand lines say anew for each machine.
+_OF_ONE_MACHINE = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
+Adopt = Callable[[str], Mapping[str, Any]]
+"""Gives the keys of a HuggingFace model, which `--hf-model` puts in the place of files. This room cannot read one."""
+
+
+def parse_deepy(
+    argv: Sequence[str] | None = None, adopt: Adopt | None = None, home: Path | None = None
+) -> DeepyCommand:
+    """Command line of deepy.py (without its name). home: where presets are looked up that no file here is named as.
+    Raises ConfigError."""
+    description = "Start a script on the ranks of this machine, or of several."
+    parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=adopt is not None)
+    parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="which of num_nodes machines this is")
+    parser.add_argument(
+        "--hosts", metavar="HOST:0,1", nargs="+", default=(),
+        help="machines and their GPUs, or HOST=RANKS; with --dry-run: the line to type on each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true",
+        help="print what would be started, or what a run refuses of the configuration, and exit; "
+        "`deepy.py doctor CONF` looks at files and the machine too",
+    )  # fmt: skip
+    parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
+    parsed = parser.parse_intermixed_args(argv)
+    if not Path(parsed.user_script).is_file():
+        raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
+    assignments, presets = _assignments(parsed, adopt), list[str]()
+    if parsed.neox_args is not None:
+        args = _read_resolved(parsed.neox_args)
+        args = args.replace(**{path: value for path, value, _ in assignments})
+    elif not (parsed.conf_file or assignments and parsed.hf_model):
+        raise ConfigError(["no configuration files; usage: deepy.py SCRIPT CONF [CONF ...]"])
+    else:
+        files, presets = files_of(parsed.conf_file, parsed.conf_dir, home)
+        args = load_assignments(files, assignments)
+        if parsed.hosts and (args.include or args.exclude or args.hostfile):
+            key = next(name for name in ("include", "exclude", "hostfile") if getattr(args, name))
+            raise ConfigError([f"--hosts names the machines and their GPUs; remove {key} ({args.origin(key)})"])
+    return DeepyCommand(
+        parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
+        tuple(_words(parsed)), tuple(presets),
+    )  # fmt: skip
+
+
+def _words(parsed: argparse.Namespace) -> Iterator[str]:
+    yield parsed.user_script
+    yield from parsed.conf_file
+    if parsed.conf_dir is not None:
+        yield from ("--conf_dir", parsed.conf_dir)
+    if parsed.hf_model is not None:
+        yield from ("--hf-model", parsed.hf_model)
+    for names, key, options in _FLAGS:
+        value = getattr(parsed, key)
+        if value is None or key in _OF_ONE_MACHINE:
+            continue
+        yield next(name for name in names if name.startswith("--"))
+        if options.get("action") != "store_const":
+            yield from map(str, value if isinstance(value, list) else [value])
+    if parsed.set:
+        yield from ("--set", *parsed.set)
+
+
+def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = None) -> NeoXArgs:
+    """Command line of a script such as train.py (without its name). Raises ConfigError.
+
+    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config prints
+    and exits.
+    """
+    description = "Run on this rank; usually started by deepy.py or torchrun."
+    parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=adopt is not None)
+    parser.add_argument("--neox-args", metavar="FILE", help="resolved configuration, instead of files (from deepy.py)")
+    parsed = parser.parse_intermixed_args(argv)
+    assignments = _assignments(parsed, adopt)
+    given = bool(parsed.conf_file or parsed.hf_model)
+    if (parsed.neox_args is None) != given:
+        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if given else "")])
+    files, _ = files_of(parsed.conf_file, parsed.conf_dir)
+    args = load_assignments(files, assignments) if given else _from_launcher(parsed, assignments)
+    if parsed.print_config:
+        sys.stdout.write(print_config(args) + "\n")
+        raise SystemExit(0)
+    return args
+
+
+def script_args(
+    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None",
+    overwrite_values: Mapping[str, Any] | None,
+    prog: str,
+    adopt: Adopt | None = None,
+) -> NeoXArgs:
+    """What `main(input_args, overwrite_values)` of a script was called with, resolved. Raises ConfigError.
+
+    input_args: words of its command line, those of `get_deepspeed_main_args`, or a configuration that a program made.
+    """
+    from megatron.neox_arguments.program import ProgramArgs
+
+    if isinstance(input_args, NeoXArgs | ProgramArgs):
+        args = input_args.frozen()
+    else:
+        if input_args is not None and LAUNCHER_WORD in input_args:  # what stands before is the launcher's
+            input_args = input_args[input_args.index(ARGS_FLAG) :]
+        args = parse_script(input_args, prog, adopt)
+    return args.replace(**overwrite_values) if overwrite_values else args
+
+
+class _HelpConfig(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        sys.stdout.write(help_pages(NeoXArgs, values) + "\n")
+        parser.exit()
+
+
+class _DiffConfig(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        runs = []
+        for value in values:
+            try:
+                runs.append(load(_layers(value)))
+            except ConfigError as refused:
+                raise ConfigError([f"--diff-config {value}: {problem}" for problem in refused.problems]) from refused
+        difference = diff_config(*runs)
+        sys.stdout.write(difference + "\n" if difference else "no value differs\n")
+        parser.exit()
+
+
+def _layers(text: str) -> list[str]:
+    """`a.yml,b` -> [a.yml, b.yml]; a folder -> the files in it."""
+    if Path(text).is_dir():
+        return [str(path) for path in sorted(Path(text).iterdir()) if path.suffix in SUFFIXES]
+    return [file_name(name) for name in text.split(",")]
+
+
+def _parser(
+    prog: str, examples: str, description: str, with_script: bool = False, with_model: bool = False
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    if with_script:
+        parser.add_argument("user_script", help="script to start, as train.py or generate.py")
+    parser.add_argument("conf_file", nargs="*", help="configuration files, merged; a key may stand in one of them")
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the configuration files")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
+        help="override keys, last of all; dotted paths reach into sections, values are YAML, null removes",
+    )  # fmt: skip
+    if with_model:
+        parser.add_argument("--hf-model", metavar="DIR", help="a HuggingFace model: its keys and weights, over files")
+    else:
+        parser.set_defaults(hf_model=None)
+    parser.add_argument("--print-config", action="store_true", help="print all values with their origins and exit")
+    parser.add_argument("--help-config", metavar="KEY", action=_HelpConfig, help="print what a key means and exit")
+    parser.add_argument(
+        "--diff-config", metavar=("A", "B"), nargs=2, action=_DiffConfig,
+        help="print the values that differ between two runs and exit; files, or folders of configs in a checkpoint",
+    )  # fmt: skip
+    for names, key, options in _FLAGS:
+        parser.add_argument(*names, dest=key, **options)
+    return parser
+
+
+def _assignments(parsed: argparse.Namespace, adopt: Adopt | None) -> list[tuple[str, Any, str]]:
+    found: list[tuple[str, Any, str]] = []
+    if adopt is not None and parsed.hf_model is not None:
+        found += [(key, value, "--hf-model") for key, value in adopt(parsed.hf_model).items()]
+    for names, key, _ in _FLAGS:
+        value = getattr(parsed, key)
+        if value is not None:
+            found.append((key, value, next(name for name in names if name.startswith("--"))))
+    return found + parse_overrides(parsed.set, "--set")
+
+
+def _from_launcher(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:
+    if assignments or parsed.conf_dir:
+        raise ConfigError(["--neox-args is complete in itself; give --set and other flags to deepy.py"])
+    return _read_resolved(parsed.neox_args)
+
+
+def _read_resolved(path: str) -> NeoXArgs:
+    """The file of a launcher, which may have run on another machine."""
+    try:
+        return NeoXArgs.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ConfigError([
+            f"--neox-args {path}: {cause.strerror} on host {socket.gethostname()}; log_dir (or save) must be one "
+            "folder that all machines see"
+        ]) from cause  # fmt: skip
+    except (KeyError, ValueError) as cause:
+        if isinstance(cause, ConfigError):
+            raise
+        raise ConfigError([f"--neox-args {path}: not a file written by deepy.py"]) from cause

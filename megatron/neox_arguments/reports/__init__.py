@@ -1,0 +1,1 @@
+"""A configuration and its keys as text: `--print-config`, `--help-config`, the reference, the schema."""

@@ -1,0 +1,232 @@
+"""Checks that need more than one key; every problem names its key, its place and what to change."""
+
+from typing import TYPE_CHECKING
+
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.keys.best_metric import best_metric
+from megatron.neox_arguments.reading.files import show
+from megatron.neox_arguments.reading.locations import is_remote, problem_of
+from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
+from megatron.neox_arguments.validation.model import at, validate_model, validate_parallel, validate_trainable
+from megatron.neox_arguments.validation.preferences import validate_preferences
+from megatron.neox_arguments.validation.schedule import validate_schedule
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+
+def validate(args: "NeoXArgs") -> Problems:
+    """Problems of any use of the configuration."""
+    problems = Problems(args.origins)
+    validate_model(args, problems)
+    validate_parallel(args, problems)
+    validate_trainable(args, problems)
+    validate_schedule(args, problems)
+    _logging(args, problems)
+    _evaluation(args, problems)
+    _gradients(args, problems)
+    _checkpoints(args, problems)
+    _data(args, problems)
+    validate_packing(args, problems)
+    validate_preferences(args, problems)
+    return problems
+
+
+def validate_training(args: "NeoXArgs") -> Problems:
+    """Problems of training: keys that other commands do without."""
+    problems = Problems(args.origins)
+    if args.train_iters is None and args.train_epochs is None:
+        problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
+    if args.data_path is None and args.train_data_paths is None and args.dataset_impl == "gpt2":
+        problems.add("data_path", "is required for training (or train_data_paths, valid_data_paths, test_data_paths)")
+    if args.train_batch_size is None and args.train_micro_batch_size_per_gpu is None:
+        problems.add(
+            "train_micro_batch_size_per_gpu",
+            "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
+        )
+    _vocab_file(args, problems)
+    _best(args, problems)
+    _demos(args, problems)
+    return problems
+
+
+def validate_generation(args: "NeoXArgs") -> Problems:
+    """Problems of text generation."""
+    problems = Problems(args.origins)
+    if args.load is None and args.save is None:
+        problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
+    _vocab_file(args, problems)
+    if args.text_gen_type in ("input-file", "score") and args.sample_input_file is None:
+        problems.add("sample_input_file", f"is required by text_gen_type: {args.text_gen_type} (or use -i FILE)")
+    if args.text_gen_type == "precompute" and args.precompute_model_name is None:
+        problems.add("precompute_model_name", "is required by text_gen_type: precompute: what its files are named by")
+    if args.text_gen_type in ("score", "precompute"):
+        return problems
+    if args.chat and args.text_gen_type != "interactive":
+        problems.add("chat", "is a conversation at the terminal; set text_gen_type: interactive")
+    if not args.prompt_end:
+        problems.add("prompt_end", 'is empty; it separates prompts, as "\\n" (in double quotes) does')
+    _texts(args, problems)
+    return problems
+
+
+def validate_evaluation(args: "NeoXArgs") -> Problems:
+    """Problems of evaluation."""
+    problems = Problems(args.origins)
+    if args.load is None and args.save is None:
+        problems.add("load", "is required for evaluation: the folder of the checkpoint (`save` serves too)")
+    if not args.eval_tasks:
+        problems.add("eval_tasks", "is required for evaluation: names of tasks (or use --eval_tasks TASK ...)")
+    _vocab_file(args, problems)
+    return problems
+
+
+def _evaluation(args: "NeoXArgs", problems: Problems) -> None:
+    if args.eval_system_prompt is not None and args.eval_system_prompt_file is not None:
+        problems.add("eval_system_prompt_file", f"eval_system_prompt is {at(args, 'eval_system_prompt')}; remove one")
+    if args.eval_limit is not None and args.eval_limit >= 1 and args.eval_limit != int(args.eval_limit):
+        problems.add("eval_limit", f"expected a whole number of documents or a share below 1, got {args.eval_limit:g}")
+
+
+def validate_serving(args: "NeoXArgs") -> Problems:
+    """Problems of tools/serve.py."""
+    problems = Problems(args.origins)
+    if args.load is None and args.save is None:
+        problems.add("load", "is required for serving: the folder of the checkpoint (`save` serves too)")
+    _vocab_file(args, problems)
+    return problems
+
+
+def _gradients(args: "NeoXArgs", problems: Problems) -> None:
+    if args.given.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
+        problems.add("fp32_allreduce", f"communication_data_type is {at(args, 'communication_data_type')}; remove one")
+
+
+def _logging(args: "NeoXArgs", problems: Problems) -> None:
+    if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
+        problems.add("profile_step_stop", f"must be above profile_step_start {at(args, 'profile_step_start')}")
+    if args.log_optimizer_states and args.use_bnb_optimizer:
+        problems.add(
+            "log_optimizer_states", f"states of 8 bits have no norm (use_bnb_optimizer: "
+            f"{args.origin('use_bnb_optimizer')}); remove one of them",
+        )  # fmt: skip
+
+
+def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
+    factor = args.checkpoint_factor
+    if args.save is not None and not (
+        factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
+    ):
+        problems.add("save", "needs checkpoint_factor, extra_save_iters or save_interval_in_mins: when to save")
+    if factor is not None and args.checkpoint_scale == "linear" and factor != int(factor):
+        problems.add(
+            "checkpoint_factor", f"expected a whole number of iterations with checkpoint_scale linear, got {factor}"
+        )
+    if factor is not None and args.checkpoint_scale == "log" and factor <= 1:
+        problems.add("checkpoint_factor", f"expected more than 1 with checkpoint_scale log, got {factor}")
+    for name in ("save", "load"):
+        wrong = problem_of(getattr(args, name)) if is_remote(getattr(args, name)) else None
+        if wrong is not None:
+            problems.add(name, wrong)
+    if args.save is not None and args.save.startswith("hf://"):
+        problems.add("save", "hf:// is a model on the Hub, which runs read; write to a folder or a bucket")
+    if args.save_hf is not None and args.save is None:
+        problems.add("save_hf", "needs save, the folder in which it is written")
+    for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
+        if getattr(args, name) is not None and args.keep_last_n_checkpoints is None:
+            problems.add(name, "without keep_last_n_checkpoints nothing is deleted; set that, or remove it")
+    if any(iteration < 0 for iteration in args.extra_save_iters or ()):
+        problems.add("extra_save_iters", "expected iterations from 0 on")
+
+
+def _best(args: "NeoXArgs", problems: Problems) -> None:
+    if args.save_best is None:
+        return
+    try:
+        metric, _ = best_metric(args.save_best)
+    except ValueError as problem:
+        problems.add("save_best", str(problem))
+        return
+    if args.save is None:
+        problems.add("save_best", "needs save, the folder in which it is kept")
+    elif is_remote(args.save):
+        problems.add("save_best", f"keeps one folder up to date, which {at(args, 'save')} cannot; save to a folder")
+    if metric.startswith("validation/") and args.eval_iters == 0:
+        problems.add("save_best", f"needs validations: eval_iters is {at(args, 'eval_iters')}; set it to their batches")
+    if metric.startswith("eval_tasks/") and not args.eval_tasks:
+        problems.add("save_best", f"{metric}: eval_tasks names no task; add it")
+
+
+def _demos(args: "NeoXArgs", problems: Problems) -> None:
+    if args.demo_prompts is None:
+        return
+    if args.save is None:
+        problems.add("demo_prompts", "needs save, the folder in which answers are written")
+    _texts(args, problems)
+
+
+def _texts(args: "NeoXArgs", problems: Problems) -> None:
+    """Of texts that are written after prompts."""
+    if args.system_prompt_file is not None and not args.chat:
+        problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
+    if "" in args.stop_strings:
+        problems.add("stop_strings", "an empty string would end every text at once; remove it")
+    if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
+        problems.add(
+            "maximum_tokens",
+            f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
+            f"{at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
+        )
+
+
+def _data(args: "NeoXArgs", problems: Problems) -> None:
+    names = ("train_data_paths", "valid_data_paths", "test_data_paths")
+    present = [name for name in names if getattr(args, name) is not None]
+    if present and args.data_path is not None:
+        problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
+    elif present and args.train_data_paths is None:
+        problems.add(present[0], "needs train_data_paths too")
+    elif present and args.eval_iters > 0 and args.valid_data_paths is None:
+        problems.add(present[0], "needs valid_data_paths too (or eval_iters: 0, to train only)")
+    parts = args.split.replace("/", ",").split(",")
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        problems.add("split", f'expected up to three shares like "969, 30, 1", got "{args.split}"')
+    _blend(args, problems)
+
+
+def _blend(args: "NeoXArgs", problems: Problems) -> None:
+    by = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
+    for name in ("train", "valid", "test"):
+        listed = f"pos_{name}_data_paths" if args.dataset_impl == "pairwise" else f"{name}_data_paths"
+        key, paths = f"{name}_data_weights", getattr(args, listed)
+        weights, origin = getattr(args, key), args.origin(listed)
+        if paths == ():
+            problems.add(listed, "expected at least one path, got none")
+        if weights is None:
+            continue
+        if by is not None:
+            problems.add(key, f"{by} ({args.origin(by)}) sets it; remove one")
+        elif paths is None:
+            problems.add(key, f"weighs {listed}, which is not set; remove it")
+        elif len(weights) != len(paths):
+            problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
+        if any(weight <= 0 for weight in weights):
+            problems.add(key, f"expected numbers above 0, got {show(weights)}; leave out the path of a set not wanted")
+    validate_weights(args, problems)
+    validate_pairs(args, problems)
+
+
+def _vocab_file(args: "NeoXArgs", problems: Problems) -> None:
+    needed = {
+        "GPT2BPETokenizer": {"vocab_file": "its vocab.json", "merge_file": "its merges.txt"},
+        "HFTokenizer": {"vocab_file": "its tokenizer.json"},
+        "SPMTokenizer": {"vocab_file": "its SentencePiece .model"},
+        "TiktokenTokenizer": {"vocab_file": "the name of its encoding, such as cl100k_base"},
+    }
+    for key, file in needed.get(args.tokenizer_type, {}).items():
+        if getattr(args, key) is None:
+            problems.add(key, f"is required by tokenizer_type {at(args, 'tokenizer_type')}: {file}")

@@ -1,0 +1,144 @@
+"""Checks of the data: how the sets of a blend are weighed, how documents become samples, and what lies beside them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.keys.losses import sample_kind
+from megatron.neox_arguments.validation.model import at
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+KINDS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
+
+
+def validate_weights(args: "NeoXArgs", problems: Problems) -> None:
+    used = [key for key in KINDS if getattr(args, key) not in (None, False)]
+    for key in used:
+        listed = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
+        if getattr(args, listed) is None:
+            problems.add(key, f"weighs the sets of {listed}, which is not set; remove it")
+        elif key != used[0]:
+            problems.add(key, f"{used[0]} ({args.origin(used[0])}) sets the weights; remove one")
+    if args.train_data_weight_schedule is not None and args.train_data_weights is not None:
+        problems.add("train_data_weights", f"{KINDS[2]} ({args.origin(KINDS[2])}) sets it; remove one")
+    alpha = keys_of(type(args))["weighted_sampler_alpha"].default
+    if args.weighted_sampler_alpha != alpha and not (args.weight_by_num_documents or args.weight_by):
+        problems.add("weighted_sampler_alpha", "only weight_by_num_documents: true and weight_by read it; remove it")
+    if args.compat_weight_by_num_documents and not args.weight_by_num_documents:
+        problems.add("compat_weight_by_num_documents", "only weight_by_num_documents: true reads it; remove it")
+    schedule = args.train_data_weight_schedule
+    if schedule is None or args.train_data_paths is None or None in (schedule["weights"], schedule["until"]):
+        return
+    path, sets = "train_data_weight_schedule", len(args.train_data_paths)
+    phases(path, "weights", schedule, problems)
+    for number, weights in enumerate(schedule["weights"], 1):
+        if len(weights) != sets:
+            problems.add(f"{path}.weights", f"phase {number}: expected {sets} weights, got {len(weights)}")
+        elif min(weights) < 0 or not sum(weights):
+            problems.add(f"{path}.weights", f"phase {number}: expected numbers from 0 on, at least one above it")
+
+
+def phases(path: str, name: str, section: Mapping[str, Any], problems: Problems) -> None:
+    """The borders of phases: one fewer than there are phases, rising."""
+    until, count = section["until"], len(section[name])
+    if len(until) != count - 1:
+        problems.add(f"{path}.until", f"expected {count - 1} iterations for {count} phases of {name}, got {len(until)}")
+    if list(until) != sorted(set(until)) or min(until, default=1) < 1:
+        problems.add(f"{path}.until", f"expected rising iterations from 1 on, got {list(until)}")
+
+
+def validate_packing(args: "NeoXArgs", problems: Problems) -> None:
+    if args.drop_last is not None and args.pack_impl != "packed":
+        problems.add("drop_last", f"cuts packed documents; remove it, or pack_impl {at(args, 'pack_impl')}")
+    if args.compat_group_texts_batch is not None and args.drop_last is None:
+        problems.add("compat_group_texts_batch", "only drop_last reads it; set drop_last: true, or remove it")
+    if args.compat_pack_impl:
+        if args.pack_impl not in ("pack_until_overflow", "unpacked"):
+            problems.add("compat_pack_impl", "only pack_impl: pack_until_overflow and unpacked read it; remove it")
+        for key in ("train_epochs", "truncate_documents"):
+            if getattr(args, key) is not None:
+                problems.add(key, f"GPT-NeoX has none for whole documents; remove it, or compat_pack_impl "
+                             f"({args.origin('compat_pack_impl')})")  # fmt: skip
+    for name in ("train", "valid", "test"):
+        paths = getattr(args, f"{name}_data_paths")
+        for kind in ("label", "reward"):
+            key = f"{name}_{kind}_data_paths"
+            beside = getattr(args, key)
+            if beside is None:
+                continue
+            if paths is None:
+                problems.add(key, f"belongs to {name}_data_paths, which is not set; set it instead of data_path")
+            elif len(beside) != len(paths):
+                problems.add(key, f"expected one for each of the {len(paths)} {name}_data_paths "
+                             f"({args.origin(f'{name}_data_paths')}), got {len(beside)}")  # fmt: skip
+            if kind == "reward" and args.pack_impl != "unpacked" and sample_kind(args) != "answers":
+                problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+
+
+def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
+    pairwise = args.dataset_impl == "pairwise"
+    if pairwise and sample_kind(args) == "texts":
+        problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {at(args, 'train_impl')}")
+    if sample_kind(args) == "pairs" and not pairwise:
+        problems.add("dataset_impl", f"train_impl {at(args, 'train_impl')} reads pairs; set dataset_impl: pairwise")
+    _answers(args, problems)
+    if pairwise and args.pos_train_data_paths is None:
+        problems.add("pos_train_data_paths", "is required by dataset_impl: pairwise, with neg_train_data_paths")
+    for name in ("train", "valid", "test"):
+        for middle in ("", "_label"):
+            keys = f"pos_{name}{middle}_data_paths", f"neg_{name}{middle}_data_paths"
+            pos, neg = getattr(args, keys[0]), getattr(args, keys[1])
+            given = keys[0] if pos is not None else keys[1]
+            if pos is None and neg is None:
+                continue
+            if not pairwise:
+                problems.add(given, "only dataset_impl: pairwise reads it; set that, or remove it")
+            elif pos is None or neg is None or len(pos) != len(neg):
+                problems.add(given, f"{keys[0]} and {keys[1]} come together, as many of one as of the other")
+            elif len(pos) != len(getattr(args, f"pos_{name}_data_paths") or ()):
+                problems.add(given, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
+
+
+def _answers(args: "NeoXArgs", problems: Problems) -> None:
+    if sample_kind(args) == "texts":
+        for key in ("max_length", "max_prompt_length"):
+            if getattr(args, key) is not None:
+                problems.add(key, f"is for preferences, not train_impl {at(args, 'train_impl')}; remove it")
+        return
+    if args.pack_impl == "packed":
+        problems.add("pack_impl", "answers are whole documents; set unpacked, pack_until_overflow or best_fit")
+    if sample_kind(args) == "answers" and args.dataset_impl == "gpt2":
+        if args.data_path is not None:
+            problems.add("data_path", "KTO reads train_data_paths, with labels and rewards beside it")
+        for name in ("train", "valid", "test"):
+            for kind in ("label", "reward"):
+                if getattr(args, f"{name}_data_paths") and getattr(args, f"{name}_{kind}_data_paths") is None:
+                    problems.add(f"{name}_data_paths", f"KTO needs {name}_{kind}_data_paths beside it")
+    for key, why in (
+        ("seq_curriculum", "cuts rows, but answers are whole"),
+        ("curriculum_learning", "cuts rows, but answers are whole"),
+        ("train_data_weight_schedule", "is for language modelling"),
+        ("eod_mask_loss", "is for language modelling: an answer's labels say what is trained"),
+    ):
+        value = getattr(args, key)
+        if value and (key != "curriculum_learning" or value["enabled"]):
+            problems.add(key, f"{why}; remove it, or train_impl {at(args, 'train_impl')}")
+    longest, prompt = args.max_length, args.max_prompt_length
+    if longest is not None and longest > args.seq_length + 1:
+        problems.add("max_length", f"rows have {args.seq_length} tokens (seq_length {args.origin('seq_length')})")
+    if longest is not None and prompt is not None and prompt >= longest:
+        problems.add("max_prompt_length", f"leaves nothing of max_length {longest} for the answer")
+    if args.compat_pack_impl:
+        for key in ("max_length", "max_prompt_length"):
+            if getattr(args, key) is not None:
+                problems.add(key, f"GPT-NeoX has none; remove it, or compat_pack_impl {at(args, 'compat_pack_impl')}")
+    if args.kto_kl == "rotated":
+        if args.compat_kto:
+            problems.add("kto_kl", "GPT-NeoX has its own; remove it, or compat_kto")
+        if args.pack_impl != "unpacked":
+            problems.add("kto_kl", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+        if args.train_micro_batch_size_per_gpu == 1:
+            problems.add("kto_kl", "a micro-batch of 1 has no other answer; set train_micro_batch_size_per_gpu: 2")

@@ -1,0 +1,90 @@
+"""Checks of the losses of preferences."""
+
+from typing import TYPE_CHECKING
+
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, losses_of, needs_reference, scores_reference
+from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.validation.model import at
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+
+def validate_preferences(args: "NeoXArgs", problems: Problems) -> None:
+    _unread(args, problems)
+    if args.neftune_noise_alpha:
+        _noise(args, problems)
+    if args.train_impl == "dpo":
+        _pairs(args, problems)
+    _reference(args, problems)
+    if args.compat_kto and args.pack_impl != "unpacked":
+        problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+
+
+def _unread(args: "NeoXArgs", problems: Problems) -> None:
+    """Keys of losses that are not of this run."""
+    keys, chosen = keys_of(type(args)), losses_of(args)
+    for name, impl in TRAIN_IMPLS.items():
+        readers = {option: list(impl.losses) for option in (impl.key, *impl.options) if option}
+        for loss, about in impl.losses.items():
+            for option in about.options:
+                readers.setdefault(option, []).append(loss)
+        for option, losses in readers.items():
+            if getattr(args, option) == keys[option].default:
+                continue
+            if name != args.train_impl:
+                problems.add(option, f"only train_impl: {name} reads it, not {at(args, 'train_impl')}; remove it")
+            elif not set(losses) & set(chosen):
+                who = f"only {impl.key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
+                problems.add(option, f"{who} reads it; remove it")
+
+
+def _noise(args: "NeoXArgs", problems: Problems) -> None:
+    if args.train_impl != "normal":
+        problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a reference has no noise, and the policy "
+                     f"would be compared with it; remove it, or train_impl {at(args, 'train_impl')}")  # fmt: skip
+    elif args.pack_impl != "packed" and not args.reset_attention_mask:
+        problems.add("neftune_noise_alpha", "depends on the length of a document, and rows here hold several or "
+                     "padding; set reset_attention_mask: true")  # fmt: skip
+
+
+def _reference(args: "NeoXArgs", problems: Problems) -> None:
+    needed = scores_reference(args)
+    for name in ("dpo_reference", "reference_cache_dir"):
+        if getattr(args, name) == keys_of(type(args))[name].default:
+            continue
+        if not needed:
+            why = "precompute_model_name has them" if needs_reference(args) else "no reference is needed"
+            problems.add(name, f"is for log-probabilities of a reference, but {why}; remove it")
+        elif name == "reference_cache_dir" and args.dpo_reference != "cache":
+            problems.add(name, f"only dpo_reference: cache reads it, not {at(args, 'dpo_reference')}; remove it")
+    if not needed:
+        return
+    if args.kto_kl == "rotated" and args.dpo_reference == "cache":
+        problems.add("kto_kl", "rotated makes answers of each micro-batch, which no cache holds; set dpo_reference: "
+                               "on_the_fly")  # fmt: skip
+    if args.save is not None and is_remote(args.load):
+        problems.add("load", "is the reference, and is read again when the run goes on; fetch it, and set load to the "
+                             "local folder")  # fmt: skip
+
+
+def _pairs(args: "NeoXArgs", problems: Problems) -> None:
+    losses = (args.dpo_loss_type,) if isinstance(args.dpo_loss_type, str) else args.dpo_loss_type
+    weights = args.dpo_loss_weights
+    if not losses or len(set(losses)) != len(losses):
+        problems.add("dpo_loss_type", f"expected losses, each once, got {list(losses)}")
+    matching = [name for name, loss in losses_of(args).items() if loss.couples]
+    if len(matching) > 1:
+        problems.add("dpo_loss_type", f"{' and '.join(matching)} match pairs differently; take one of them")
+    if {"sft", "orpo"} <= set(losses):
+        problems.add("dpo_loss_type", "orpo has the likelihood of the chosen answer already; remove sft")
+    if weights is not None and len(weights) != len(losses):
+        problems.add(
+            "dpo_loss_weights",
+            f"expected one for each of the {len(losses)} losses of dpo_loss_type ({args.origin('dpo_loss_type')}), "
+            f"got {len(weights)}",
+        )
+    if "exo_pair" in losses and args.dpo_label_smoothing == 0.0:
+        problems.add("dpo_label_smoothing", "exo_pair takes its logarithm; set it above 0, say 0.001")

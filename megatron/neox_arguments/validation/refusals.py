@@ -1,0 +1,44 @@
+"""What a run refuses although the configuration resolves: features that are gone, impossible, or not built yet."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.ffn import ffn_problem
+from megatron.neox_arguments.reading.files import show
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.neox_args import NeoXArgs
+
+
+def refusals(args: "NeoXArgs") -> dict[str, str]:
+    """Reasons by dotted path, with what to do instead; empty for what can run."""
+    found = dict(_declared(type(args), args.given, args))
+    if args.te_mha and not args.use_bias_in_attn_linear:
+        found["te_mha"] = (
+            "Transformer-Engine's attention has biases; set use_bias_in_attn_linear: true or remove te_mha"
+        )
+    if args.te_layernorm_mlp and not args.use_bias_in_mlp:
+        found["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
+    elif args.te_layernorm_mlp and args.activation not in ("gelu", "geglu", "relu", "reglu", "swiglu"):
+        found["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
+    width = ffn_problem(args)
+    if width is not None:
+        key = "intermediate_size" if args.intermediate_size else "activation"
+        found["compat_ffn_width" if args.compat_ffn_width else key] = width
+    return found
+
+
+def _declared(declaration: type, given: Mapping[str, Any], args: "NeoXArgs | None", prefix: str = "") -> Iterator:
+    for name, value in given.items():
+        key = keys_of(declaration)[name]
+        if key.section is not None and isinstance(value, Mapping) and key.refusal(value) is None:
+            yield from _declared(key.section, value, None, f"{prefix}{name}.")
+            continue
+        if args is not None:
+            value = getattr(args, name) if name == "attention_config" else value
+        reason = key.refusal(value)
+        if reason is not None:
+            refused = next((v for v in value if key.refusal(v)), value) if isinstance(value, tuple) else value
+            fix = f"; remove it (--set {prefix}{name}=null)" if reason.endswith("not built yet") else ""
+            yield prefix + name, f"{show(refused)} is refused: {reason}{fix}"

@@ -1,0 +1,183 @@
+"""Checks values against declarations: types, allowed values, bounds, unknown keys."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+import yaml
+
+from megatron.neox_arguments.declare import Key, keys_of, literal_values, union_members
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
+from megatron.neox_arguments.reading.files import ConfigLoader, EnvText, show
+
+_ELSEWHERE = {
+    "learning_rate": "optimizer.params.lr",
+    "max_steps": "train_iters",
+    "num_train_epochs": "train_epochs",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "global_batch_size": "train_batch_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "kv_channels": "head_dim",
+    "rope_theta": "rotary_emb_base",
+    "rms_norm_eps": "rms_norm_epsilon",
+    "vocab_size": "padded_vocab_size",
+    "tensor_model_parallel_size": "model_parallel_size",
+    "pipeline_model_parallel_size": "pipe_parallel_size",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup_iters",
+    "max_grad_norm": "gradient_clipping",
+}
+_ADVICE = {
+    "decay_lr_to": "it is a fraction of lr; write min_lr: decay_lr_to x optimizer.params.lr",
+    "attention_type": "remove it, num_kv_heads says how many heads of keys and values there are",
+}
+
+
+class _Mismatch(Exception):
+    """Carries what was expected."""
+
+
+def check_keys(declaration: type, given: Mapping[str, Any], problems: Problems, prefix: str = "") -> dict[str, Any]:
+    """Checked values of all keys that `declaration` declares, defaults filled in; problems are noted, not raised.
+
+    A key with a problem holds its default (None when required) in the result.
+    """
+    keys = keys_of(declaration)
+    for name in given:
+        if name not in keys:
+            problems.add(prefix + name, unknown(name, keys))
+    values = {}
+    for name, key in keys.items():
+        values[name] = None if key.required else key.default
+        if given.get(name) is not None:
+            values[name] = _checked(key, prefix + name, given[name], problems, values[name])
+            if key.section is None and isinstance(given, dict) and _from_environment(given[name]):
+                given[name] = thaw(values[name])  # ranks get the value, not their own environment
+        elif key.required and problems.complete:
+            problems.add(prefix + name, f"is required: {key.meaning[0].lower() + key.meaning[1:]}")
+    return values
+
+
+def resolve_section(declaration: type, given: Mapping[str, Any], problems: Problems, prefix: str = "") -> FrozenDict:
+    """As `check_keys`, frozen, without the keys that are refused or have no effect: those need not travel further."""
+    keys = keys_of(declaration)
+    values = check_keys(declaration, given, problems, prefix)
+    silent = {name for name, key in keys.items() if key.standing in ("refused", "later", "no effect")}
+    return freeze({name: value for name, value in values.items() if name not in silent})
+
+
+def check_value(key: Key, path: str, value: Any, problems: Problems) -> None:
+    """Note what is wrong with a value of `key` that stands at another path."""
+    _checked(key, path, value, problems, None)
+
+
+def _checked(key: Key, path: str, value: Any, problems: Problems, fallback: Any) -> Any:
+    if key.section is not None:
+        if not isinstance(value, Mapping):
+            problems.add(path, f"expected a mapping, got {show(value)}")
+            return fallback
+        return resolve_section(key.section, value, problems, path + ".")
+    try:
+        value = _coerce(key.type, freeze(value))
+        _check_bounds(key, value)
+    except _Mismatch as mismatch:
+        problems.add(path, f"expected {mismatch}, got {show(value)}")
+        return fallback
+    return value
+
+
+def _coerce(annotation: Any, value: Any) -> Any:
+    """`value` as the annotated type; an int is a float too, text of a Literal is compared without case."""
+    members = [member for member in union_members(annotation) if member is not type(None)]
+    expected = []
+    for member in members:
+        try:
+            return _coerce_one(member, value)
+        except _Mismatch as mismatch:
+            expected.append(str(mismatch))
+    raise _Mismatch(" or ".join(expected))
+
+
+def _from_environment(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(_from_environment, value)) if isinstance(value, list | tuple) else isinstance(value, EnvText)
+
+
+def _coerce_one(member: Any, value: Any) -> Any:
+    if isinstance(value, EnvText) and member is not str:
+        try:
+            value = freeze(yaml.load(value, Loader=ConfigLoader))
+        except yaml.YAMLError:
+            value = str(value)
+    allowed = literal_values(member)
+    if allowed:
+        for choice in allowed:
+            if value is choice or (
+                isinstance(value, str) and isinstance(choice, str) and value.lower() == choice.lower()
+            ):
+                return choice
+        raise _Mismatch(_one_of(allowed))
+    if get_origin(member) is tuple:
+        if not isinstance(value, tuple):
+            raise _Mismatch("a list")
+        element = get_args(member)[0]
+        if element is Any:
+            return value
+        try:
+            return tuple(_coerce(element, v) for v in value)
+        except _Mismatch as mismatch:
+            raise _Mismatch(f"a list of {mismatch}") from None
+    if member is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise _Mismatch("a number that a float can hold") from None
+    if member is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e3
+    if member is Any:
+        return value
+    if get_origin(member) is Mapping or member is Mapping:
+        if not isinstance(value, Mapping):
+            raise _Mismatch("a mapping")
+        return freeze({name: _coerce(Any, inner) for name, inner in value.items()})
+    if not isinstance(value, member) or (isinstance(value, bool) and member is not bool):
+        raise _Mismatch(member.__name__)
+    if member is float and not math.isfinite(value):
+        raise _Mismatch("a finite number")
+    return value
+
+
+def _check_bounds(key: Key, value: Any) -> None:
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, str) or (  # a number or auto
+            (key.ge is None or one >= key.ge)
+            and (key.gt is None or one > key.gt)
+            and (key.le is None or one <= key.le)
+            and (key.lt is None or one < key.lt)
+        ):
+            continue
+        raise _Mismatch(f"a number {key.bounds}")
+
+
+def unknown(name: str, keys: Mapping[str, Key]) -> str:
+    """What is said of a name that no key has, with the nearest that are."""
+    if name in _ELSEWHERE:
+        return f"unknown key; it is {_ELSEWHERE[name]} here"
+    if name in _ADVICE:
+        return f"unknown key; {_ADVICE[name]}"
+    near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
+    near = [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.05]
+    return "unknown key" + (f"; did you mean {' or '.join(near)}?" if near else "; remove it")
+
+
+def _one_of(values: tuple[Any, ...]) -> str:
+    texts = [v if isinstance(v, str) else show(v) for v in values]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]

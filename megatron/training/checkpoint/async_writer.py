@@ -1,0 +1,67 @@
+"""Writing a checkpoint beside the steps that follow: one at a time, by a thread on each rank."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.distributed import run_on_all_ranks_of
+from megatron.mpu import ParallelGroups
+
+T = TypeVar("T")
+_LONGEST_WRITE = timedelta(hours=12)  # of the slowest rank; the others only wait for it
+
+
+class BackgroundWriter:
+    """Threads that agree among themselves, over a group of their own; the step's collectives know nothing of them.
+
+    problem: what the last write ran into, the same on every rank; nothing is tried again by itself.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE) if groups.world_size > 1 else None
+        self._first, self._size = groups.world_rank == 0, groups.world_size
+        self._thread: threading.Thread | None = None
+        self.problem: Exception | None = None
+        atexit.register(self._leave)
+
+    def start(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
+        """`write` on every rank, then `finish` on rank 0 with what all of them returned. All ranks call it together,
+        and only after `wait`."""
+        assert self._thread is None
+        # A daemon: a run that fails does not stay for the rest of a checkpoint, which would never become visible.
+        self._thread = threading.Thread(target=self._work, args=(write, finish), name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises what the write raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise problem
+
+    def _leave(self) -> None:
+        """At the end of a process that failed while the thread still writes: in a collective, the thread would make the
+        interpreter's clean-up abort (exit code 134 for 1)."""
+        if self.busy:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _work(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
+        try:
+            results = run_on_all_ranks_of(self._group, self._size, write)
+            run_on_all_ranks_of(self._group, self._size, lambda: finish(results) if self._first else None)
+        except Exception as problem:  # told to the training loop, which asks after every step
+            self.problem = problem

@@ -1,0 +1,77 @@
+"""Logits of a fixed batch, kept in a checkpoint and compared after loading it
+(`checkpoint_validation_with_forward_pass`)."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError, Manifest, load_tensors
+from megatron.checkpointing.layout import LOGITS
+from megatron.data import Batch
+from megatron.distributed import run_on_all_ranks
+from megatron.mpu import HeadInput
+from megatron.training.engine import Engine
+
+# In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is far above.
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
+
+
+def fixed_logits(engine: Engine) -> Tensor | None:
+    """Logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on CPU; None but on the last stage.
+    All ranks call it together."""
+    tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
+    found: list[Tensor] = []
+
+    def keep(head: HeadInput, _: Batch) -> Tensor:
+        found.append(head.logits()[:, 0].cpu())
+        return torch.zeros(1, device=head.hidden_states.device)
+
+    nothing = torch.zeros_like(tokens)
+    engine.forward_only([Batch(tokens, nothing, nothing)], keep, lambda _: (1,))
+    return found[0] if found else None
+
+
+def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Callable[[str], None]) -> None:
+    """Compare with the logits in checkpoint `path`, of any layout. All ranks call it together.
+
+    Raises CheckpointError with the largest difference.
+    """
+    ours, groups = fixed_logits(engine), engine.groups
+
+    def compare() -> tuple[float, float] | None:
+        """(largest difference, largest logit) over this rank's part of the vocabulary."""
+        files = sorted(path.glob("mp_rank_*_model_states.pt"))
+        parts = _stored([load_tensors(file) for file in files], manifest) if ours is not None else []
+        if ours is None or not parts:
+            return None
+        rank, size = groups.rank("tensor"), groups.size("tensor")
+        whole = len(parts) == size
+        theirs = parts[rank] if whole else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
+        # Causal: the first logits do not depend on how many follow.
+        rows = min(len(ours), len(theirs))
+        a, b = ours[:rows].float(), theirs[:rows].float()
+        return float((a - b).abs().nan_to_num(torch.inf).max()), float(b.abs().max())
+
+    found = [pair for pair in run_on_all_ranks(groups, compare) if pair is not None]
+    if not found:
+        say(f"{path} holds no {LOGITS}: it is not checked with a forward pass")
+        return
+    difference, largest = (max(values) for values in zip(*found, strict=True))
+    limit = TOLERANCE[engine.args.params_dtype] * largest
+    if not difference <= limit:  # NaN too
+        raise CheckpointError(
+            f"{path}: logits of the fixed batch differ by up to {difference:.3g} from those it was saved with "
+            f"(allowed: {limit:.3g}); the weights or the model are not what was saved: compare the config, load "
+            "another `iteration`, or set checkpoint_validation_with_forward_pass: false"
+        )
+    say(f"{path} gives the logits it was saved with (largest difference {difference:.3g})")
+
+
+def _stored(states: list[Mapping[str, Any]], manifest: Manifest | None) -> list[Tensor]:
+    """The parts of the vocabulary, in order of tensor ranks; those of the last stage, where GPT-NeoX has more."""
+    parts = [state[LOGITS] for state in states if state.get(LOGITS) is not None]
+    tensor = manifest.layout.tensor if manifest is not None else states[0].get("args", {}).get("model_parallel_size", 1)
+    return parts[-tensor:]

@@ -1,0 +1,287 @@
+"""Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: saving.py."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpointing import (
+    MASTER,
+    Change,
+    CheckpointError,
+    DamagedError,
+    Manifest,
+    NeoXOptimizer,
+    OptimizerFiles,
+    check_model,
+    describe_files,
+    load_tensors,
+    load_weights,
+    model_file,
+    read_manifest,
+    responsible,
+    restore_rng,
+    told,
+    verify,
+    verify_finite,
+    zero_file,
+)
+from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
+from megatron.checkpointing.resharding import PRECISIONS
+from megatron.checkpointing.weights import describe_source
+from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
+from megatron.model import layer_params, named_params, shared_params, trained_parameters
+from megatron.model.init import stage_parameters
+from megatron.training.checkpoint.forward_check import check_forward
+from megatron.training.checkpoint.same_run import check_same_run
+from megatron.training.checkpoint.source import Source, or_earlier
+from megatron.training.checkpoint.writer import Progress, Saver
+from megatron.training.schedules import resumed_schedule
+
+__all__ = ["Checkpointer", "Progress"]
+
+
+class Checkpointer(Saver):
+    """Restores one run, and saves it. All ranks call every method together; what one rank raises, all raise."""
+
+    # -- starting and going on -----------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else afresh."""
+        args = self.args
+        self.lock()
+        source, goes_on = self.source.path, self.source.goes_on
+        if source is None:
+            self.logger.info("starting from freshly initialised weights")
+            return Progress()
+        if self.source.is_hf:
+            self._load_weights(source, None, load_hf_weights)
+            self.logger.info(adopted_rows(source, args, self.tokenizer.vocab_size)[1])
+            self.logger.info(f"starting from the weights of {source}, of HuggingFace")
+            return Progress()
+        found = read_manifest(source)
+        imported = found is not None and not found.data and not found.optimizer  # of no run
+        if imported or (args.finetune and not goes_on):
+            manifest = self._verified(source)
+            self._load_weights(source, manifest)
+            self._check_forward(source, manifest)
+            self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
+            return Progress()
+        source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
+        self.logger.info(f"going on from {source}, iteration {progress.iteration}")
+        return progress
+
+    def load_weights_of(self, source: Source) -> None:
+        """The weights that another source has, before `resume`; those of no source are there already."""
+        if source.path is not None and source.is_hf:
+            self._load_weights(source.path, None, load_hf_weights)
+        elif source.path is not None:
+            self._load_weights(source.path, self._verified(source.path))
+
+    def _verified(self, path: Path, optimizer: bool = False) -> Manifest | None:
+        """The manifest after checking every file against it, and that weights, and with `optimizer` its state, are
+        finite; the work shared out over ranks."""
+        manifest = read_manifest(path)
+        names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
+        own = names[self.groups.world_rank :: self.groups.world_size]
+
+        def check() -> None:
+            if own and manifest is not None:
+                verify(path, own)
+            verify_finite(path, own, optimizer)
+
+        run_on_all_ranks(self.groups, check)
+        return manifest
+
+    def _load_weights(
+        self, path: Path, manifest: Manifest | None, load: Callable[..., dict[int, dict[str, Tensor]]] = load_weights
+    ) -> None:
+        if manifest is not None:
+            check_model(manifest.model, self.args, str(path))
+        layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
+        if not self.args.no_weight_tying and self.groups.is_last_stage:
+            layers.add(0)
+        loaded = run_on_each_rank(
+            self.groups,
+            lambda: load(
+                path,
+                self.args,
+                layers=sorted(layers),
+                tensor_rank=self.groups.rank("tensor"),
+                tensor_size=self.groups.size("tensor"),
+            ),
+        )
+        self.engine.set_weights(loaded)
+        if manifest is None and load is load_weights:
+            self.logger.info(f"{path}: {describe_files(path, self.args)}")
+
+    def _restore(self, path: Path, goes_on: bool) -> Progress:
+        args = self.args
+        manifest = self._verified(path, optimizer=not args.no_load_optim)
+        self._check_run(path, manifest, goes_on)
+        self._load_weights(path, manifest)
+        takes_optimizer = self._takes_optimizer(path, manifest, goes_on)
+        if takes_optimizer:
+            self._check_layout(path, manifest)
+        rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
+        state = run_on_each_rank(self.groups, lambda: load_tensors(path / model_file(rank)))
+        if manifest is None:
+            if "consumed_samples" in state:  # ours, which never are without
+                raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
+            check_model(state.get("args", {}), args, str(path))
+            self.logger.info(f"{path} has no manifest, as GPT-NeoX's: its files are not verified")
+        iteration = int(state.get("iteration", state.get("global_steps", 0)))
+        scaler: dict[str, float] = {}
+        if takes_optimizer:
+            given = manifest.config if manifest is not None else {}
+            self._resume_schedule(state.get("lr_scheduler"), str(path), given)
+            if manifest is None:
+                theirs = run_on_each_rank(self.groups, lambda: NeoXOptimizer(path, args))
+                self._load_by_parameter(theirs)
+                scaler = theirs.scaler()
+            elif files := OptimizerFiles(path):
+                self._load_by_parameter(files)
+                scaler = state.get("loss_scaler", {})
+            else:  # as earlier versions wrote it, and for 8-bit Adam
+                name = zero_file(self.groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
+                run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, path / name))
+        self._check_forward(path, manifest)
+        if not args.no_load_rng:
+            restore_rng(state, self.groups.device, str(path / model_file(rank)))
+        consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
+        skipped = int(state.get("skipped_steps", 0))
+        counters = {"iteration": iteration, "consumed_samples": consumed, "skipped_steps": skipped}
+        window = state.get("spike_window", [])
+        self.engine.load_model_state({**counters, "loss_scaler": scaler, "spike_window": window})
+        if goes_on:
+            self.saved_at = iteration
+            if manifest is not None:
+                self.run_id = manifest.run_id
+                changed = _changed(manifest.config, json.loads(args.to_json())["given"]) if manifest.config else []
+                if changed:
+                    self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
+        tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
+        return Progress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
+
+    def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
+        """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not there."""
+        args = self.args
+        if args.no_load_optim or manifest is None or manifest.optimizer:
+            return not args.no_load_optim
+        if 0 < manifest.iteration < args.train_iters:  # else it was still empty, or is not needed any more
+            other = "restart: true to begin again" if goes_on else "finetune: true to begin at iteration 0"
+            raise CheckpointError(
+                f"{path}: was saved without the optimizer's state (no_save_optim: true); set no_load_optim: true to go "
+                f"on with a fresh optimizer, or {other}"
+            )
+        return False
+
+    def _resume_schedule(self, saved: Mapping[str, Any] | None, where: str, given: Mapping[str, Any]) -> None:
+        configured = self.schedule
+        self.schedule = resumed_schedule(configured, saved, self.args, where, given)
+        if self.schedule != configured:
+            self.logger.info(f"use_checkpoint_lr_scheduler: {self.schedule.describe()}")
+
+    def _check_forward(self, path: Path, manifest: Manifest | None) -> None:
+        if self.args.checkpoint_validation_with_forward_pass:
+            check_forward(self.engine, path, manifest, self.logger.info)
+
+    def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
+        """Refuse to go on from another run, or on other data."""
+        if manifest is None:
+            return
+
+        def check() -> None:
+            record = self._data_record(manifest.consumed_samples)
+            check_same_run(self.args, path, manifest, goes_on, record, self.tokenizer)
+
+        on_rank_zero(self.groups, check)
+
+    def _check_layout(self, path: Path, manifest: Manifest | None) -> None:
+        """State that is not kept by parameter is read where the layout is the one it was written in."""
+        if manifest is None:
+            _check_precision(path, self.layout.precision)
+            return
+        saved, now = manifest.layout, self.layout
+        keys = {"precision": responsible(("fp16", "bf16", "precision"), self.args, manifest.config)}
+        if not OptimizerFiles(path):
+            keys |= {
+                "pipe": "pipe_parallel_size",
+                "tensor": "model_parallel_size",
+                "zero_stage": "zero_optimization.stage",
+            }
+        other = [
+            Change(key, getattr(now, name), getattr(saved, name))
+            for name, key in keys.items()
+            if getattr(saved, name) != getattr(now, name)
+        ]
+        if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
+            other.append(Change("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
+        if other:
+            raise CheckpointError(
+                f"{told(other, self.args, f'the run of {path}')}: its optimizer state is of that layout; "
+                "use it, or set no_load_optim: true to go on with the weights alone"
+            )
+
+    def _check_trained(self, files: OptimizerFiles | NeoXOptimizer) -> None:
+        """The optimizer's state is that of the parameters trained here, no more and no fewer."""
+        specs, shared = layer_params(self.args), shared_params(self.args)
+        there = {(layer, name) for layer, name in files.names(specs) if shared.get(name, layer) == layer}
+        now = trained_parameters(self.args)
+        for names, where in ((now - there, "here"), (there - now, "there")):
+            if names:
+                some = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise CheckpointError(
+                    f"trainable ({self.args.origin('trainable')}): is another than in the run of {files.path}: "
+                    f"{some}{more} trained {where} only; set it as it was, or set no_load_optim: true to go on from "
+                    "its weights with a fresh optimizer"
+                )
+
+    def _load_by_parameter(self, files: OptimizerFiles | NeoXOptimizer) -> None:
+        """Moments, step counts and fp32 master weights, cut for this rank."""
+        on_rank_zero(self.groups, lambda: self._check_trained(files))
+        tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
+        specs = named_params(self.args)
+
+        def read(layer: int, name: str) -> dict[str, Tensor]:
+            return files.read(layer, specs[layer, name], tensor_rank, tensor_size)
+
+        def moments(layer: int, name: str) -> dict[str, Tensor]:
+            return {key: value for key, value in read(layer, name).items() if key != MASTER}
+
+        run_on_each_rank(self.groups, lambda: self.engine.restore_state(moments))
+        if self.args.params_dtype != "fp32":
+            masters: dict[int, dict[str, Tensor]] = {}
+            trained = [item for item in stage_parameters(self.engine.stage) if item[2].requires_grad]
+
+            def read_masters() -> None:
+                for layer, name, _ in trained:
+                    masters.setdefault(layer, {})[name] = read(layer, name)[MASTER]
+
+            run_on_each_rank(self.groups, read_masters)
+            self.engine.set_weights(masters)
+
+
+def _check_precision(path: Path, now: str) -> None:
+    """State of GPT-NeoX belongs to weights of one precision."""
+    saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_source(path).dtypes}
+    if saved != {now}:
+        raise CheckpointError(
+            f"{path}: optimizer state of another layout (precision {', '.join(sorted(saved))} there, {now} here); "
+            "use that precision, or set no_load_optim: true to go on with the weights alone"
+        )
+
+
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two mappings, in words."""
+    found = []
+    for key in sorted({*saved, *now}):
+        before, after = saved.get(key), now.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += [f"{key} {text}" for text in _changed(before, after)]
+        elif before != after:
+            found.append(f"{key} was {before}, is {after}")
+    return found

@@ -1,0 +1,483 @@
+"""Checkpoints of a run as they are written: what goes into which file, in every layout, and when it becomes visible.
+
+Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
+"""
+
+import fcntl
+import io
+import json
+import logging
+import platform
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpointing import (
+    EPHEMERAL,
+    CheckpointError,
+    FileRecord,
+    Layout,
+    Manifest,
+    NonFiniteStateError,
+    Retention,
+    begin,
+    check_finite,
+    layer_file,
+    local_layer_state,
+    model_file,
+    model_keys,
+    open_own,
+    optimizer_file,
+    publish,
+    read_latest,
+    readable_size,
+    replace_file,
+    rng_state,
+    save_tensors,
+    step_tag,
+    write_bytes,
+    zero_file,
+)
+from megatron.checkpointing.families import hf_config
+from megatron.checkpointing.huggingface import CARRIED, carried_files, export_hf
+from megatron.checkpointing.layout import LOGITS, is_state
+from megatron.checkpointing.manifest import MANIFEST
+from megatron.checkpointing.remote import Store, fetch, thin
+from megatron.checkpointing.staging import save_store
+from megatron.data import Datasets, data_fingerprint
+from megatron.distributed import on_rank_zero, run_on_all_ranks
+from megatron.model.init import stage_parameters
+from megatron.mpu import ParallelGroups
+from megatron.mpu.memory import free_host_memory
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.async_writer import BackgroundWriter
+from megatron.training.checkpoint.forward_check import fixed_logits
+from megatron.training.checkpoint.same_run import data_record
+from megatron.training.checkpoint.source import Source
+from megatron.training.engine import Engine
+from megatron.training.metrics.run_metadata import local_sizes
+from megatron.training.schedules import Schedule
+
+# Of the memory that is free: a copy that would need more is not made, and that save is waited for.
+_COPY_AT_MOST = 0.8
+
+
+@dataclass
+class Progress:
+    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those of all
+    samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a curriculum;
+    validation_loss: of this iteration, where it was computed."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    consumed_tokens: int = 0
+    row_tokens: dict[int, int] = field(default_factory=dict)
+    validation_loss: float | None = None
+
+
+class Saver:
+    """Saves one run. All ranks call every method together; what one rank raises, all raise.
+
+    With `async_save` the steps go on as soon as a copy is in host memory; there is one such copy at a time.
+    """
+
+    def __init__(
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        engine: Engine,
+        schedule: Schedule,
+        tokenizer: Tokenizer,
+        datasets: Datasets,
+        order: Mapping[str, Any],
+        source: Source,
+        logger: logging.Logger,
+    ) -> None:
+        self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
+        self.tokenizer, self.source, self.logger = tokenizer, source, logger
+        self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
+        self.datasets, self.order = datasets, order  # order: `order_keys`
+        self.files: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
+        folder = None if source.path is None else source.path if source.is_hf else source.path / CARRIED
+        # What an imported model brought goes on with it, and out again when it is exported.
+        self.carried = carried_files(folder, tokenizer.files()) if folder is not None else {}
+        if args.save_hf is not None or args.save_best is not None:
+            on_rank_zero(groups, lambda: hf_config(args))  # raises for a model that HuggingFace does not have
+        self.saved_at: int | None = None
+        self._lock: Any = None
+        self._said: set[str] = set()
+        self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
+        self._temporary = Path()
+        self._store: Store | None = save_store(args)
+        # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
+        self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
+        self.layout = Layout(
+            pipe=groups.size("pipe"),
+            data=groups.size("data"),
+            tensor=groups.size("tensor"),
+            zero_stage=engine.zero_stage,
+            precision=args.params_dtype,
+            world_size=groups.world_size,
+        )
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, progress: Progress, *, beside: bool = True, ephemeral: bool = False) -> None:
+        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole. With
+        `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the next one."""
+        save = self.args.save_dir
+        assert save is not None
+        if self.saved_at == progress.iteration:
+            return
+        self.wait()
+        beside = self._check_space(Path(save)) and beside
+        with self._no_half_checkpoint(Path(save) / "begin"):
+            self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
+            if self._store is not None:  # each machine has a folder of its own
+                run_on_all_ranks(self.groups, lambda: temporary.mkdir(parents=True, exist_ok=True))
+        manifest, configs, states = self._manifest(progress), self.args.config_files, self._states(progress, ephemeral)
+        keep = Retention(
+            self.args.keep_last_n_checkpoints, self.args.keep_checkpoints_every, self.args.keep_best_n_checkpoints
+        )
+
+        def finish(records: list[list[FileRecord]]) -> None:
+            files = {record.name: record for per_rank in records for record in per_rank}
+            whole = replace(manifest, files=files)
+            path = publish(temporary, save, manifest.iteration, whole, configs, keep, self._store, self._say_once)
+            self.logger.info(f"saved checkpoint {path if self._store is None else f'{self._store.url}/{path.name}'}")
+            if is_hf_due(self.args, manifest.iteration):
+                self._export(path)
+
+        if beside:
+            assert self._writer is not None
+            begun = time.monotonic()
+            copies = list(states)
+            self.logger.info(f"copied a checkpoint in {time.monotonic() - begun:.2f} s; it is written beside the steps")
+            self._writer.start(lambda: self._write(temporary, iter(copies)), finish)
+        else:
+            with self._no_half_checkpoint(temporary):
+                records = run_on_all_ranks(self.groups, lambda: self._write(temporary, states))
+                on_rank_zero(self.groups, lambda: finish(records))
+        self.saved_at = progress.iteration
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.logger.warning(text)
+
+    def _export(self, path: Path) -> None:
+        """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
+        folder: Path | str = path.parent / CARRIED / path.name
+        try:
+            if self._store is not None:  # the ranks' files are there alone
+                fetch(self._store, path.name, path, lambda name: not is_state(name))
+            export_hf(path, self.args, folder, check=False)
+            if self._store is not None:
+                folder = self._send_hf(Path(folder))
+                thin(path)
+        except CheckpointError as problem:
+            raise CheckpointError(f"save_hf: {problem}") from problem
+        self.logger.info(f"saved {folder} in HuggingFace's format")
+
+    def save_hf_model(self, folder: Path, progress: Progress, notes: Mapping[str, bytes]) -> None:
+        """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of an earlier
+        one once it is whole. Waits for a write beside the steps."""
+        self.wait()
+        above = folder.parent / f".tmp_{folder.name}_weights"
+        temporary, manifest = above / step_tag(progress.iteration), self._manifest(progress)
+
+        def finish(records: list[list[FileRecord]]) -> None:
+            files = {record.name: record for per_rank in records for record in per_rank}
+            replace_file(temporary / MANIFEST, replace(manifest, files=files).to_json().encode())
+            export_hf(temporary, self.args, folder, check=False, notes=notes)
+            shutil.rmtree(above)
+
+        with self._no_half_checkpoint(above):
+            on_rank_zero(self.groups, lambda: _empty_folder(above, temporary))
+            records = run_on_all_ranks(self.groups, lambda: self._write(temporary, self._model_states()))
+            on_rank_zero(self.groups, lambda: finish(records))
+
+    def _send_hf(self, folder: Path) -> str:
+        """Send an exported folder to the store, and delete it here; its address."""
+        assert self._store is not None
+        beside = Store(f"{self._store.url}/{CARRIED}", self._store.patience)
+        beside.send_folder(folder, folder.name)
+        shutil.rmtree(folder)
+        return f"{beside.url}/{folder.name}"
+
+    def _begin(self, save: str, iteration: int) -> Path:
+        temporary = begin(save, iteration)
+        if self._store is not None:
+            self._store.begin(step_tag(iteration))
+        return temporary
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part of a save is still being written beside the steps."""
+        return self._writer is not None and self._writer.busy
+
+    @property
+    def failed(self) -> bool:
+        """Whether a write beside the steps has failed; `wait` then raises its problem."""
+        return self._writer is not None and self._writer.problem is not None
+
+    def wait(self) -> None:
+        """Until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could not be."""
+        if self._writer is None:
+            return
+        with self._no_half_checkpoint(self._temporary):
+            try:
+                self._writer.wait()
+            except Exception:
+                self.saved_at = None
+                raise
+
+    def _manifest(self, progress: Progress) -> Manifest:
+        return Manifest(
+            run_id=self.run_id,
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            layout=self.layout,
+            model=model_keys(self.args),
+            seed=self.args.seed,
+            tokenizer=self.tokenizer.fingerprint(),
+            data=self._data_record(progress.consumed_samples) if self.groups.world_rank == 0 else {},
+            versions={name: version(name) for name in ("torch", "deepspeed")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=json.loads(self.args.to_json())["given"],
+            optimizer=not self.args.no_save_optim,
+            validation_loss=progress.validation_loss,
+        )
+
+    def _data_record(self, consumed: int) -> dict[str, Any]:
+        return data_record(self.files, self.order, self.datasets, consumed)
+
+    @contextmanager
+    def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
+        """What cannot be written leaves nothing behind, and the earlier checkpoints as they were."""
+        try:
+            yield
+        except (OSError, CheckpointError) as problem:
+            if self.groups.world_rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+            where = temporary.parent if self._store is None else self._store.url
+            if isinstance(problem, NonFiniteStateError):
+                raise NonFiniteStateError(f"{where}: nothing is saved: {problem}; {self._last_saved()}") from problem
+            raise CheckpointError(
+                f"{where}: the checkpoint could not be written ({reason}); earlier ones are untouched"
+            ) from problem
+
+    def _last_saved(self) -> str:
+        tag = read_latest(self.args.save_dir) if self.args.save_dir is not None else None
+        return f"the last checkpoint is {tag}, start again from there" if tag else "there is no earlier checkpoint"
+
+    def _check_space(self, save: Path) -> bool:
+        """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is written beside
+        the steps: where that was asked for, and the copy fits into the memory that every machine has free."""
+        optimizer = not self.args.no_save_optim
+        found = run_on_all_ranks(
+            self.groups, lambda: (platform.node(), self._bytes(optimizer), free_host_memory(unknown=1 << 62))
+        )
+        needed = sum(size for _, size, _ in found)
+
+        def check(needed: int) -> None:
+            save.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(save).free
+            if free < needed:
+                raise CheckpointError(
+                    f"{save}: a checkpoint takes about {readable_size(needed)}, {readable_size(free)} are free; "
+                    + ("make room, or set keep_last_n_checkpoints" if self._store is None else "set remote_staging")
+                )
+
+        if self._store is None:
+            on_rank_zero(self.groups, lambda: check(needed))
+        else:
+            own = sum(size for machine, size, _ in found if machine == platform.node())
+            run_on_all_ranks(self.groups, lambda: check(own))
+        if self._writer is None:
+            return False
+        for machine in sorted({machine for machine, _, _ in found}):
+            needed = sum(size for other, size, _ in found if other == machine)
+            free = min(memory for other, _, memory in found if other == machine)
+            if needed > _COPY_AT_MOST * free:
+                self.logger.warning(
+                    f"async_save: {machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
+                    f"{readable_size(needed)}: this one is waited for"
+                )
+                return False
+        return True
+
+    def _bytes(self, optimizer: bool) -> int:
+        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
+        elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
+        first, stage = self.groups.rank("data") == 0, self.engine.zero_stage
+        weights = elements * self.engine.dtype.itemsize if first else 0
+        state = 12 * trained // self.groups.size("data") if stage > 0 else 8 * trained if first else 0
+        return weights + state if optimizer else weights
+
+    def lock(self) -> None:
+        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
+        if self.args.save is not None:
+            run_on_all_ranks(self.groups, self._take_lock)
+            if self._store is not None:
+                run_on_all_ranks(self.groups, self._clear_staging)
+
+    def _take_lock(self) -> None:
+        if self.groups.world_rank == 0:
+            self._lock = _lock(Path(self.args.save_dir or ""))
+
+    def _clear_staging(self) -> None:
+        """What an interrupted save left on any machine."""
+        for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _states(self, progress: Progress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
+        """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are. Ranks
+        help each other to gather, so all go on to the end."""
+        args, groups, engine = self.args, self.groups, self.engine
+        tensor_rank = groups.rank("tensor")
+        yield from self._model_states()
+        extra: dict[str, Any] = {}
+        if args.checkpoint_validation_with_forward_pass:
+            extra[LOGITS] = fixed_logits(engine)
+        if groups.rank("data") == 0:
+            state = {**self._model_state(progress), **extra}
+            yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
+        if not args.no_save_optim and _by_parameter(args):
+            with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
+            layers = [layer for layer in self._own_layers() if layer in with_params]
+            # Every data rank writes some of them.
+            writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
+            for layer, states in engine.gather_state(writers):
+                yield optimizer_file(layer, tensor_rank), states
+        elif not args.no_save_optim and (own := engine.layout_state()) is not None:
+            name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
+            yield name, _serialised(own)
+        if groups.world_rank == 0 and ephemeral:
+            yield EPHEMERAL, b""
+
+    def _model_states(self) -> Iterator[tuple[str, Any]]:
+        """Those of the model alone: weights, tokenizer, and what was imported with them."""
+        tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
+        first = self.groups.rank("data") == 0
+        weights = self.engine.weights(keep=first)
+        for layer in self._own_layers() if first else ():
+            tensors = weights.pop(layer, {})
+            state = local_layer_state(layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size)
+            yield layer_file(layer, tensor_rank), state
+        if self.groups.world_rank == 0:
+            for name, content in self.tokenizer.files().items():
+                yield f"tokenizer/{name}", content
+            for name, content in self.carried.items():
+                yield f"{CARRIED}/{name}", content
+
+    def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
+        """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
+        records: list[FileRecord] = []
+        problem: Exception | None = None
+        for name, state in states:
+            if problem is not None:
+                continue
+            try:
+                check_finite(name, state)
+                (path / name).parent.mkdir(exist_ok=True)
+                if isinstance(state, bytes):
+                    records.append(write_bytes(state, path / name, name))
+                else:
+                    records.append(save_tensors(state, path / name))
+                if self._store is not None:
+                    self._store.upload(path / name, f"{path.name.removeprefix('.tmp_')}/{name}")
+                    if name != EPHEMERAL:
+                        (path / name).unlink()
+            except (OSError, CheckpointError) as found:
+                problem = found
+        if problem is not None:
+            raise problem
+        return records
+
+    def _own_layers(self) -> list[int]:
+        """Layers with parameters that this stage writes; a tied copy of the embedding is the first stage's."""
+        kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
+        return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
+
+    def _model_state(self, progress: Progress) -> dict[str, Any]:
+        args = self.args
+        return {
+            **self.engine.model_state(),
+            **({"optimizer": None} if args.no_save_optim or _by_parameter(args) else {}),
+            "lr_scheduler": self.schedule.state_dict(progress.iteration),
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            "row_tokens": dict(progress.row_tokens),
+            "skipped_steps": progress.skipped,
+            # DeepSpeed's own counters may be a step further, which changed nothing.
+            "global_steps": progress.iteration,
+            "global_samples": progress.consumed_samples,
+            "args": {
+                "num_layers": args.num_layers,
+                "hidden_size": args.hidden_size,
+                "num_attention_heads": args.num_attention_heads,
+                "max_position_embeddings": args.max_position_embeddings,
+                "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
+                "padded_vocab_size": args.padded_vocab_size,
+                "tokenizer_type": args.tokenizer_type,
+                "model_parallel_size": args.model_parallel_size,
+            },
+            **({} if args.no_save_rng else rng_state(self.groups.device)),
+        }
+
+
+def _lock(save: Path) -> Any:
+    """An open, locked file. The lock ends with the process, however it ends: it is none of those (flock) that the
+    data's workers would inherit, who see only seconds later that they are alone."""
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+        file = open_own(save / ".lock")
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as problem:  # either, says POSIX
+        text = f"{save}: another run is writing there; wait for it to end, or set another save"
+        raise CheckpointError(text) from problem
+    except OSError as problem:
+        text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
+        raise CheckpointError(text) from problem
+    return file
+
+
+def _empty_folder(above: Path, folder: Path) -> None:
+    shutil.rmtree(above, ignore_errors=True)  # of an interrupted save
+    folder.mkdir(parents=True)
+
+
+def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
+    """Whether HuggingFace's format is written after this iteration."""
+    if args.save_hf is None:
+        return False
+    return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
+
+
+def _by_parameter(args: NeoXArgs) -> bool:
+    """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised numbers."""
+    return not args.use_bnb_optimizer
+
+
+def _serialised(state: Any) -> bytes:
+    """A copy of tensors that the next step changes in place."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

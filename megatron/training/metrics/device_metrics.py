@@ -1,0 +1,92 @@
+"""Utilisation, memory and power of every rank's GPU through NVML, as minimum, mean and maximum over the ranks."""
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.distributed import run_on_all_ranks
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+
+METRICS = ("utilization", "memory_gib", "power_watts")
+"""Per cent of the last sample period of the driver in which a kernel ran; GiB in use, by whomever; watts."""
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """NVML's name of a CUDA device, whatever CUDA_VISIBLE_DEVICES renumbers; None for another device."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
+class Nvml:
+    """One GPU. Raises RuntimeError that says what is missing."""
+
+    def __init__(self, uuid: str | None) -> None:
+        if uuid is None:
+            raise RuntimeError("there is no NVIDIA GPU")
+        try:
+            import pynvml
+        except ImportError as problem:
+            raise RuntimeError("pynvml is not installed: pip install 'neox[nvml]'") from problem
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._read()
+        except pynvml.NVMLError as problem:  # no driver, a part of a GPU (MIG), a device that does not tell
+            raise RuntimeError(f"NVML: {problem}") from problem
+
+    def _read(self) -> list[float]:
+        used = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**30
+        watts = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0
+        return [float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu), used, watts]
+
+    def sample(self) -> list[float]:
+        """As METRICS; NaN when the driver does not answer this time (other ranks are waiting)."""
+        try:
+            return self._read()
+        except self._nvml.NVMLError:
+            return [math.nan] * len(METRICS)
+
+
+class DeviceMetrics:
+    """`device/<metric>_{min,mean,max}` over all ranks."""
+
+    def __init__(self, nvml: Nvml, groups: ParallelGroups) -> None:
+        self._nvml, self._groups = nvml, groups
+
+    def values(self) -> tuple[list[str], Tensor]:
+        """Sampled now."""
+        own = torch.tensor(self._nvml.sample())
+        if self._groups.device.type == "cuda":
+            own = own.pin_memory().to(self._groups.device, non_blocking=True)
+        everyone = [own]
+        if self._groups.world_size > 1:
+            everyone = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+            dist.all_gather(everyone, own)
+        ranks = torch.stack(everyone)
+        names = [f"device/{metric}_{kind}" for kind in ("min", "mean", "max") for metric in METRICS]
+        return names, torch.cat([ranks.amin(0), ranks.mean(0), ranks.amax(0)])
+
+
+def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> DeviceMetrics | None:
+    """As `log_device_metrics` says; all ranks together. Raises ConfigError when they are demanded and cannot be had."""
+    if args.log_device_metrics is False:
+        return None
+    opened: list[Nvml] = []
+
+    def begin() -> str | None:
+        try:
+            opened.append(Nvml(gpu_uuid(groups.device)))
+        except RuntimeError as problem:
+            return str(problem)
+        return None
+
+    missing = [f"rank {rank}: {why}" for rank, why in enumerate(run_on_all_ranks(groups, begin)) if why is not None]
+    if missing and args.log_device_metrics is True:
+        raise args.problem("log_device_metrics", f"true, but {missing[0]}")
+    logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")
+    return None if missing else DeviceMetrics(opened[0], groups)

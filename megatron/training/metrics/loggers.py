@@ -1,0 +1,255 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the same names,
+in one call a step."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.reading.locations import is_remote
+from megatron.process import LogFile, say
+
+Row = Mapping[str, float | int]
+POSITION = ("iteration", "consumed_samples", "consumed_tokens")
+"""Where the run is; everything else in a row is a metric."""
+METRICS_FILE = "metrics.jsonl"
+
+
+def metrics(row: Row) -> dict[str, float | int]:
+    """A row without its position."""
+    return {name: value for name, value in row.items() if name not in POSITION}
+
+
+class MetricLogger(Protocol):
+    """Takes one row a step: `iteration` and values by name."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(byte at which its line ends, row) of each step in a `metrics.jsonl`, in order. What is no row is passed over: a
+    line that a run was killed in, bytes that a disk has damaged."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                yield end, row
+
+
+class JsonlLogger:
+    """`metrics.jsonl`, one object a line in full precision, each step once.
+
+    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file of another
+    run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a disk that is full.
+    """
+
+    def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and any(row.get("run_id") != run_id for _, row in read_metrics(path)):
+            taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
+            os.replace(path, next(name for name in taken if not name.exists()))
+        if path.exists():
+            earlier = itertools.takewhile(lambda found: found[1]["iteration"] <= iteration, read_metrics(path))
+            os.truncate(path, max((end for end, _ in earlier), default=0))
+        else:
+            path.touch()
+        self._file = LogFile(path, say)
+        self._run_id = run_id
+
+    def write(self, row: Row) -> None:
+        self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Harmless:
+    """A tracker that cannot write any more, as to a full disk, is said once and does not end the run."""
+
+    def __init__(self, target: MetricLogger, say: Callable[[str], None]) -> None:
+        self._target, self._say, self._told = target, say, False
+
+    def write(self, row: Row) -> None:
+        with self._caught():
+            self._target.write(row)
+
+    def close(self) -> None:
+        with self._caught():
+            self._target.close()
+
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            if not self._told:
+                self._told = True
+                reason = problem.strerror or problem
+                self._say(f"{type(self._target).__name__}: rows are lost ({reason}); the run goes on")
+
+
+class TensorBoardLogger:
+    """Event files; values after `iteration` of an earlier start are hidden by TensorBoard."""
+
+    def __init__(self, directory: str, iteration: int, config: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary = Summary
+        self._writer = SummaryWriter(directory, purge_step=iteration + 1 if iteration else None)
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", iteration)
+
+    def write(self, row: Row) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(row).items()]
+        # One event a step, where add_scalar would write one a metric.
+        self._writer._get_file_writer().add_summary(self._summary(value=values), int(row["iteration"]))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """One Weights & Biases run, the same one after a restart."""
+
+    def __init__(self, args: NeoXArgs, run_id: str, rank: int, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as problem:
+            place = args.origin("use_wandb")
+            raise ConfigError([f"{place}: use_wandb needs wandb: pip install 'neox[wandb]'"]) from problem
+        directory = log_directory(args)
+        name, group = args.wandb_run_name, args.wandb_group
+        if args.wandb_init_all_ranks:  # the ranks' runs are found together by their group
+            name, group = f"{name or run_id}-rank{rank}", group or run_id
+        try:
+            self._run: Any = wandb.init(
+                id=run_id if rank == 0 else f"{run_id}-rank{rank}",
+                resume="allow",
+                project=args.wandb_project,
+                group=group,
+                name=name,
+                entity=args.wandb_team,
+                mode=args.wandb_mode,
+                dir=str(directory) if directory is not None else None,
+                settings=wandb.Settings(base_url=args.wandb_host),
+                config=dict(config),
+            )
+        except wandb.Error as problem:
+            raise _cannot_start(args, "use_wandb", problem, "wandb_mode") from problem
+
+    def write(self, row: Row) -> None:
+        self._run.log(metrics(row), step=int(row["iteration"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class CometLogger:
+    """One Comet experiment, the same one after a restart. Offline, every start writes an archive of it into log_dir
+    for `comet upload`."""
+
+    def __init__(self, args: NeoXArgs, run_id: str, config: Mapping[str, Any]) -> None:
+        place, directory = args.origin("use_comet"), log_directory(args)
+        try:
+            import comet_ml
+        except ImportError as problem:
+            raise ConfigError([f"{place}: use_comet needs comet-ml: pip install 'neox[comet]'"]) from problem
+        offline = args.comet_mode == "offline"
+        if offline and directory is None:
+            raise args.problem("comet_mode", "offline writes into log_dir; set it")
+        try:
+            self._experiment: Any = comet_ml.start(
+                workspace=args.comet_workspace,
+                project=args.comet_project,
+                experiment_key=run_id,  # 32 hexadecimal digits, as Comet wants
+                mode="get_or_create",
+                online=not offline,
+                experiment_config=comet_ml.ExperimentConfig(
+                    name=args.comet_experiment_name,
+                    tags=list(args.comet_tags or ()),
+                    offline_directory=str(directory) if offline else None,
+                    auto_output_logging=False,  # type: ignore[arg-type]  # says str, takes False; output is in log_dir
+                    auto_param_logging=False,
+                    auto_metric_logging=False,
+                    log_code=False,
+                    log_graph=False,
+                ),
+            )
+        except Exception as problem:  # Comet's, of requests, ValueError
+            raise _cannot_start(args, "use_comet", problem, "comet_mode") from problem
+        self._experiment.log_parameters(dict(config))
+        self._experiment.log_others(dict(args.comet_others or {}))
+
+    def write(self, row: Row) -> None:
+        self._experiment.log_metrics(metrics(row), step=int(row["iteration"]))
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+def _cannot_start(args: NeoXArgs, key: str, problem: Exception, mode: str) -> ConfigError:
+    return args.problem(key, f"{problem} (or set {mode}: offline)")
+
+
+def log_directory(args: NeoXArgs) -> Path | None:
+    """`log_dir`, else `<save>/logs`, or `logs` where that is remote; None when neither is set."""
+    if args.log_dir is not None:
+        return Path(args.log_dir).expanduser()
+    if is_remote(args.save):
+        return Path("logs")
+    return Path(args.save).expanduser() / "logs" if args.save is not None else None
+
+
+def build_loggers(
+    args: NeoXArgs,
+    iteration: int,
+    run_id: str,
+    facts: Mapping[str, Any],
+    rank: int = 0,
+    say: Callable[[str], None] = say,
+) -> list[MetricLogger]:
+    """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with `wandb_init_all_ranks`.
+
+    facts: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
+    ConfigError for a folder that cannot be written and a tracker that does not start.
+    """
+    config = {**json.loads(args.to_json())["given"], **facts}
+    if rank > 0:
+        return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
+    directory = log_directory(args)
+    loggers: list[MetricLogger] = []
+    with _writable(args, "log_dir" if args.log_dir is not None else "save", directory):
+        if directory is not None:
+            loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id, say))
+    return loggers + [Harmless(target, say) for target in build_trackers(args, iteration, run_id, config)]
+
+
+@contextmanager
+def _writable(args: NeoXArgs, key: str, folder: str | Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise args.problem(key, f"{folder}: {problem.strerror}") from problem
+
+
+def build_trackers(args: NeoXArgs, iteration: int, run_id: str, config: Mapping[str, Any]) -> list[MetricLogger]:
+    """The loggers that keep runs side by side: TensorBoard, Weights & Biases, Comet. Raises ConfigError."""
+    loggers: list[MetricLogger] = []
+    if args.tensorboard_dir is not None:
+        with _writable(args, "tensorboard_dir", args.tensorboard_dir):
+            loggers.append(TensorBoardLogger(args.tensorboard_dir, iteration, config))
+    if args.use_wandb:
+        loggers.append(WandbLogger(args, run_id, 0, config))
+    if args.use_comet:
+        loggers.append(CometLogger(args, run_id, config))
+    return loggers

@@ -1,0 +1,70 @@
+"""What is said of a run at its start beside its configuration: the code it runs and the size of the model."""
+
+import subprocess
+from pathlib import Path
+
+import torch
+
+from megatron.distributed import on_rank_zero
+from megatron.model import Stage
+from megatron.model.init import specified
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.metrics.metric_probes import sum_over_ranks
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
+    """`git_hash`, else the commit that the package is a checkout of; None where it is none (or git is not there)."""
+    if args.git_hash is not None:
+        return args.git_hash
+    try:
+        top, commit = (
+            subprocess.run(
+                ["git", "-C", str(package), "rev-parse", *what], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for what in (["--show-toplevel"], ["--short", "HEAD"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    # Installed into an environment that lies within another project's checkout, the commit would be that project's.
+    return commit if Path(top).resolve() == package.parent else None
+
+
+def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
+    """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
+    own = torch.zeros(2, dtype=torch.int64, device=groups.device)
+    if groups.rank("tensor") == 0 and groups.rank("data") == 0:
+        for _, _, param, spec in specified(stage, args):
+            if spec.is_first_copy(groups):
+                size = torch.Size(spec.shape).numel()
+                own += torch.tensor([size, size * param.requires_grad], device=groups.device)
+    total, trainable = sum_over_ranks(own, groups).tolist()
+    return total, trainable
+
+
+def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
+    """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
+    sizes = [
+        (torch.Size(spec.local_shape(groups.size("tensor"))).numel(), param.requires_grad)
+        for _, _, param, spec in specified(stage, args)
+    ]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def run_facts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
+    """For the log and the trackers' configuration."""
+    total, trainable = parameter_counts(args, groups, stage)
+    return {
+        "git_hash": on_rank_zero(groups, lambda: git_hash(args)),
+        "total_params": total,
+        "trainable_params": trainable,
+        "trainable_share": trainable / total,
+    }
+
+
+def facts_line(facts: dict[str, str | int | float | None]) -> str:
+    """One line of the start log; begins as upstream's."""
+    line = f" > total params: {facts['total_params']:,} | trainable: {facts['trainable_params']:,}"
+    return f"{line} ({facts['trainable_share']:.2%}) | git hash: {facts['git_hash'] or 'unknown'}"

@@ -1,0 +1,136 @@
+"""Steps that must not change weights: NaN and Inf, found on the rank and in the parameter where they arise at the
+price of two small kernels a gradient, and losses far above the recent ones."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.distributed import run_on_all_ranks
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.errors import UserError
+
+# As upstream: a dynamic loss scale that never finds a step it can take is a broken run.
+FP16_OVERFLOWS_IN_A_ROW = 50
+
+
+class NonFiniteError(UserError, RuntimeError):
+    """A step gave NaN or Inf; no rank's weights were changed by it."""
+
+
+def most_skips(args: NeoXArgs) -> int:
+    """Steps in a row that may be left out because they are not finite; one more ends the run."""
+    if args.params_dtype == "fp16":
+        return FP16_OVERFLOWS_IN_A_ROW
+    return args.nonfinite_limit if args.on_nonfinite == "skip" else 0
+
+
+class GradientWatch:
+    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this rank.
+
+    limit: `most_skips`; the verdict of steps after more is against them, until the loop knows and ends the run.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, limit: int) -> None:
+        self._names, self._limit = [name for name, _ in named], limit
+        self._skips = torch.zeros((), device=device)  # in a row
+        self._marks = torch.zeros(len(named), device=device)  # NaN marks a parameter
+        self.verdict = torch.zeros((), device=device)  # of the step, over all ranks: 0, or NaN
+        self._loss = torch.zeros((), device=device)
+        self._rows = list(self._marks.unbind())
+        for row, (_, param) in zip(self._rows, named, strict=True):
+            param.register_post_accumulate_grad_hook(self._hook(row))
+
+    @staticmethod
+    def _hook(row: Tensor) -> Callable[[Tensor], None]:
+        def note(param: Tensor) -> None:
+            # 0 * sum: nothing while the sum is finite, NaN as soon as one element is not.
+            assert param.grad is not None
+            row.add_(param.grad.sum(dtype=torch.float32), alpha=0)
+
+        return note
+
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """1 for a finite loss, NaN for another: multiplied in, it carries a non-finite loss into the gradients, where
+        every engine's check sees it."""
+        mark = loss.detach().float() * 0
+        self._loss += mark
+        return mark + 1
+
+    def begin(self, weight: Tensor) -> None:
+        """Begin a step. weight `[parts]`: of the whole step; without any there is nothing to learn, and the verdict
+        leaves the step out."""
+        self._marks.zero_()
+        self._loss.copy_(torch.where(weight.any(), 0.0, math.nan))
+
+    def judge(self) -> None:
+        """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add it to
+        their gradient norm: a norm alone can miss what one rank has in a parameter that others hold copies of."""
+        self.verdict.copy_(self._marks.sum() + self._loss)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.verdict)
+        self.verdict += torch.where(self._skips > self._limit, math.nan, 0.0)
+
+    def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
+        """Count the step as what became of it. What this rank saw in it, in words, which waits for the device."""
+        device, skips = self._skips.device, self._skips
+        counted = (skips + 1) * on_device(skipped, device)
+        skips.copy_(torch.where(on_device(untrained, device) > 0, skips, counted))
+        loss, marks = self._loss.clone(), self._marks.clone()
+
+        def finding() -> str | None:
+            if math.isnan(float(loss)):
+                return "loss is not finite"
+            marked = marks.isnan().nonzero()
+            return f"gradient of {self._names[int(marked[0])]} is not finite" if len(marked) else None
+
+        return finding
+
+
+def on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """A scalar as fp32 on the device, without a wait for it."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32, non_blocking=True)
+    return torch.full((), float(value), device=device)
+
+
+class SpikeGuard:
+    """Skips the update of a step whose loss lies more than `sigma` standard deviations above those of the last 128
+    steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do not enter the comparison."""
+
+    WINDOW, LEAST = 128, 32
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+        self.skips = False
+        self._losses: deque[float] = deque(maxlen=self.WINDOW)
+
+    def state(self) -> list[float]:
+        """The losses compared with, for a checkpoint."""
+        return list(self._losses)
+
+    def restore(self, losses: Sequence[float]) -> None:
+        """Go on with the losses of `state`."""
+        self._losses.extend(losses)
+
+    def decide(self, loss: float) -> None:
+        """Set `skips` for the step with this loss."""
+        limit = math.inf
+        if len(self._losses) >= self.LEAST:
+            limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)
+        self.skips = loss > limit
+        if not self.skips and math.isfinite(loss):
+            self._losses.append(loss)
+
+
+def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:
+    """One line that names rank, step and what was found; all ranks call it together."""
+    found = [(rank, text) for rank, text in enumerate(run_on_all_ranks(groups, finding)) if text]
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]) or "the gradient norm is not finite"
+    more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
+    return f"step {iteration}: {where}{more}"

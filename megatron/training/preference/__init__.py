@@ -1,0 +1,1 @@
+"""The reference model of preference training and its cached log-probabilities."""

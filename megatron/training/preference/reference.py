@@ -1,0 +1,310 @@
+"""The reference of preference training: the model as the run began, beside the one that is trained.
+
+Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in every
+step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more before the run
+goes on from a checkpoint of its own.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpointing import CheckpointError, replace_file, told
+from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
+from megatron.data.blending import BlendedDataset
+from megatron.data.datasets import MadeOf
+from megatron.data.preferences.answers_dataset import AnswerDataset, Answers
+from megatron.data.preferences.reference_rows import (
+    SCORES,
+    AnswerRow,
+    ReferencedDataset,
+    Scores,
+    all_answer_rows,
+    sample_of,
+    samples_of,
+)
+from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
+from megatron.model import build_stage, forward_only
+from megatron.model.init import stage_parameters
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.keys.losses import scores_reference
+from megatron.objectives import answer_sums, label_logprobs
+from megatron.training.checkpoint.resume import Checkpointer, Progress
+from megatron.training.checkpoint.source import Source, original_source
+from megatron.training.engine import Engine
+from megatron.training.metrics.run_metadata import local_sizes
+from megatron.training.parallelize import compile_blocks
+from megatron.training.preference.reference_cache import (
+    add_scores,
+    cache_folder,
+    changed_since,
+    describe_reference,
+    digest_of,
+    find_whole,
+    note_whole,
+    read_scores,
+)
+
+_RECORD = "reference.json"  # in `save`: what the run's reference is
+_TOKENS_AT_ONCE = 1 << 19  # a data-parallel rank; what an interruption loses
+_CHECKED = 8  # cached rows that are scored again
+# Mean difference of a token that other layouts, packings and devices make.
+_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
+_SAY_EVERY = 30.0  # seconds
+
+
+def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tuple[Datasets, Progress]:
+    """`Checkpointer.resume`, and the reference that the objective needs: in the datasets, or filled in by the engine.
+
+    Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
+    """
+    args, groups, datasets = checkpointer.args, checkpointer.groups, checkpointer.datasets
+    if not scores_reference(args):
+        return datasets, checkpointer.resume()
+    goes_on, progress = checkpointer.source.goes_on, None
+    source = on_rank_zero(groups, lambda: original_source(args)) if goes_on else checkpointer.source
+    about = describe_reference(args, source, checkpointer.tokenizer, groups)
+    digest = digest_of(about)
+    if goes_on:
+        on_rank_zero(groups, lambda: _check_record(args, source, about))
+    else:
+        progress = checkpointer.resume()
+        if progress.iteration > 0:
+            raise args.problem(
+                "load",
+                f"goes on from iteration {progress.iteration}, and its weights would be the reference; set finetune: "
+                "true to begin preference training with them",
+            )
+        on_rank_zero(groups, lambda: _write_record(args, source, about))
+
+    @cache
+    def have_weights() -> None:
+        if goes_on:  # else they are there
+            checkpointer.logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
+            checkpointer.load_weights_of(source)
+
+    if args.dpo_reference == "on_the_fly":
+        have_weights()
+        checkpointer.engine.use_reference(frozen_copy(checkpointer.engine))
+        checkpointer.logger.info(_cost_of_copy(checkpointer.engine))
+    else:
+        scores = _Cache(checkpointer, cache_folder(args, digest), about, have_weights, watchdog)
+        scores.check(datasets)
+        datasets = scores.fill(datasets)
+        watchdog.now("loading a checkpoint")
+    return datasets, checkpointer.resume() if progress is None else progress
+
+
+def _record(args: NeoXArgs) -> Path | None:
+    return None if args.save_dir is None else Path(args.save_dir) / _RECORD
+
+
+def _write_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> None:
+    path = _record(args)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        where = None if source.path is None else str(source.path)
+        record = {"weights": where, "digest": digest_of(about), "about": about}
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> None:
+    path = _record(args)
+    assert path is not None
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: missing, so it is not known which weights the run in `save` began with, the reference; set save "
+            "to a new folder, and load to these weights with finetune: true"
+        )
+    known = json.loads(path.read_text())
+    if known["digest"] != digest_of(about):
+        changes = told(changed_since(known["about"], about, args), args, f"the reference of {path}")
+        raise CheckpointError(
+            f"{changes}; the run began with {known['weights'] or 'initial values'} as reference, which is not what "
+            f"{source.path or 'initialisation'} gives now: set these keys as they were, or restart: true"
+        )
+
+
+def _cost_of_copy(engine: Engine) -> str:
+    size = local_sizes(engine.args, engine.groups, engine.stage)[0] * engine.dtype.itemsize
+    line = "reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly): "
+    line += f"{size / 2**30:.2f} GiB on this rank"
+    return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
+
+
+def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
+    """For `Engine.use_reference`, by the weights that the engine has now."""
+    args, groups, weights = engine.args, engine.groups, engine.weights()
+    stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
+    compile_blocks(stage, args)
+    with torch.no_grad():
+        for layer, name, param in stage_parameters(stage, copies=True):
+            param.copy_(weights[layer][name])
+
+    read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
+
+    def fill(batches: list[Batch]) -> list[Batch]:
+        found = forward_only(
+            stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
+        )
+        filled = [replace(b, reference=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
+        others = [batch.kl for batch in filled if batch.kl is not None]
+        if not others:
+            return filled
+        return [replace(batch, kl=kl) for batch, kl in zip(filled, fill(others), strict=True)]
+
+    return fill
+
+
+class _Cache:
+    """The scores in a folder, and the making of those that are missing. All ranks call every method together."""
+
+    def __init__(
+        self, run: Checkpointer, folder: Path, about: dict, have_weights: Callable[[], None], watchdog: Watchdog
+    ) -> None:
+        self.args, self.groups, self.engine, self.logger = run.args, run.groups, run.engine, run.logger
+        self.folder, self.about, self.have_weights, self.watchdog = folder, about, have_weights, watchdog
+        self.scores = Scores(on_rank_zero(self.groups, lambda: read_scores(folder)))
+        self.collate = collation(self.args, None)
+
+    def check(self, datasets: Datasets) -> None:
+        """Score some rows again. Raises DataError where the cache says something else."""
+        dataset, random = datasets.train, np.random.default_rng(self.args.seed)
+        if dataset is None or not len(self.scores):
+            return
+        numbers = random.choice(len(dataset), min(len(dataset), _CHECKED), replace=False).tolist()
+        rows = []
+        for answers in run_on_each_rank(self.groups, lambda: [_rows_of(dataset, number) for number in numbers]):
+            rows.append(answers[int(random.integers(len(answers)))])
+        there, places = self.scores.find(row.name for row in rows)
+        rows, known = [row for row, found in zip(rows, there, strict=True) if found], self.scores.rows[places[there]]
+        if not rows:
+            return
+        self.have_weights()
+        found = self._score(rows)
+        run_on_all_ranks(self.groups, lambda: self._compare(rows, known, found))
+        self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
+
+    def _compare(self, rows: Sequence[AnswerRow], known: np.ndarray, found: np.ndarray) -> None:
+        for row, kept, now in zip(rows, known, found.tolist(), strict=True):
+            within = _TOLERANCE[self.args.params_dtype] * max(1, row.count)
+            if kept["count"] != row.count or not abs(float(kept["sum"]) - now) <= within:
+                raise DataError(
+                    f"{self.folder}: a row of {row.count} trained tokens has the log-probability {kept['sum']:.4f} "
+                    f"there, the model gives {now:.4f}: of another model or version; delete this folder, it is made "
+                    "again"
+                )
+
+    def fill(self, datasets: Datasets) -> Datasets:
+        """The datasets with references. What is not there is computed, kept and said."""
+        per_eval = self.args.eval_iters * self.args.train_batch_size
+        wanted = {"train": None, "valid": per_eval, "test": per_eval}
+        sets = {name: getattr(datasets, name) for name in wanted}
+        counts = [0, 0]
+        for name, dataset in sets.items():
+            most = wanted[name]
+            if dataset is not None and most != 0:
+                size = len(dataset) if most is None else min(most, len(dataset))
+                for i, count in enumerate(self._whole(name, dataset, size, datasets.made_of[name])):
+                    counts[i] += count
+        computed, there = counts
+        self.logger.info(f"reference: {computed} rows computed, {there} found in {self.folder}")
+        train, valid, test = (self._referenced(dataset) for dataset in sets.values())
+        return replace(datasets, train=train, valid=valid, test=test)
+
+    def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
+        assert dataset is None or isinstance(dataset, AnswerDataset | BlendedDataset)
+        return None if dataset is None else ReferencedDataset(dataset, self.scores)
+
+    def _whole(self, name: str, dataset: SampleSet, size: int, made_of: MadeOf) -> tuple[int, int]:
+        """As `_fill_one`, which reads all of the set; not where an earlier run has noted that nothing is missing."""
+        note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, made_of, size))
+        if known is not None:
+            return 0, known
+        found = self._fill_one(name, dataset, size)
+        on_rank_zero(self.groups, lambda: note_whole(note, sum(found)))
+        return found
+
+    def _fill_one(self, name: str, dataset: SampleSet, size: int) -> tuple[int, int]:
+        """Distinct rows of the first `size` samples: (computed, found)."""
+        rank, ranks = self.groups.rank("data"), self.groups.size("data")
+        tokens = rows_per_sample(self.args) * (self.args.seq_length + 1)
+        step = max(1, _TOKENS_AT_ONCE // tokens) * ranks
+        seen: set[bytes] = set()
+        computed, said = 0, time.monotonic()
+        for first in range(0, size, step):
+            self.watchdog.now("computing reference log-probabilities")
+            own = range(first + rank, min(first + step, size), ranks)
+            rows = run_on_each_rank(self.groups, lambda own=own: _named(dataset, own))  # type: ignore[misc]
+            everyone = self._from_data_ranks(list(rows))
+            there, _ = self.scores.find(rows)
+            # Each row is the work of the first rank that has it
+            before = {name for names in everyone[:rank] for name in names}
+            missing = [
+                row for (name, row), known in zip(rows.items(), there, strict=True) if not known and name not in before
+            ]
+            seen.update(*everyone)
+            computed += self._add(missing)
+            if time.monotonic() - said > _SAY_EVERY:
+                self.logger.info(f"reference: {min(first + step, size)} of {size} samples of the {name} set")
+                said = time.monotonic()
+        return computed, len(seen) - computed
+
+    def _add(self, rows: list[AnswerRow]) -> int:
+        """Score rows, keep them, and say how many all ranks had."""
+        counts = self._from_data_ranks(len(rows))
+        if not sum(counts):
+            return 0
+        self.have_weights()
+        sums = self._score(rows)
+        own = np.array([(row.name, value, row.count) for row, value in zip(rows, sums, strict=True)], SCORES)
+        new = np.concatenate(self._from_data_ranks(own))
+        run_on_each_rank(self.groups, lambda: _check_finite(new))
+        on_rank_zero(self.groups, lambda: add_scores(self.folder, self.about, new))
+        self.scores = Scores(np.concatenate([self.scores.rows, new]))
+        return sum(counts)
+
+    def _score(self, rows: list[AnswerRow]) -> np.ndarray:
+        """The sum of each row, float32. Data ranks may have different numbers of rows."""
+        samples, order = samples_of(rows, self.args.seq_length + 1, self.args.pack_impl != "unpacked")
+        size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
+        batches = max(self._from_data_ranks(-(-len(samples) // size)))
+        samples += [sample_of([], self.args.seq_length + 1)] * (batches * size - len(samples))
+        sums = [torch.zeros(0)]
+        for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
+            sums += [found.cpu() for found in self.engine.scores([self.collate(items) for items in chunk])]
+        found = np.empty(len(rows), np.float32)
+        found[order] = torch.cat(sums).numpy()
+        return found
+
+    def _chunks(self, batches: list[list]) -> Iterator[list[list]]:
+        """As many micro-batches at once as keep the stages of a pipeline busy."""
+        at_once = 4 * self.groups.size("pipe")
+        return (batches[i : i + at_once] for i in range(0, len(batches), at_once))
+
+    def _from_data_ranks(self, value: object) -> list:
+        return run_on_all_ranks_of(self.groups.group("data"), self.groups.size("data"), lambda: value)
+
+
+def _named(dataset: SampleSet, numbers: range) -> dict[bytes, AnswerRow]:
+    """The distinct rows of these samples."""
+    return {row.name: row for number in numbers for row in _rows_of(dataset, number)}
+
+
+def _rows_of(dataset: SampleSet, number: int) -> list[AnswerRow]:
+    sample = dataset[number]
+    assert isinstance(sample, Answers)
+    return all_answer_rows(sample)
+
+
+def _check_finite(rows: np.ndarray) -> None:
+    bad = int((~np.isfinite(rows["sum"])).sum())
+    if bad:
+        raise DataError(f"reference: the model gives {bad} of {len(rows)} answers no finite log-probability")

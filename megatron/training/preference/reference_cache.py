@@ -1,0 +1,159 @@
+"""Log-probabilities of a reference model on disk: a folder named by the model, in it what was scored, by content."""
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.checkpointing import Change, config_key, model_keys, read_manifest, replace_file
+from megatron.data import DataError
+from megatron.data.datasets import MadeOf, index_cache_dir
+from megatron.data.files import known_sha256, sha256
+from megatron.data.preferences.reference_rows import SCORES
+from megatron.distributed import run_on_all_ranks
+from megatron.model.positions import dynamic_ntk_limit
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.architectures import MoEKeys, MuPKeys, OtherArchitectureKeys, TransformerEngineKeys
+from megatron.neox_arguments.keys.model import ModelKeys
+from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.source import Source
+
+_ABOUT = "about.json"
+# Whose keys make the model's function
+_OWNERS = tuple(c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, OtherArchitectureKeys, MuPKeys))
+_OTHERWISE = (
+    # in model_keys, by what is made of them
+    "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",
+    "make_vocab_size_divisible_by",
+    # of initial values and of training
+    "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
+    # of how and of what length it is computed, and of files
+    "attention_backend", "attention_config", "compile", "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
+)  # fmt: skip
+_HF_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def forward_keys(args: NeoXArgs) -> dict[str, Any]:
+    """Every key of the model that its log-probabilities may depend on: all that are declared but those known not to."""
+    found = {
+        name: thaw(getattr(args, name))
+        for name, key in keys_of(type(args)).items()
+        if key.owner in _OWNERS and key.standing.startswith("honoured") and name not in _OTHERWISE
+    }
+    if dynamic_ntk_limit(args) is not None:
+        found["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
+    if args.softmax_rows is not None:
+        found["softmax_rows"] = args.softmax_rows
+    return found
+
+
+def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, groups: ParallelGroups) -> dict[str, Any]:
+    """All that decides the model's log-probabilities but code and layout. The work is shared out over ranks."""
+    names: Mapping[str, str] = {}
+    if source.path is None:
+        methods = args.init_method, args.output_layer_init_method, args.init_method_std
+        names = {"initial values": f"seed {args.seed}, {methods}, {groups.device.type}"}
+    else:
+        manifest = None if source.is_hf else read_manifest(source.path)
+        if manifest is not None:
+            names = {name: record.sha256 for name, record in manifest.files.items() if name.startswith("layer_")}
+        else:
+            kinds = _HF_WEIGHTS if source.is_hf else ("layer_*",)
+            files = sorted(file for kind in kinds for file in source.path.glob(kind))
+            own = files[groups.world_rank :: groups.world_size]
+            found = run_on_all_ranks(groups, lambda: {file.name: sha256(file) for file in own})
+            names = {name: digest for part in found for name, digest in part.items()}
+    return {
+        "weights": dict(sorted(names.items())),
+        "model": {**forward_keys(args), **model_keys(args)},
+        "tokenizer": tokenizer.fingerprint(),
+        "precision": args.params_dtype,
+        "scope": "sums over the trained tokens of an answer",
+    }
+
+
+def digest_of(about: Mapping[str, Any]) -> str:
+    """Of what `describe_reference` gives."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[Change]:
+    """What differs between two of what `describe_reference` gives."""
+    here, there = json.loads(json.dumps(now["model"])), was["model"]  # as the record has it
+    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    changes = [Change(config_key(name, args), here.get(name), there.get(name)) for name in names]
+    changes += [Change("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
+    for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
+        if now[section] != was[section]:
+            changes.append(Change(key, getattr(args, key), f"other {section}"))
+    return changes
+
+
+def cache_folder(args: NeoXArgs, digest: str) -> Path:
+    """`reference_cache_dir`, else `reference_cache` beside the index maps; in it the reference's own."""
+    if args.reference_cache_dir is not None:
+        return Path(args.reference_cache_dir) / digest
+    first = (args.pos_train_data_paths or args.train_data_paths or ("",))[0]
+    return index_cache_dir(args, first).parent / "reference_cache" / digest
+
+
+def read_scores(folder: Path) -> np.ndarray:
+    """All that the folder holds, of `SCORES`. Raises DataError for a damaged file."""
+    found = [np.empty(0, SCORES)]
+    for file in sorted(folder.glob("rows-*.npy")):
+        try:
+            rows = np.load(file, allow_pickle=False)
+            digest = _digest(rows)
+        except (OSError, ValueError, EOFError) as problem:
+            raise DataError(f"{file}: damaged ({problem}); delete it, it is made again") from problem
+        if rows.dtype != SCORES or file.stem != f"rows-{digest}":
+            raise DataError(f"{file}: damaged; delete it, it is made again")
+        found.append(rows)
+    return np.concatenate(found)
+
+
+def add_scores(folder: Path, about: Mapping[str, Any], rows: np.ndarray) -> None:
+    """Add rows to the folder, in a file of their own: whole or not there. Raises DataError."""
+    data = io.BytesIO()
+    np.save(data, rows)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / _ABOUT).exists():
+            replace_file(folder / _ABOUT, (json.dumps(about, indent=1) + "\n").encode())
+        replace_file(folder / f"rows-{_digest(rows)}.npy", data.getvalue())
+    except OSError as problem:
+        raise DataError(
+            f"{folder}: reference log-probabilities cannot be written here ({problem.strerror}); set "
+            "reference_cache_dir to a folder that can be written"
+        ) from problem
+
+
+def find_whole(folder: Path, made_of: MadeOf, size: int) -> tuple[Path, int | None]:
+    """The note that all rows of the first `size` samples of a set are in the folder, and how many they are; None where
+    it is not noted, or a file that held them is gone."""
+    contents = [known_sha256(file, made_of.notes) for file in made_of.files]
+    name = hashlib.sha256(json.dumps([made_of.layout, contents, size]).encode()).hexdigest()[:32]
+    note = folder / f"whole-{name}.json"
+    if not note.is_file():
+        return note, None
+    known = json.loads(note.read_text())
+    return note, known["rows"] if all((folder / file).is_file() for file in known["files"]) else None
+
+
+def note_whole(note: Path, rows: int) -> None:
+    """Write the note of `find_whole`."""
+    files = sorted(file.name for file in note.parent.glob("rows-*.npy"))
+    with contextlib.suppress(OSError):  # without it the next start looks at all rows again
+        replace_file(note, (json.dumps({"rows": rows, "files": files}, indent=1) + "\n").encode())
+
+
+def _digest(rows: np.ndarray) -> str:
+    return hashlib.sha256(rows.tobytes()).hexdigest()[:16]
