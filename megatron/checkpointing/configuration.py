@@ -8,7 +8,7 @@ from megatron.checkpointing.manifest import read_manifest, saved_model
 from megatron.checkpointing.weights import SourceFacts, describe_source
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
-from megatron.neox_arguments.keys.ffn import READINGS
+from megatron.neox_arguments.values.ffn_width import READINGS
 
 
 def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> tuple[NeoXArgs, SourceFacts]:

@@ -16,7 +16,7 @@ from megatron.checkpointing.files import open_own
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag, list_checkpoints, step_of
 from megatron.checkpointing.remote import HF_CONFIG, Store, fetch, mirror, thin
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.reading.locations import is_remote, problem_of
+from megatron.neox_arguments.values.remote_paths import is_remote, problem_of
 
 
 def remote_folders(args: NeoXArgs) -> dict[str, Path]:

@@ -38,8 +38,8 @@ from megatron.data.preferences.reference_scores import ReferencedDataset
 from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import sample_kind
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 NAMES = ("train", "valid", "test")
 THREADS = 8  # sets hashed and mapped at once: of blends of thousands, much of the time is waiting for the disk

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, couples, needs_reference, scores_reference
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.values.losses import couples, needs_reference, scores_reference
 from megatron.objectives import build_objective, kto, language_modelling, loss_function, pair_losses  # noqa: F401
 from megatron.objectives.build import OBJECTIVES
 from megatron.objectives.dpo import MATCHINGS
@@ -93,7 +94,7 @@ print([part.losses for part in curves(0, 1, [config(sft_loss_type=name) for name
 def test_a_loss_is_one_file_and_one_entry(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megatron" / "objectives" / "focal.py").write_text(FOCAL)
-    table, entry = tmp_path / "megatron" / "neox_arguments" / "losses.py", '"dft": Loss("language_modelling.dft")'
+    table, entry = tmp_path / "megatron" / "neox_arguments" / "keys" / "losses.py", '"dft": Loss("language_modelling.dft")'
     assert table.read_text().count(entry) == 1
     table.write_text(table.read_text().replace(entry, f'{entry}, "focal": Loss("focal.focal")'))
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

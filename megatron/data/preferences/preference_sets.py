@@ -35,7 +35,7 @@ from megatron.data.sampler import data_seed
 from megatron.data.slices import Slices
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import couples, sample_kind
+from megatron.neox_arguments.values.losses import couples, sample_kind
 
 Both = tuple[IndexedDataset, ...]
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.checkpointing import Change, CheckpointError, Manifest, check_model, read_manifest, responsible, told
 from megatron.data import Begun, Datasets, order_sha256, path_key
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import Source
 
