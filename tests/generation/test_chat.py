@@ -13,7 +13,7 @@ from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.reading import Reader
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import HFTokenizer
-from tests.data.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
 from tests.generation.serving import FOLDER, SHAPE
 
 MESSAGES = [
