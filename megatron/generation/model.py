@@ -24,7 +24,7 @@ from megatron.checkpointing.huggingface import (
     HFFolder,
     adopted_rows,
     carried_files,
-    declared_ends,
+    declared_stop_token_ids,
     exported_rows,
     find_hf,
     is_hf,
@@ -72,7 +72,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
     carried = on_rank_zero(groups, lambda: carried_files(path / CARRIED))
-    columns, ends = exported_rows(carried, tokenizer.vocab_size), declared_ends(carried)
+    columns, stop_token_ids = exported_rows(carried, tokenizer.vocab_size), declared_stop_token_ids(carried)
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
         args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = for_inference(with_vocabulary(args, tokenizer))
@@ -82,7 +82,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     stage = _filled(args, groups, partial(load_weights, path, args), logger, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
     dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_stop_token_ids=stop_token_ids)
     return _with_its_ends(model, logger)
 
 
@@ -92,16 +92,18 @@ def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Toke
     stage = _filled(args, groups, partial(load_hf_weights, path, args), logger, at_once=False)
     logger.info(said)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
-    columns, ends = on_rank_zero(groups, lambda: (HFFolder(path).vocab_size, declared_ends(carried_files(path))))
+    columns, stop_token_ids = on_rank_zero(
+        groups, lambda: (HFFolder(path).vocab_size, declared_stop_token_ids(carried_files(path)))
+    )
     dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_stop_token_ids=stop_token_ids)
     return _with_its_ends(model, logger)
 
 
 def _with_its_ends(model: Model, logger: logging.Logger) -> Model:
     """The model, after saying what ends its texts where that is more than the end of document."""
-    if len(model.ends) > 1:
-        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.ends]
+    if len(model.stop_token_ids) > 1:
+        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
         logger.info(f"texts end at the tokens {', '.join(named)}")
     return model
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.huggingface import declared_ends, exported_rows
+from megatron.checkpointing.huggingface import declared_stop_token_ids, exported_rows
 from megatron.data import (
     DataError,
     Datasets,
@@ -34,9 +34,9 @@ from megatron.model import (
     Stage,
     build_stage,
     for_inference,
+    inference_mode,
     init_stage,
     lowest_trained,
-    reading,
     trained_parameters,
 )
 from megatron.mpu import ParallelGroups, init_model_parallel
@@ -80,12 +80,19 @@ class Training:
         All ranks enter it together. Random generators are what they were afterwards.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
+        rows, stop_token_ids = exported_rows(carried, self.tokenizer.vocab_size), declared_stop_token_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage):
+            with inference_mode(engine.stage):
                 yield Model(
-                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
+                    args,
+                    self.groups,
+                    self.tokenizer,
+                    engine.stage,
+                    engine.dtype,
+                    rows,
+                    lockstep,
+                    declared_stop_token_ids=stop_token_ids,
                 )
         finally:
             restore_rng(random, self.groups.device, "before inference")

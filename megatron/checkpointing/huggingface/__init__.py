@@ -5,7 +5,7 @@ What a tensor is called there, and what config.json means, is the knowledge of `
 
 from megatron.checkpointing.configuration import export_args
 from megatron.checkpointing.huggingface.exporting import export_hf, recover
-from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, declared_ends, exported_rows
+from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, declared_stop_token_ids, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
 from megatron.checkpointing.huggingface.hub import hub_or_cache
 from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
@@ -17,7 +17,7 @@ __all__ = [
     "Parity",
     "adopted_rows",
     "carried_files",
-    "declared_ends",
+    "declared_stop_token_ids",
     "export_args",
     "export_hf",
     "exported_rows",

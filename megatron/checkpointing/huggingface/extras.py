@@ -59,7 +59,7 @@ def exported_rows(carried: Mapping[str, bytes], tokens: int) -> int | None:
     return None if rows is None else max(rows, tokens)
 
 
-def declared_ends(carried: Mapping[str, bytes]) -> tuple[int, ...]:
+def declared_stop_token_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
     """Ids that end a text by a model's own files: `eos_token_id`, one or a list, of generation_config.json, else of
     config.json, as transformers reads them."""
     file = GENERATION if GENERATION in carried else CONFIG

@@ -9,11 +9,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from megatron.checkpointing.huggingface import HFFolder, declared_ends, import_hf
+from megatron.checkpointing.huggingface import HFFolder, declared_stop_token_ids, import_hf
 from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.operations import Operations
+from megatron.evaluation.model_operations import ModelOperations
 from megatron.evaluation.progress import Progress
-from megatron.generation import Model, Sampling, complete, load_model
+from megatron.generation import Model, SamplingParams, complete, load_model
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.runs import QUIET, configuration, make_model
@@ -63,14 +63,14 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
     if source == "checkpoint":
         import_hf(HFFolder(folder), tmp_path)
     model = loaded(folder, **({"load": str(tmp_path)} if source == "checkpoint" else {}))
-    found = complete(model, prompts, Sampling(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
+    found = complete(model, prompts, SamplingParams(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
     for one, text in zip(found, expected, strict=True):
         assert one.finished == (len(text) < TOKENS)
         assert one.tokens == (text[:-1] if one.finished else text)
 
 
 def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
-    known = Operations(loaded(folder)).names()
+    known = ModelOperations(loaded(folder)).names()
     ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), Progress(QUIET))
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     given = [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS]
@@ -80,7 +80,9 @@ def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
 
 def test_what_a_model_declares() -> None:
     def of(**files: object) -> tuple[int, ...]:
-        return declared_ends({f"{name}.json": json.dumps(content).encode() for name, content in files.items()})
+        return declared_stop_token_ids(
+            {f"{name}.json": json.dumps(content).encode() for name, content in files.items()}
+        )
 
     assert of(generation_config={"eos_token_id": [3, 1]}, config={"eos_token_id": 2}) == (3, 1)
     assert of(generation_config={"eos_token_id": 5}) == (5,)
