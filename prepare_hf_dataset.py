@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.data import DataError, EncodeJob, preprocess
 from megatron.data.files import sync, temporary
-from megatron.data.preprocessing.chat import ChatTokenizer, conversation, load_chat_tokenizer
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, conversation, load_chat_tokenizer
 from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.readers import Row, Shard
 from megatron.data.preprocessing.workers import in_order

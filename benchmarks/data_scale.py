@@ -26,7 +26,7 @@ from megatron.data import (  # noqa: E402
     build_packed,
     data_fingerprint,
 )
-from megatron.data.cache import cached, load
+from megatron.data.index_cache import cached, load
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from megatron.data.indexed_dataset import data_path, index_path, write_index
 from megatron.launch import process_info

@@ -19,13 +19,13 @@ from megatron.data.datasets import (
     unigram_entropy,
 )
 from megatron.data.errors import DataError
-from megatron.data.identity import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
+from megatron.data.fingerprints import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
 from megatron.data.index_maps import Begun, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.data.notes import data_notes
+from megatron.data.log_lines import data_notes
 from megatron.data.npy_dataset import write_npy
-from megatron.data.preprocessing.documents import EncodeJob
-from megatron.data.preprocessing.jobs import Progress, Result, preprocess
+from megatron.data.preprocessing.encode_job import EncodeJob
+from megatron.data.preprocessing.job_runner import Progress, Result, preprocess
 from megatron.data.storage import open_dataset
 
 if TYPE_CHECKING:

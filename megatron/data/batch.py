@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.gpt2_dataset import Sample
-from megatron.data.preferences.answers_dataset import Answers
+from megatron.data.packed_dataset import Sample
 from megatron.data.preferences.kto import rotated
+from megatron.data.preferences.preference_dataset import Answers
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.cache import CacheKey
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset, Sample
-from megatron.data.preferences.answers_dataset import AnswerDataset
+from megatron.data.index_cache import CacheKey
+from megatron.data.packed_dataset import PackedDataset, Sample
+from megatron.data.preferences.preference_dataset import AnswerDataset
 
 LANES = 1024
 LANE_LENGTH = 4096

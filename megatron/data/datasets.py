@@ -24,17 +24,17 @@ from megatron.data.blending import (
     weight_phases,
     weights_by_documents,
 )
-from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.index_cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.index_maps import Begun, IndexKey, IndexMaps, LaidOut, stretches, whole_windows
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_of
 from megatron.data.packing_efficiency import fullness_note
-from megatron.data.preferences.answers_dataset import AnswerDataset
-from megatron.data.preferences.reference_rows import ReferencedDataset
+from megatron.data.preferences.preference_dataset import AnswerDataset
+from megatron.data.preferences.reference_scores import ReferencedDataset
 from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
@@ -160,7 +160,7 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int, begun: Begun | None 
     """
     assert args.train_epochs is not None
     if holds_answers(args):
-        from megatron.data.preferences.sets import answer_samples  # which builds on this file
+        from megatron.data.preferences.preference_sets import answer_samples  # which builds on this file
 
         once = answer_samples(args)
     else:
@@ -207,7 +207,7 @@ def build_datasets(
     """
     begun = begun or Begun()
     if holds_answers(args):
-        from megatron.data.preferences.sets import build_answer_sets  # which builds on this file
+        from megatron.data.preferences.preference_sets import build_answer_sets  # which builds on this file
 
         return build_answer_sets(args, train_batch_size=train_batch_size, once=once, epochs=epochs, begun=begun)
 

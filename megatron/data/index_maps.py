@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.data.cache import CacheKey
+from megatron.data.index_cache import CacheKey
 
 INT32_MAX = np.iinfo(np.int32).max
 UINT32_MAX = np.iinfo(np.uint32).max

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.data.batch import Batch, collate_answers, collate_samples, rechunk
 from megatron.data.datasets import SampleSet, holds_answers
 from megatron.data.errors import DataError
-from megatron.data.identity import data_fingerprint
-from megatron.data.preferences.answers_dataset import Answers
+from megatron.data.fingerprints import data_fingerprint
+from megatron.data.preferences.preference_dataset import Answers
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.neox_arguments import NeoXArgs
 

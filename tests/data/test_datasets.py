@@ -20,7 +20,7 @@ from megatron.data import (
     unigram_entropy,
 )
 from megatron.data.blending import BlendedDataset
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
 A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")

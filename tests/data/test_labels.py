@@ -18,8 +18,8 @@ from megatron.data import (
 )
 from megatron.data.batch import collate_samples
 from megatron.data.blending import BlendedDataset, RepeatedDataset
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset
 from tests.data.test_datasets import build, make_args
 

@@ -16,7 +16,7 @@ from megatron.launch import process_info
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
-from tests.data.chat_tokenizers import CHATML, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
 from tests.training.test_resume import losses, stop_after

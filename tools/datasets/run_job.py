@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.data import DataError, EncodeJob, Progress, Result, preprocess
-from megatron.data.preprocessing.documents import Job
+from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import resolve
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults

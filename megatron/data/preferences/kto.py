@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import Sample
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import Sample
 from megatron.data.packing import build_maps
-from megatron.data.preferences.answers_dataset import AnswerMaps, Answers
+from megatron.data.preferences.preference_dataset import AnswerMaps, Answers
 from megatron.data.slices import Slices
 
 

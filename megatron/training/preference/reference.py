@@ -20,8 +20,8 @@ from megatron.checkpointing import CheckpointError, replace_file, told
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
 from megatron.data.blending import BlendedDataset
 from megatron.data.datasets import MadeOf
-from megatron.data.preferences.answers_dataset import AnswerDataset, Answers
-from megatron.data.preferences.reference_rows import (
+from megatron.data.preferences.preference_dataset import AnswerDataset, Answers
+from megatron.data.preferences.reference_scores import (
     SCORES,
     AnswerRow,
     ReferencedDataset,

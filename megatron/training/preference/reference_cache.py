@@ -14,7 +14,7 @@ from megatron.checkpointing import Change, config_key, model_keys, read_manifest
 from megatron.data import DataError
 from megatron.data.datasets import MadeOf, index_cache_dir
 from megatron.data.files import known_sha256, sha256
-from megatron.data.preferences.reference_rows import SCORES
+from megatron.data.preferences.reference_scores import SCORES
 from megatron.distributed import run_on_all_ranks
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups

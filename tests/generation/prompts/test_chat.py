@@ -13,7 +13,7 @@ from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.request_parsing import RequestParser
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import HFTokenizer
-from tests.data.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
 from tests.generation.serving.server import FOLDER, SHAPE
 
 MESSAGES = [

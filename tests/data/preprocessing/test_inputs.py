@@ -18,7 +18,7 @@ from pyarrow import parquet
 from megatron.data import DataError, EncodeJob
 from megatron.data.preprocessing import readers
 from megatron.data.preprocessing.inputs import resolve
-from megatron.data.preprocessing.jobs import preprocess
+from megatron.data.preprocessing.job_runner import preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import ROOT, TOKENIZER
 from tools.datasets import convert

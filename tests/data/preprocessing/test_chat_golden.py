@@ -20,7 +20,7 @@ import pytest
 from megatron.data import IndexedDataset
 from tools.datasets import preprocess_data_with_chat_template, preprocess_data_with_mask
 
-GOLDEN = Path(__file__).parent / "golden" / "dataset"
+GOLDEN = Path(__file__).parents[1] / "golden" / "dataset"
 BLANK = 222
 EOS = 0
 

@@ -25,7 +25,7 @@ from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, TOKENIZER
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BPE = ("HFTokenizer", str(TOKENIZER), None)
 CHAR = ("CharLevelTokenizer", None, None)
 

@@ -13,7 +13,7 @@ from megatron.data import EncodeJob, IndexedDataset, preprocess
 from megatron.tokenizer import HFTokenizer, make_tokenizer
 from tests.data.samples import TOKENIZER
 
-module = importlib.import_module("megatron.data.preprocessing.documents")
+module = importlib.import_module("megatron.data.preprocessing.encode_job")
 
 
 def variant(kind: str, folder: Path) -> HFTokenizer:

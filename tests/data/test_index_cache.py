@@ -13,7 +13,7 @@ import pytest
 
 from megatron.data import DataError, build_blend, build_packed
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps
-from megatron.data.cache import TAIL, cached, load
+from megatron.data.index_cache import TAIL, cached, load
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from tests.data.samples import write_dataset
 from tests.data.test_datasets import build, make_blend

@@ -9,7 +9,7 @@ import pytest
 from megatron.data import DataError, build_datasets, train_loader
 from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare, shared_prompt
 from megatron.neox_arguments import NeoXArgs
-from tests.data.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets.preprocess_data_with_chat_template import main as preprocess_main
 
 trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")

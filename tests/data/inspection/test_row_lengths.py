@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.inspection.analysis import suggested
+from megatron.data.inspection.row_lengths import suggested
 from tests.data.samples import DATASET
 from tools.datasets.analyze import main
 
@@ -128,7 +128,7 @@ def test_no_gpu_is_touched(tmp_path: Path):
         "torch = sys.modules.get('torch'); "
         "print(repr(os.environ['CUDA_VISIBLE_DEVICES']), torch is not None and torch.cuda.is_initialized())"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment)
     assert done.stdout.splitlines()[-1] == "'' False", done.stderr

@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.inspection.statistics import FITS, share
-from megatron.data.preprocessing.chat import ChatTokenizer, check_characters, conversation, template_settings
 from megatron.data.preprocessing.chat_rows import PAIR, question, shared_prompt
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, check_characters, conversation, template_settings
 from megatron.data.preprocessing.readers import Row
 
 ROWS_AT_ONCE = 256

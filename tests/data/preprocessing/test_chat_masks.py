@@ -5,7 +5,7 @@ import pytest
 
 from megatron.data import DataError
 from megatron.data.preprocessing.chat_masks import completion_labels, delimiter_labels, span_labels, trained_spans
-from tests.data.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
 
 TALK = [
     {"role": "system", "content": "The harbour trades copper."},

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.data.gpt2_dataset import PackedDataset, Sample
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import PackedDataset, Sample
 from megatron.data.packing import build_maps
 from megatron.data.slices import AfterPrompt, DocumentsView, Slices
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from megatron.data.blending import BlendedDataset
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import Sample
 from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import Sample
 from megatron.data.packing import best_fit
-from megatron.data.preferences.answers_dataset import AnswerDataset, Answers
+from megatron.data.preferences.preference_dataset import AnswerDataset, Answers
 
 # name: `AnswerRow.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
 SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])

@@ -30,7 +30,7 @@ from megatron.data.errors import DataError
 from megatron.data.files import sha256, sync, temporary
 from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
 from megatron.data.preprocessing import readers
-from megatron.data.preprocessing.documents import Job
+from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.workers import BadRow, Part, encode_shard, in_order
 

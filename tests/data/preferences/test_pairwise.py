@@ -10,7 +10,7 @@ from trl.data_utils import extract_prompt
 from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.blending import BlendedDataset
 from megatron.data.index_maps import Begun
-from megatron.data.preferences.sets import build_answer_sets
+from megatron.data.preferences.preference_sets import build_answer_sets
 from tests.data.samples import DATASET, INDEXMAPS, golden_maps
 
 PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}

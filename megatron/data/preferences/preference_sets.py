@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from megatron.data.blending import BlendedDataset, BlendingKey, BlendKey, BlendMaps, EpochKey, OnceKey, wanted_samples
-from megatron.data.cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.datasets import (
     NAMES,
     Datasets,
@@ -24,13 +23,14 @@ from megatron.data.datasets import (
 )
 from megatron.data.errors import DataError
 from megatron.data.files import known_sha256
+from megatron.data.index_cache import CacheKey, Entry, Makers, cached, load
 from megatron.data.index_maps import Begun, Packing, stretches
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled, open_labels, open_rewards
 from megatron.data.packing import packing_of
-from megatron.data.preferences.answers_dataset import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.preferences.kto import mismatched
 from megatron.data.preferences.pairwise import check_pairs, check_reference, check_sums, first_of_answers
+from megatron.data.preferences.preference_dataset import COUNTS, AnswerDataset, AnswerMaps, Limits, lay_out
 from megatron.data.sampler import data_seed
 from megatron.data.slices import Slices
 from megatron.data.storage import open_dataset

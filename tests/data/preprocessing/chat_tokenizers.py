@@ -4,7 +4,7 @@ from datetime import date
 from functools import cache
 from typing import Any
 
-from megatron.data.preprocessing.chat import ChatTokenizer
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
 
 ADDED = (
     "<|endoftext|>",

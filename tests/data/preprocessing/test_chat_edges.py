@@ -6,9 +6,17 @@ from datetime import date
 import pytest
 
 from megatron.data import DataError
-from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer
 from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
-from tests.data.chat_tokenizers import ADDED, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import (
+    ADDED,
+    CHATML,
+    GENERATION,
+    LLAMA3,
+    PLAIN,
+    chat_tokenizer,
+    fast_tokenizer,
+)
 from tools.datasets import analyze
 from tools.datasets import preprocess_data_with_chat_template as tool
 

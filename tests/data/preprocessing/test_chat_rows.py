@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset
-from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer
 from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
-from tests.data.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import preprocess_data_with_chat_template as tool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
 ROW = {"messages": [ASK, ANSWER]}
 

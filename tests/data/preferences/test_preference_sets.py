@@ -19,8 +19,8 @@ from megatron.data import (
 from megatron.data import train_loader as loader
 from megatron.data.index_maps import Packing
 from megatron.data.labels import first_labelled
-from megatron.data.preferences.answers_dataset import COUNTS, Limits, lay_out
 from megatron.data.preferences.kto import partners
+from megatron.data.preferences.preference_dataset import COUNTS, Limits, lay_out
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 

@@ -16,7 +16,7 @@ from megatron.data.inspection.file_groups import find_columns
 from megatron.data.inspection.verify import Checked, blocks, verify
 from tests.data.samples import DATASET, TOKENIZER
 
-TOOL = Path(__file__).parents[2] / "tools" / "datasets" / "verify.py"
+TOOL = Path(__file__).parents[3] / "tools" / "datasets" / "verify.py"
 HEADER = 34  # bytes of an .idx before its tables
 TEXT, LABEL, REWARD = (f"chat_kto_conversation_{kind}document" for kind in ("", "label_", "reward_"))
 COUNT = 24

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, EncodeJob, IndexedDataset, preprocess
-from megatron.data.preprocessing import jobs, readers
+from megatron.data.preprocessing import job_runner, readers
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, ROOT, TOKENIZER, write_dataset
 
@@ -39,12 +39,12 @@ def content(prefix: Path) -> tuple[bytes, bytes]:
 DRIVER = """
 import sys
 from megatron.data import EncodeJob
-from megatron.data.preprocessing import jobs
+from megatron.data.preprocessing import job_runner
 from megatron.data import preprocess
 from megatron.data.preprocessing import readers
 from megatron.tokenizer import make_tokenizer
 
-readers.CHUNK_BYTES, jobs.JOURNAL_SECONDS = 2000, 0.02
+readers.CHUNK_BYTES, job_runner.JOURNAL_SECONDS = 2000, 0.02
 print("start", flush=True)
 job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), append_eod=True)
 preprocess([sys.argv[1]], [sys.argv[2]], job, workers=2, metadata_file=sys.argv[2] + ".json")
@@ -77,7 +77,7 @@ def test_killed_at_ten_moments_and_still_the_same_bytes(tmp_path: Path):
 def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The process ends, without a word, at the n-th change of the file system, for every n."""
     monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(jobs, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(job_runner, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and no matter where only a process ends
     source = corpus(tmp_path / "a.jsonl", 20)
     job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), keys=("text",))

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.data.blending import normalized
 from megatron.data.datasets import SampleSet, beside, blend_weights, data_prefixes
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preferences.sets import answer_files
+from megatron.data.preferences.preference_sets import answer_files
 from megatron.data.sampler import data_seed
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
