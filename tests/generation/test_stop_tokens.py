@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from megatron.checkpointing.huggingface import HFFolder, declared_stop_token_ids, import_hf
 from megatron.evaluation.language_model import NeoXLM
 from megatron.evaluation.model_operations import ModelOperations
-from megatron.evaluation.progress import Progress
+from megatron.evaluation.progress import EvaluationProgress
 from megatron.generation import Model, SamplingParams, complete, load_model
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import build_tokenizer
@@ -71,7 +71,7 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
 
 def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
     known = ModelOperations(loaded(folder)).names()
-    ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), Progress(QUIET))
+    ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     given = [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS]
     asked = [Instance("generate_until", {}, one, i, metadata=("t", i, 1)) for i, one in enumerate(given)]

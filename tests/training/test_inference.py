@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.generation.scoring.logprobs import ContinuationScore, Request, score
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.training import Callback, Step, Training, train
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
-REQUESTS: list[Request] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
+REQUESTS: list[ScoreRequest] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
 
 
 class Looking(Callback):
