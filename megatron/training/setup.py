@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.huggingface import declared_stop_token_ids, exported_rows
+from megatron.checkpointing.huggingface import declared_eos_ids, exported_vocab_size
 from megatron.data import (
     DataError,
     Datasets,
@@ -80,19 +80,12 @@ class Training:
         All ranks enter it together. Random generators are what they were afterwards.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, stop_token_ids = exported_rows(carried, self.tokenizer.vocab_size), declared_stop_token_ids(carried)
+        rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
             with inference_mode(engine.stage):
                 yield Model(
-                    args,
-                    self.groups,
-                    self.tokenizer,
-                    engine.stage,
-                    engine.dtype,
-                    rows,
-                    lockstep,
-                    declared_stop_token_ids=stop_token_ids,
+                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
                 )
         finally:
             restore_rng(random, self.groups.device, "before inference")
