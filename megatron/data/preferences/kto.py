@@ -68,25 +68,25 @@ def mismatched(
 
 def rotated(items: Sequence[Answers], max_length: int | None) -> list[Answers]:
     """Examples, each in a row of its own, with `kl` as TRL has it: prompt i, and answer i - 1 of the micro-batch."""
-    real = [item for item in items if item.signs.any()]
+    real = [item for item in items if item.preference_labels.any()]
     pieces = [_cut(item) for item in real]
     turned = [
-        replace(item, kl=_joined(item, prompt, pieces[i - 1][1], max_length or len(item.numbers[0])))
+        replace(item, kl_sample=_joined(item, prompt, pieces[i - 1][1], max_length or len(item.response_ids[0])))
         for i, (item, (prompt, _)) in enumerate(zip(real, pieces, strict=True))
     ]
-    return turned + [replace(item, kl=item).as_padding() for item in items if not item.signs.any()]
+    return turned + [replace(item, kl_sample=item).as_padding() for item in items if not item.preference_labels.any()]
 
 
 def _cut(item: Answers) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """(prompt, (answer, its labels)) of an example."""
-    (row,), (numbers,) = item.rows, item.numbers
+    (row,), (numbers,) = item.rows, item.response_ids
     used = int((numbers >= 0).sum())
     first = 1 + int(np.argmax(row.labels[1:] >= 0))
     return row.tokens[:first], (row.tokens[first:used], row.labels[first:used])
 
 
 def _joined(item: Answers, prompt: np.ndarray, answer: tuple[np.ndarray, np.ndarray], most: int) -> Answers:
-    (row,), (numbers,) = item.rows, item.numbers
+    (row,), (numbers,) = item.rows, item.response_ids
     end = min(most, len(row.tokens), len(prompt) + len(answer[0]))
     tokens, labels = np.zeros_like(row.tokens), np.full_like(row.labels, MASKED)
     begins, number = np.zeros_like(row.begins), np.full_like(numbers, -1)

@@ -24,16 +24,16 @@ class Answers:
     (of pairs, 2p and 2p + 1); signs and reference [n]: as of `Batch`; kl: answers to other prompts."""
 
     rows: tuple[Sample, ...]
-    numbers: tuple[np.ndarray, ...]
-    signs: np.ndarray
-    reference: np.ndarray | None = None
-    kl: "Answers | None" = None
+    response_ids: tuple[np.ndarray, ...]
+    preference_labels: np.ndarray
+    reference_logprobs: np.ndarray | None = None
+    kl_sample: "Answers | None" = None
 
     def as_padding(self) -> "Answers":
         """The same shapes, in which nothing counts."""
         rows = tuple(replace(row, labels=np.full_like(row.labels, MASKED)) for row in self.rows)
-        kl = None if self.kl is None else self.kl.as_padding()
-        return replace(self, rows=rows, signs=np.zeros_like(self.signs), kl=kl)
+        kl = None if self.kl_sample is None else self.kl_sample.as_padding()
+        return replace(self, rows=rows, preference_labels=np.zeros_like(self.preference_labels), kl_sample=kl)
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ class AnswerDataset:
         *,
         seq_length: int,
         packing: Packing,
-        signs: np.ndarray,
+        preference_labels: np.ndarray,
         two_rows: bool = False,
         labels: Sequence[IndexedDataset] | None = None,
         references: Sequence[IndexedDataset] | None = None,
         vocab_size: int | None = None,
         kl: "AnswerDataset | None" = None,
     ):
-        self.indexed, self.maps, self.signs, self.kl = sources[0], maps, signs, kl
+        self.indexed, self.maps, self.preference_labels, self.kl = sources[0], maps, preference_labels, kl
         self.parts, self.references = tuple(parts), None if references is None else tuple(references)
         step, plain = 2 if two_rows else 1, replace(packing, truncate_documents=None)
         self.rows = []
@@ -177,7 +177,7 @@ class AnswerDataset:
         numbers = tuple(self._numbers(row, index, len(units)) for row in range(step))
         reference = None if self.references is None else self._reference(documents, rows, numbers)
         kl = None if self.kl is None else self.kl[index % len(self.kl)]
-        return Answers(rows, numbers, self.signs[documents], reference, kl)
+        return Answers(rows, numbers, self.preference_labels[documents], reference, kl)
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
         """As `PackedDataset.pieces`, the row first; documents are those of the row, tokens those that are used."""

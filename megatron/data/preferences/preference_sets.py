@@ -311,13 +311,15 @@ def _loaded(args: NeoXArgs, member: _Member, key: AnswerKey, maps: AnswerMaps) -
             maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length,
             key.before,
         )  # fmt: skip
-        kl = build(parts, prompts, rows, signs=np.ones(count, np.float32))
+        kl = build(parts, prompts, rows, preference_labels=np.ones(count, np.float32))
     parts = [Slices(numbers % sources, numbers // sources, maps.begin, maps.size)]
-    signs = _signs(args, member, count)
-    return build(parts, maps.prompt, maps, signs=signs, two_rows=two_rows, references=member.references, kl=kl)
+    labels = _preference_labels(args, member, count)
+    return build(
+        parts, maps.prompt, maps, preference_labels=labels, two_rows=two_rows, references=member.references, kl=kl
+    )
 
 
-def _signs(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:
+def _preference_labels(args: NeoXArgs, member: _Member, count: int) -> np.ndarray:
     """As of `Batch`. Raises DataError for a reward of 0, which is neither good nor bad."""
     if sample_kind(args) == "pairs":
         return np.ones(count, np.float32)

@@ -39,8 +39,8 @@ class AnswerRow:
 def answer_rows(item: Answers) -> list[AnswerRow]:
     """The answers of a sample by number; those of its `kl` are not among them."""
     found = []
-    for answer in range(len(item.signs)):
-        for row, numbers in zip(item.rows, item.numbers, strict=True):
+    for answer in range(len(item.preference_labels)):
+        for row, numbers in zip(item.rows, item.response_ids, strict=True):
             places = np.flatnonzero(numbers == answer)
             if len(places):
                 labels = row.labels[places].copy()
@@ -54,7 +54,7 @@ def answer_rows(item: Answers) -> list[AnswerRow]:
 
 def all_answer_rows(item: Answers) -> list[AnswerRow]:
     """These, then those of `kl`."""
-    return answer_rows(item) + (answer_rows(item.kl) if item.kl is not None else [])
+    return answer_rows(item) + (answer_rows(item.kl_sample) if item.kl_sample is not None else [])
 
 
 def samples_of(rows: Sequence[AnswerRow], width: int, packed: bool) -> tuple[list[Answers], list[int]]:
@@ -111,8 +111,8 @@ class Scores:
                 f"{int((~there).sum())} of {len(there)} answers of a sample have no reference log-probabilities: the "
                 "data has changed since the run began; start it again"
             )
-        kl = None if item.kl is None else self.with_references(item.kl)
-        return replace(item, reference=self.rows["sum"][places], kl=kl)
+        kl = None if item.kl_sample is None else self.with_references(item.kl_sample)
+        return replace(item, reference_logprobs=self.rows["sum"][places], kl_sample=kl)
 
 
 class ReferencedDataset:

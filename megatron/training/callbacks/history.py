@@ -129,7 +129,7 @@ def _answers(training: Training) -> dict[str, float]:
     args, dataset = training.args, training.datasets.train
     if not holds_answers(args) or dataset is None:
         return {}
-    samples = [len(dataset[i].signs) for i in range(min(_LOOKED_AT, len(dataset)))]  # type: ignore[union-attr]
+    samples = [len(dataset[i].preference_labels) for i in range(min(_LOOKED_AT, len(dataset)))]  # type: ignore[union-attr]
     name, answers = ("pairs", 2) if sample_kind(args) == "pairs" else ("examples", 1)
     return {name: sum(samples) / len(samples) / answers * args.train_batch_size}
 

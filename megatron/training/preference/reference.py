@@ -154,11 +154,11 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
         found = forward_only(
             stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
         )
-        filled = [replace(b, reference=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
-        others = [batch.kl for batch in filled if batch.kl is not None]
+        filled = [replace(b, reference_logprobs=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
+        others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled
-        return [replace(batch, kl=kl) for batch, kl in zip(filled, fill(others), strict=True)]
+        return [replace(batch, kl_batch=kl) for batch, kl in zip(filled, fill(others), strict=True)]
 
     return fill
 
