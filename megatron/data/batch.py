@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.packed_dataset import Sample
-from megatron.data.preferences.kto import rotated
-from megatron.data.preferences.preference_dataset import Answers
+from megatron.data.packed_dataset import TokenSample
+from megatron.data.preferences.kto import rotate_responses
+from megatron.data.preferences.preference_dataset import PreferenceSample
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ def collate(
 
 
 def collate_samples(
-    samples: Sequence[Sample], length: int | None = None, *, eod: int | None = None, **options: Any
+    samples: Sequence[TokenSample], length: int | None = None, *, eod: int | None = None, **options: Any
 ) -> Batch:
     """`collate` of a dataset's samples, of each the first `length` tokens (None: all).
 
@@ -121,8 +121,8 @@ def collate_samples(
     return replace(batch, padding=padding)
 
 
-def collate_answers(
-    items: Sequence[Answers],
+def collate_preferences(
+    items: Sequence[PreferenceSample],
     length: int | None = None,
     *,
     packed: bool,
@@ -133,12 +133,12 @@ def collate_answers(
     """A batch of preferences: the rows of every sample, one after another, and their answers numbered on.
 
     packed: rows hold several documents, which attention and positions keep apart. rotate: `kl` comes of the samples
-    themselves (`kto.rotated`).
+    themselves (`kto.rotate_responses`).
     """
     if length is not None:
         raise ValueError("answers are not cut to the lengths of a curriculum")
     if rotate:
-        items = rotated(items, max_length)
+        items = rotate_responses(items, max_length)
     rows = [row for item in items for row in item.rows]
     batch = collate_samples(rows, reset_attention_mask=packed, reset_position_ids=packed, seed=seed)
     before = np.cumsum([0] + [len(item.preference_labels) for item in items]).tolist()
@@ -154,7 +154,7 @@ def collate_answers(
         response_ids=torch.from_numpy(np.stack(numbers)[:, :-1].copy()),
         preference_labels=torch.from_numpy(np.concatenate([item.preference_labels for item in items])),
         reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
-        kl_batch=collate_answers(kl, packed=packed, seed=seed) if kl else None,
+        kl_batch=collate_preferences(kl, packed=packed, seed=seed) if kl else None,
     )
 
 

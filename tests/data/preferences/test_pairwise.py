@@ -9,8 +9,8 @@ from trl.data_utils import extract_prompt
 
 from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.blending import BlendedDataset
-from megatron.data.index_maps import Begun
-from megatron.data.preferences.preference_sets import build_answer_sets
+from megatron.data.index_maps import DataState
+from megatron.data.preferences.preference_sets import build_preference_sets
 from tests.data.samples import DATASET, INDEXMAPS, golden_maps
 
 PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}
@@ -47,12 +47,12 @@ CACHE: dict[str, str] = {}
 
 def build(samples: int = 40, **changes):
     args = make_args(**CACHE, **changes)
-    return build_answer_sets(args, train_batch_size=samples, once=lambda work: work(), epochs=None, begun=Begun()).train
+    return build_preference_sets(args, samples, lambda work: work(), None, DataState()).train
 
 
 def notes(**changes):
     args = make_args(**CACHE, **changes)
-    return build_answer_sets(args, train_batch_size=4, once=lambda work: work(), epochs=None, begun=Begun()).notes
+    return build_preference_sets(args, 4, lambda work: work(), None, DataState()).log_lines
 
 
 def test_order_and_samples_equal_neox_with_its_error():

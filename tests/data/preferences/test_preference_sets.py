@@ -18,9 +18,9 @@ from megatron.data import (
 )
 from megatron.data import train_loader as loader
 from megatron.data.index_maps import Packing
-from megatron.data.labels import first_labelled
-from megatron.data.preferences.kto import partners
-from megatron.data.preferences.preference_dataset import COUNTS, Limits, lay_out
+from megatron.data.labels import first_labelled_token
+from megatron.data.preferences.kto import mismatched_documents
+from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -158,7 +158,7 @@ def test_lengths_left_and_right(tmp_path: Path):
                              train_micro_batch_size_per_gpu=1, **paths, **changes)  # fmt: skip
         datasets = build(args)
         found = [answers_of(batch) for batch in batches(args, datasets.train)]
-        return {answers[0][1][0]: answers for answers in found}, datasets.notes
+        return {answers[0][1][0]: answers for answers in found}, datasets.log_lines
 
     found, notes = texts(max_prompt_length=4, max_length=10)
     assert found[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
@@ -174,9 +174,9 @@ def test_lengths_left_and_right(tmp_path: Path):
 
 def test_pairs_longer_than_a_row_are_cut_evenly():
     sizes, first = np.array([[30, 40], [3, 60], [10, 10]]), np.full((3, 2), 2)
-    maps = lay_out(sizes, first, 3, 48, 0, Packing("best_fit"), Limits())
+    maps = build_preference_maps(sizes, first, 3, 48, 0, Packing("best_fit"), LengthLimits())
     assert maps.size.tolist() == [24, 24, 3, 46, 10, 10]
-    kept = lay_out(sizes, first, 3, 48, 0, Packing("best_fit", allow_chopped=False), Limits())
+    kept = build_preference_maps(sizes, first, 3, 48, 0, Packing("best_fit", allow_chopped=False), LengthLimits())
     assert kept.doc_idx.tolist() == [4, 5] and kept.counts[COUNTS.index("too_long")] == 2
 
 
@@ -186,7 +186,8 @@ def test_padding_of_lengths_like_olmo_3(median: int, p95: int, seq: int):
     random = np.random.default_rng(0)
     sizes = np.exp(random.normal(np.log(median / 8), np.log(p95 / median) / 1.6449, (4000, 2)))
     sizes = np.maximum(4, sizes.astype(np.int64))
-    maps = lay_out(sizes, np.full_like(sizes, 2), 1, seq // 8, 0, Packing("best_fit"), Limits(seq // 16))
+    first, limits = np.full_like(sizes, 2), LengthLimits(seq // 16)
+    maps = build_preference_maps(sizes, first, 1, seq // 8, 0, Packing("best_fit"), limits)
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     assert count["units"] == 4000
     assert 1 - count["tokens"] / (count["samples"] * (seq // 8 + 1)) < 0.03
@@ -329,13 +330,13 @@ def test_first_labelled_of_many_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     rows = [np.where(random.random(size) < 0.2, 5, -100) for size in random.integers(1, 30, 200)]
     expected = [next((i for i in range(1, len(row)) if row[i] >= 0), len(row)) for row in rows]
     monkeypatch.setattr("megatron.data.labels.CHUNK", 64)
-    assert first_labelled(open_dataset(write(tmp_path / "l", rows))).tolist() == expected
+    assert first_labelled_token(open_dataset(write(tmp_path / "l", rows))).tolist() == expected
 
 
 @pytest.mark.parametrize("count, per_prompt", [(9, 1), (40, 2), (5, 2), (4, 2)])
 def test_partners(count: int, per_prompt: int):
     documents = np.arange(count) + 10
-    found = partners(documents, per_prompt, 3)
+    found = mismatched_documents(documents, per_prompt, 3)
     assert sorted(found) == documents.tolist() and (found // per_prompt != documents // per_prompt).all()
 
 
