@@ -64,15 +64,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def taken_over(args: NeoXArgs) -> dict[str, Any]:
     """The keys of a finished run that the next one has too."""
     keys = keys_of(NeoXArgs)
-    given = {name: value for name, value in thaw(args.given).items() if name in keys and name not in _LEFT}
+    given = {name: value for name, value in thaw(args.user_values).items() if name in keys and name not in _LEFT}
     return {name: value for name, value in given.items() if keys[name].owner in _TAKEN and value is not None}
 
 
 def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """What the recipe says, on two prefixes of tokenised conversations; the checkpoint's optimizer at its rate."""
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
-    if args.given.get("optimizer"):
-        own = thaw(args.given["optimizer"])
+    if args.user_values.get("optimizer"):
+        own = thaw(args.user_values["optimizer"])
         rate = {"lr": recipe["optimizer"]["params"]["lr"]}
         keys["optimizer"] = {**own, "params": {**own.get("params", {}), **rate}}
     return keys

@@ -45,7 +45,7 @@ def _weight(batch: Batch) -> Tensor:
 
 def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
     """The objective; its weight is the number of examples."""
-    has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].couples
+    has_kl = TRAIN_IMPLS["kto"].losses[settings.loss_type].depends_on_batch
     loss: AnswerLoss = loss_function("kto", settings.loss_type)
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Sums:

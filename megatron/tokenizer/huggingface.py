@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -144,4 +144,4 @@ def _declared(path: Path) -> dict[str, str]:
 
 
 def _library(name: str) -> Any:
-    return package(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))
+    return import_optional(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -25,7 +25,7 @@ class SPMTokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
         missing = TokenizerError(f"SPMTokenizer needs the sentencepiece package {INSTALL}")
-        sentencepiece = package("sentencepiece", missing)
+        sentencepiece = import_optional("sentencepiece", missing)
         self._content = read_file(vocab_file)
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -67,7 +67,8 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
-        tiktoken = package("tiktoken", TokenizerError(f"TiktokenTokenizer needs the tiktoken package {INSTALL}"))
+        missing = TokenizerError(f"TiktokenTokenizer needs the tiktoken package {INSTALL}")
+        tiktoken = import_optional("tiktoken", missing)
         if Path(vocab_file).is_dir():
             encoding = _saved(Path(vocab_file), tiktoken)
         elif str(vocab_file) in (known := tiktoken.list_encoding_names()):

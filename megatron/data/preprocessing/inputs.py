@@ -16,7 +16,7 @@ from megatron.data.errors import DataError
 from megatron.data.preprocessing import columnar, readers
 from megatron.data.preprocessing.readers import SUFFIXES, Row, Shard, file_shards, kind_of
 from megatron.data.preprocessing.splits import WHOLE, asked, rows_of, split_of
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"
@@ -257,7 +257,7 @@ def _converted(name: str, subset: str | None, split: str, hub: dict[str, Any]) -
 
 def _datasets(name: str | Path) -> Any:
     what = "reading a folder as on" if isinstance(name, Path) else "no such file; reading"
-    return package("datasets", DataError(f"{name}: {what} the HuggingFace hub needs the datasets package"))
+    return import_optional("datasets", DataError(f"{name}: {what} the HuggingFace hub needs the datasets package"))
 
 
 def _reason(problem: Exception) -> str:

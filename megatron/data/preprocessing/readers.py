@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 
 from megatron.data.errors import DataError
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 CHUNK_BYTES = 1 << 20  # of raw input in a shard: a fraction of a second of tokenising
 CSV_FIELD_BYTES = 1 << 30  # a quote that is never closed must not swallow a file without end
@@ -395,7 +395,7 @@ def _unpacked(raw: IO[bytes], packing: str, source: str) -> Iterator[Any]:
             yield stream
     elif packing == ".zst":
         missing = DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)")
-        zstandard = package("zstandard", missing)
+        zstandard = import_optional("zstandard", missing)
         try:
             yield io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj), ZSTD_BYTES)
         except zstandard.ZstdError as problem:

@@ -113,7 +113,7 @@ class Batcher:
                 dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.group(axis))
         blocks = int(least)
         if blocks < 1:
-            raise args.problem("kv_cache_gb", f"{room / 1e9:.3g} GB hold no {_BLOCK} tokens; set it higher")
+            raise args.error("kv_cache_gb", f"{room / 1e9:.3g} GB hold no {_BLOCK} tokens; set it higher")
         if auto and log is not None:
             log(f"kv_cache_gb: auto chose {blocks * size / 1e9:.3g}, for {blocks * _BLOCK} tokens")
         return blocks

@@ -14,12 +14,13 @@ from typing import Literal
 class Loss:
     """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss of the
     run reads them. needs_reference: whether answers are compared with a reference model's log-probabilities of them.
-    couples: whether the examples of a step meet in it."""
+    depends_on_batch: whether an example's loss
+    depends on the others of its step."""
 
     function: str
     options: tuple[str, ...] = ()
     needs_reference: bool = False
-    couples: bool = False
+    depends_on_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
             "robust": Loss("pair_losses.robust", _SMOOTHED, needs_reference=True),
             "bco_pair": Loss("pair_losses.bco_pair", needs_reference=True),
             "sppo_hard": Loss("pair_losses.sppo_hard", needs_reference=True),
-            "aot": Loss("pair_losses.aot", _SMOOTHED, needs_reference=True, couples=True),
-            "aot_unpaired": Loss("pair_losses.aot_unpaired", _SMOOTHED, needs_reference=True, couples=True),
+            "aot": Loss("pair_losses.aot", _SMOOTHED, needs_reference=True, depends_on_batch=True),
+            "aot_unpaired": Loss("pair_losses.aot_unpaired", _SMOOTHED, needs_reference=True, depends_on_batch=True),
             "apo_zero": Loss("pair_losses.apo_zero", needs_reference=True),
             "apo_down": Loss("pair_losses.apo_down", needs_reference=True),
             "discopop": Loss("pair_losses.discopop", ("discopop_tau",), needs_reference=True),
@@ -71,7 +72,7 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
         "answers",
         "kto_loss_type",
         {
-            "kto": Loss("kto.prospect", ("compat_kto", "kto_kl"), needs_reference=True, couples=True),
+            "kto": Loss("kto.prospect", ("compat_kto", "kto_kl"), needs_reference=True, depends_on_batch=True),
             "apo_zero_unpaired": Loss("kto.prospect", needs_reference=True),
         },
     ),

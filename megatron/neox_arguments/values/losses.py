@@ -19,16 +19,16 @@ def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
 
 
 def needs_reference(args: ResolvedArgs) -> bool:
-    """Whether batches have a reference's log-probabilities."""
+    """Whether batches hold the log-probabilities of a reference model."""
     return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
 
 
 def scores_reference(args: ResolvedArgs) -> bool:
-    """Whether the run makes these itself; sets of pairs may have them beside."""
-    given = args.precompute_model_name is not None and sample_kind(args) == "pairs"
-    return needs_reference(args) and not given
+    """Whether the run computes the log-probabilities of its reference itself: sets of pairs may come with them."""
+    precomputed = args.precompute_model_name is not None and sample_kind(args) == "pairs"
+    return needs_reference(args) and not precomputed
 
 
-def couples(args: ResolvedArgs) -> bool:
-    """Whether the examples of a step meet in its loss; in GPT-NeoX's KTO only those of a micro-batch do."""
-    return any(loss.couples for loss in losses_of(args).values()) and not args.compat_kto
+def depends_on_batch(args: ResolvedArgs) -> bool:
+    """Whether an example's loss depends on the others of its step (in GPT-NeoX's KTO: of its micro-batch)."""
+    return any(loss.depends_on_batch for loss in losses_of(args).values()) and not args.compat_kto
