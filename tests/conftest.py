@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every command that a test starts would compile all modules again
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     config.pluginmanager.register(BudgetPlugin(), "budget")

@@ -45,7 +45,10 @@ def references() -> dict[str, Curve]:
     return {name: whole([p], c) for name, p, c in zip(("neox", "llama"), part, configs, strict=True)}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",  # "tp2 x pp2 +sp" has what those two have
+    [pytest.param(name, marks=pytest.mark.more if name in ("tp2 +sp", "pp2") else ()) for name in LAYOUTS],
+)
 def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> None:
     ranks, layout = LAYOUTS[name]
     configs = [values(model, **layout) for model in (NEOX, LLAMA)]

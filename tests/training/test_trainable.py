@@ -141,7 +141,10 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
             assert now.equal(start.to(dtype)) is not trained, (name, layer, spec.name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_HERE)
+@pytest.mark.parametrize(
+    "layout",  # "tp2 x pp2 +sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
+    [pytest.param(name, marks=pytest.mark.more if name in ("tp2", "pp2", "zero2") else ()) for name in LAYOUTS_HERE],
+)
 def test_trains_as_torch_and_leaves_the_rest(
     layout: str, references: dict[str, Curve], capsys: pytest.CaptureFixture[str]
 ) -> None:
