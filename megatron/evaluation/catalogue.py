@@ -12,7 +12,7 @@ from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from megatron.checkpointing.huggingface import hub_or_cache
+from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import text_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -50,7 +50,7 @@ def find_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
     found = Catalogue(system_prompt=_system_prompt(args))
     if args.eval_apply_chat_template:
         found.template = find_template(args, tokenizer)
-    with hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
+    with find_in_hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
         for name in names:
             try:
                 found.tasks[name] = dict(manager.load([name]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing.staging import with_local_model
+from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, Watchdog, configure_logging, meet, on_rank_zero
 from megatron.distributed.rank0_driver import Call, lead
 from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, find_checkpoint
-from megatron.checkpointing.huggingface import CARRIED, export_args, find_hf, is_hf
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, load_checkpoint_args
 from megatron.checkpointing.layout import LATEST, is_tag, step_of
 from megatron.distributed import Process
 from megatron.generation.complete import Completion, complete
@@ -64,10 +64,10 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
     if is_tag(path.name) and not (path / LATEST).exists():
         path, iteration = path.parent, step_of(path)
     found = find_checkpoint(path, iteration)
-    args, _ = export_args(found)
+    args, _ = load_checkpoint_args(found)
     tokenizer: dict[str, str] = {}
     if args.tokenizer_type in _OF_FILES and not (args.vocab_file and Path(args.vocab_file).exists()):
-        tokenizer = tokenizer_keys(found / ("tokenizer" if (found / "tokenizer").is_dir() else CARRIED))
+        tokenizer = tokenizer_keys(found / ("tokenizer" if (found / "tokenizer").is_dir() else HF_SUBFOLDER))
     return args.replace(
         **tokenizer, load=str(path), iteration=step_of(found),
         model_parallel_size=1, pipe_parallel_size=1, sequence_parallel=False, train_batch_size=None,

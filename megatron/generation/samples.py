@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing.huggingface import find_hf, is_hf
-from megatron.checkpointing.staging import with_local_model
+from megatron.checkpointing.remote_staging import with_local_model
 from megatron.data.files import sync, temporary
 from megatron.distributed import Process, configure_logging, meet, on_rank_zero, run_on_all_ranks
 from megatron.generation.batching.requests import Event

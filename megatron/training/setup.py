@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.huggingface import declared_ends, exported_rows
+from megatron.checkpointing.huggingface import declared_eos_ids, exported_vocab_size
 from megatron.data import (
     DataError,
     Datasets,
@@ -80,12 +80,12 @@ class Training:
         All ranks enter it together. Random generators are what they were afterwards.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
+        rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
             with reading(engine.stage):
                 yield Model(
-                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
+                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
                 )
         finally:
             restore_rng(random, self.groups.device, "before inference")

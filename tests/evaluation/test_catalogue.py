@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
-from megatron.checkpointing.huggingface import hub_or_cache
+from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.evaluation import catalogue
 from megatron.evaluation.catalogue import Catalogue, find_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs, need_harness
@@ -121,7 +121,7 @@ def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, o
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with hub_or_cache(said.append):
+        with find_in_hub_or_cache(said.append):
             assert len(Hub.asked) == 2 and not constants.HF_HUB_OFFLINE and said == []
         server.shutdown()
     begun = time.monotonic()

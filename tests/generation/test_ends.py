@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from megatron.checkpointing.huggingface import HFFolder, declared_ends, import_hf
+from megatron.checkpointing.huggingface import HFFolder, declared_eos_ids, import_hf
 from megatron.evaluation.language_model import NeoXLM
 from megatron.evaluation.operations import Operations
 from megatron.evaluation.progress import Progress
@@ -80,7 +80,7 @@ def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
 
 def test_what_a_model_declares() -> None:
     def of(**files: object) -> tuple[int, ...]:
-        return declared_ends({f"{name}.json": json.dumps(content).encode() for name, content in files.items()})
+        return declared_eos_ids({f"{name}.json": json.dumps(content).encode() for name, content in files.items()})
 
     assert of(generation_config={"eos_token_id": [3, 1]}, config={"eos_token_id": 2}) == (3, 1)
     assert of(generation_config={"eos_token_id": 5}) == (5,)

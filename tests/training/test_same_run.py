@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.checkpointing import CheckpointError, Layout, Manifest, model_keys
+from megatron.checkpointing import CheckpointError, Manifest, ParallelLayout, model_keys
 from megatron.data import build_datasets, data_fingerprint, order_keys
 from megatron.neox_arguments import load
 from megatron.tokenizer import build_tokenizer, with_vocabulary
@@ -46,7 +46,7 @@ class Run:
 
     def manifest(self) -> Manifest:
         made = Manifest(
-            "id", 5, 40, Layout(1, 1, 1, 0, "fp32", 1), model_keys(self.args), self.args.seed,
+            "id", 5, 40, ParallelLayout(1, 1, 1, 0, "fp32", 1), model_keys(self.args), self.args.seed,
             self.tokenizer.fingerprint(), self.record(), {}, "now", json.loads(self.args.to_json())["given"],
         )  # fmt: skip
         return Manifest.from_json(made.to_json())

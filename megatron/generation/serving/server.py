@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron.checkpointing.staging import with_local_model
+from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, configure_logging, meet, run_on_each_rank
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpointing import CheckpointError, replace_file, told
+from megatron.checkpointing import CheckpointError, describe_changes, replace_file
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
 from megatron.data.blending import BlendedDataset
 from megatron.data.datasets import MadeOf
@@ -125,7 +125,7 @@ def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> N
         )
     known = json.loads(path.read_text())
     if known["digest"] != digest_of(about):
-        changes = told(changed_since(known["about"], about, args), args, f"the reference of {path}")
+        changes = describe_changes(changed_since(known["about"], about, args), args, f"the reference of {path}")
         raise CheckpointError(
             f"{changes}; the run began with {known['weights'] or 'initial values'} as reference, which is not what "
             f"{source.path or 'initialisation'} gives now: set these keys as they were, or restart: true"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpointing import Change, config_key, model_keys, read_manifest, replace_file
+from megatron.checkpointing import ConfigChange, config_key, model_keys, read_manifest, replace_file
 from megatron.data import DataError
 from megatron.data.datasets import MadeOf, index_cache_dir
 from megatron.data.files import known_sha256, sha256
@@ -85,15 +85,15 @@ def digest_of(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[Change]:
+def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
     """What differs between two of what `describe_reference` gives."""
     here, there = json.loads(json.dumps(now["model"])), was["model"]  # as the record has it
     names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    changes = [Change(config_key(name, args), here.get(name), there.get(name)) for name in names]
-    changes += [Change("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
+    changes = [ConfigChange(config_key(name, args), here.get(name), there.get(name)) for name in names]
+    changes += [ConfigChange("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
     for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
         if now[section] != was[section]:
-            changes.append(Change(key, getattr(args, key), f"other {section}"))
+            changes.append(ConfigChange(key, getattr(args, key), f"other {section}"))
     return changes
 
 

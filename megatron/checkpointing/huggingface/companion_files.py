@@ -16,7 +16,7 @@ from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_tokenizer
 
-CARRIED = "huggingface"
+HF_SUBFOLDER = "huggingface"
 GENERATION, CARD = "generation_config.json", "README.md"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER = (
@@ -27,7 +27,7 @@ _ROLES = ("bos", "eos", "pad")
 
 
 @dataclass(frozen=True)
-class Extras:
+class CompanionFiles:
     """files: name -> content, all to be written; ids: bos_token_id and so on for config.json; vocab_size: rows that
     the model had before it was padded, where that is known; tokens: of the tokenizer. config, card: of the model that
     was imported, if any."""
@@ -40,7 +40,7 @@ class Extras:
     card: str = ""
 
 
-def carried_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
     """Of a HuggingFace folder: what a checkpoint keeps of it. tokenizer: files of the one that a run uses; where it is
     another than the folder's, that one's files are left out."""
     path = Path(folder)
@@ -52,14 +52,14 @@ def carried_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = No
     return found
 
 
-def exported_rows(carried: Mapping[str, bytes], tokens: int) -> int | None:
+def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
     """Rows of vocabulary that an export of a checkpoint keeps, which carries these files and has a tokenizer of
     `tokens`; None: all."""
     rows = json.loads(carried.get(CONFIG, b"{}")).get("vocab_size")
     return None if rows is None else max(rows, tokens)
 
 
-def declared_ends(carried: Mapping[str, bytes]) -> tuple[int, ...]:
+def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
     """Ids that end a text by a model's own files: `eos_token_id`, one or a list, of generation_config.json, else of
     config.json, as transformers reads them."""
     file = GENERATION if GENERATION in carried else CONFIG
@@ -67,15 +67,15 @@ def declared_ends(carried: Mapping[str, bytes]) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
-def extras_of(
+def companion_files_of(
     source: Path, args: NeoXArgs, *, tokenizer: bool = True, vocab_is_hf: bool = False, pad_token_id: int | None = None
-) -> Extras:
+) -> CompanionFiles:
     """For the checkpoint `source`: what it carries from its import, else made from its own tokenizer or `vocab_file`.
 
     tokenizer: false leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
     Raises CheckpointError for a tokenizer that cannot be had.
     """
-    kept = carried_files(source / CARRIED)
+    kept = read_companion_files(source / HF_SUBFOLDER)
     config, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
     files, ids, tokens = dict(kept), {}, None
     carried = any(name in files for name in TOKENIZER)
@@ -96,7 +96,7 @@ def extras_of(
         files = _with_pad(files, pad_token_id)
     if GENERATION not in files:
         files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
-    return Extras(files, ids, config.get("vocab_size"), tokens, config, card)
+    return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
 
 
 def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:
@@ -104,9 +104,9 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
     place = Path(args.vocab_file) if args.vocab_file else None
     beside = {}
     if place is not None:
-        beside = carried_files(place if place.is_dir() else place.parent)
+        beside = read_companion_files(place if place.is_dir() else place.parent)
         beside = {name: content for name, content in beside.items() if name in (*TOKENIZER, GENERATION)}
-    kept = carried_files(source / "tokenizer")
+    kept = read_companion_files(source / "tokenizer")
     if kept:
         same = beside.get("tokenizer.json") == kept.get("tokenizer.json")
         return {**kept, **(beside if same else {})}
@@ -138,7 +138,7 @@ def _from_transformers(name: str) -> dict[str, bytes]:
         except (OSError, ValueError) as problem:
             reason = str(problem).strip().splitlines()[0]
             raise CheckpointError(f"vocab_file: {name} is no HuggingFace tokenizer ({reason})") from problem
-        return carried_files(folder)
+        return read_companion_files(folder)
 
 
 def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:

@@ -50,7 +50,7 @@ UP_GATE = Transform(lambda parts, attention: torch.cat(tuple(parts)), lambda who
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorMapping:
     """ours: name in a layer of the weight map; theirs: foreign names, {} stands for the block's number from 0."""
 
     ours: str
@@ -58,10 +58,11 @@ class Row:
     transform: Transform = COPY
 
 
-def both(ours: str, *theirs: str, transform: Transform = COPY) -> tuple[Row, Row]:
+def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tuple[TensorMapping, TensorMapping]:
     """The rows of a linear's (or layernorm's) weight and bias."""
     weight, bias = (
-        Row(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), transform) for kind in ("weight", "bias")
+        TensorMapping(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), transform)
+        for kind in ("weight", "bias")
     )
     return weight, bias
 
@@ -79,7 +80,7 @@ class Family:
 
     model_type: str
     architecture: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorMapping, ...]
     to_keys: Callable[[Config], dict[str, Any]]
     to_config: Callable[[NeoXArgs], dict[str, Any]]
     ignored: str = r".*rotary_emb\.inv_freq"

@@ -108,7 +108,7 @@ def need_free(folder: Path, needed: int, takes: str = "takes about") -> None:
         raise CheckpointError(f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room")
 
 
-def open_own(path: Path) -> IO[str]:
+def open_lock_file(path: Path) -> IO[str]:
     """A file that processes only lock, or note a word in, made if it is not there and left as it is. Raises
     CheckpointError for a link: what it points to is none of theirs."""
     try:

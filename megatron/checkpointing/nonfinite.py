@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from megatron.checkpointing.errors import NonFiniteStateError
-from megatron.checkpointing.files import load_tensors, named_tensors
-from megatron.checkpointing.layout import is_state
+from megatron.checkpointing.layout import is_optimizer_file
+from megatron.checkpointing.tensor_files import load_tensors, named_tensors
 
 
 def check_finite(name: str, state: Any) -> None:
     """Raise NonFiniteStateError when a file `name` of weights or optimizer state would hold NaN or Inf. Other files
     may hold them. One pass over each tensor without a copy, several times faster than its checksum."""
-    if not (name.startswith("layer_") or is_state(name)):
+    if not (name.startswith("layer_") or is_optimizer_file(name)):
         return
     for path, tensor in named_tensors(state):
         # NaN anywhere makes both of them NaN.
@@ -30,5 +30,5 @@ def verify_finite(path: Path, names: Iterable[str], optimizer: bool) -> None:
             try:
                 check_finite(name, load_tensors(path / name))
             except NonFiniteStateError as problem:
-                fresh = ", or set no_load_optim: true" if is_state(name) else ""
+                fresh = ", or set no_load_optim: true" if is_optimizer_file(name) else ""
                 raise NonFiniteStateError(f"{path}: {problem}; load another `iteration`{fresh}") from problem

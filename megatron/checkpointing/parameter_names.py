@@ -15,7 +15,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec, is_tied, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.weight_names import GENERATIONS
+from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 
 Pairs = tuple[tuple[str, str], ...]
 _OLMO = "of the geodesic fork's OLMo"
@@ -52,20 +52,20 @@ _IGNORED = re.compile(
 
 # The first whose mark is in a block's names.
 _MARKS: Pairs = (
-    ("attention.qkv.", GENERATIONS["te"]),
-    ("mlp.fc1_", GENERATIONS["te"]),
-    ("mlp.dense_h_to_4h.", GENERATIONS["legacy"]),
-    ("mlp.w1.", GENERATIONS["llama"]),
-    ("pre_feedforward_layernorm.", GENERATIONS["neox"]),  # Gemma's, which no other program has
+    ("attention.qkv.", WEIGHT_NAMINGS["te"]),
+    ("mlp.fc1_", WEIGHT_NAMINGS["te"]),
+    ("mlp.dense_h_to_4h.", WEIGHT_NAMINGS["legacy"]),
+    ("mlp.w1.", WEIGHT_NAMINGS["llama"]),
+    ("pre_feedforward_layernorm.", WEIGHT_NAMINGS["neox"]),  # Gemma's, which no other program has
     ("post_feedforward_layernorm.", _OLMO),
 )
-_OLD_ROWS = (GENERATIONS["legacy"], GENERATIONS["llama"])  # gone when #1315 came, in November 2024
+_OLD_ROWS = (WEIGHT_NAMINGS["legacy"], WEIGHT_NAMINGS["llama"])  # gone when #1315 came, in November 2024
 
 
 def generation(names: Collection[str]) -> str:
     """Whose names a block's tensors have, in words."""
     found = (whose for mark, whose in _MARKS if any(name.startswith(mark) for name in names))
-    return next(found, GENERATIONS["neox"])
+    return next(found, WEIGHT_NAMINGS["neox"])
 
 
 def has_old_rows(names: Collection[str], attention: AttentionSpec | None, rows: str | None) -> bool:
@@ -154,7 +154,7 @@ def to_file_names(
         *(_TE_NORMS if args.norm.startswith("te_") else ()),
     )
     tensors, attention = dict(tensors), attention_of(args, layer)
-    old = has_old_rows((), attention, "pre1315" if GENERATIONS[mlp] in _OLD_ROWS else "post1315")
+    old = has_old_rows((), attention, "pre1315" if WEIGHT_NAMINGS[mlp] in _OLD_ROWS else "post1315")
     like = tensors.get("attention.query_key_value.weight")  # None outside blocks
     if like is not None:
         for spec in unused_params(args):

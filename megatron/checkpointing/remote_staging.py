@@ -1,7 +1,8 @@
 """Remote folders on this machine.
 
 A local folder stands for a run's `save` and for its `load`, filled before ranks are connected: every rank calls
-`refresh` and `bring`, the first of a machine does the work, the others wait and find it done. Tools have their own.
+`mirror_remote_checkpoints` and `fetch_staged_checkpoint`; the first rank of a machine does the work, the others
+wait and find it done. Command-line tools have `local_copy` and `upload_on_exit`.
 """
 
 import fcntl
@@ -12,9 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import open_own
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag, list_checkpoints, step_of
-from megatron.checkpointing.remote import HF_CONFIG, Store, fetch, mirror, thin
+from megatron.checkpointing.object_store import (
+    HF_CONFIG,
+    ObjectStore,
+    fetch_checkpoint,
+    keep_manifest_only,
+    mirror_manifests,
+)
+from megatron.checkpointing.tensor_files import open_lock_file
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.reading.locations import is_remote, problem_of
 
@@ -25,12 +32,12 @@ def remote_folders(args: NeoXArgs) -> dict[str, Path]:
     return {url: Path(folder) for url, folder in places if url and folder and is_remote(url)}
 
 
-def save_store(args: NeoXArgs) -> Store | None:
+def object_store_of(args: NeoXArgs) -> ObjectStore | None:
     """Where checkpoints are sent; None for a local `save`."""
-    return Store(args.save, args.remote_patience) if args.save is not None and is_remote(args.save) else None
+    return ObjectStore(args.save, args.remote_patience) if args.save is not None and is_remote(args.save) else None
 
 
-def refresh(args: NeoXArgs, *, writes: bool) -> None:
+def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
     """Bring names and manifests of remote checkpoints to this machine. writes: the run saves, and must be able to.
 
     Raises CheckpointError.
@@ -40,22 +47,22 @@ def refresh(args: NeoXArgs, *, writes: bool) -> None:
         with _alone(folder) as stamp:
             if stamp.stat().st_size and stamp.stat().st_mtime >= begun:
                 continue  # another rank did, since this one came here
-            store = Store(url, args.remote_patience)
+            store = ObjectStore(url, args.remote_patience)
             if writes and url == args.save:
                 store.check_writable()
-            mirror(store, folder)
+            mirror_manifests(store, folder)
             stamp.write_text(url)
 
 
-def bring(args: NeoXArgs, path: Path) -> None:
+def fetch_staged_checkpoint(args: NeoXArgs, path: Path) -> None:
     """Fetch all of the checkpoint `path`, if it stands for a remote one. Raises CheckpointError, DamagedError."""
     for url, folder in remote_folders(args).items():
         if path.parent == folder:
             with _alone(folder):
                 for other in list_checkpoints(folder) if url == args.save else ():
                     if other != path:
-                        thin(other)  # of an earlier start
-                fetch(Store(url, args.remote_patience), path.name, path)
+                        keep_manifest_only(other)  # of an earlier start
+                fetch_checkpoint(ObjectStore(url, args.remote_patience), path.name, path)
 
 
 def with_local_model(args: NeoXArgs) -> NeoXArgs:
@@ -64,10 +71,10 @@ def with_local_model(args: NeoXArgs) -> NeoXArgs:
     folders = remote_folders(args)
     if not folders:
         return args
-    refresh(args, writes=False)
+    mirror_remote_checkpoints(args, writes=False)
     source = Path(args.load_dir or args.save_dir or "")
     if source in folders.values() and not (source / HF_CONFIG).is_file():
-        bring(args, find_checkpoint(source, args.iteration))
+        fetch_staged_checkpoint(args, find_checkpoint(source, args.iteration))
     return args.replace(save=args.save_dir, load=args.load_dir)
 
 
@@ -77,7 +84,7 @@ def _alone(folder: Path) -> Iterator[Path]:
     file = folder.parent / f".{folder.name}.stamp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        opened = open_own(file)
+        opened = open_lock_file(file)
     except OSError as problem:
         raise CheckpointError(f"{folder}: cannot be written ({problem.strerror}); set remote_staging") from problem
     with opened:
@@ -93,7 +100,7 @@ def remote_checkpoints(url: str) -> list[str]:
 
 
 @contextmanager
-def fetched(place: str | Path, iteration: int | None = None) -> Iterator[Path]:
+def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path]:
     """A folder as a local one. Of a remote folder of checkpoints `iteration`, else the one that `latest` names, is
     fetched whole, of the others the manifests; any other remote folder is fetched whole. Gone afterwards.
 
@@ -107,18 +114,18 @@ def fetched(place: str | Path, iteration: int | None = None) -> Iterator[Path]:
         parent, _, name = store.url.rpartition("/")
         folder = Path(spare) / name
         if any(is_tag(found) for found in store.whole()):
-            mirror(store, folder)
+            mirror_manifests(store, folder)
             path = find_checkpoint(folder, iteration)
-            fetch(store, path.name, path)
+            fetch_checkpoint(store, path.name, path)
         elif parent.endswith(":/"):
-            fetch(store, "", folder)
+            fetch_checkpoint(store, "", folder)
         else:
-            fetch(Store(parent), name, folder)
+            fetch_checkpoint(ObjectStore(parent), name, folder)
         yield folder
 
 
 @contextmanager
-def sent(place: str | Path) -> Iterator[Path]:
+def upload_on_exit(place: str | Path) -> Iterator[Path]:
     """A local folder to write to. For a remote one a temporary stands in, which is sent when all went well; what is
     there already is seen in it as empty folders. Raises CheckpointError."""
     if not is_remote(str(place)):
@@ -138,7 +145,7 @@ def sent(place: str | Path) -> Iterator[Path]:
         if not any(is_tag(entry.name) for entry in made):
             if there or parent.endswith(":/"):
                 raise CheckpointError(f"{place}: is there already; remove it, or give another folder")
-            Store(parent).send_folder(folder, name)
+            ObjectStore(parent).send_folder(folder, name)
             return
         for entry in sorted(made, key=lambda entry: entry.name == LATEST):
             if entry.is_dir():
@@ -147,8 +154,8 @@ def sent(place: str | Path) -> Iterator[Path]:
                 store.upload(entry, entry.name)
 
 
-def _tool_store(url: str) -> Store:
+def _tool_store(url: str) -> ObjectStore:
     wrong = problem_of(url)
     if wrong is not None:
         raise CheckpointError(wrong)
-    return Store(url)
+    return ObjectStore(url)

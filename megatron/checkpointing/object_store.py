@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import readable_size, replace_file
 from megatron.checkpointing.layout import LATEST, is_tag, model_file, step_of
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, read_manifest
 from megatron.checkpointing.retention import EPHEMERAL
+from megatron.checkpointing.tensor_files import readable_size, replace_file
 from megatron.data.files import sha256
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, er
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoAuthHandlerFound"}
 
 
-class Store:
+class ObjectStore:
     """One folder in a store. patience: seconds that a store which does not answer is tried again.
 
     Every method raises CheckpointError, which names the address.
@@ -188,7 +188,7 @@ class Store:
                 self.upload(local / name, f"{folder}/{name}")
 
 
-def mirror(store: Store, folder: Path) -> None:
+def mirror_manifests(store: ObjectStore, folder: Path) -> None:
     """Make `folder` look like the store: every whole checkpoint with its manifest alone, and `latest`.
 
     What was fetched of a checkpoint before stays, if its manifest is the same. A HuggingFace model is fetched whole.
@@ -228,10 +228,12 @@ def mirror(store: Store, folder: Path) -> None:
     else:
         (folder / LATEST).unlink(missing_ok=True)
         if HF_CONFIG in found:
-            fetch(store, "", folder)
+            fetch_checkpoint(store, "", folder)
 
 
-def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+def fetch_checkpoint(
+    store: ObjectStore, tag: str, path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> None:
     """Bring the files of a checkpoint (or, tag "", of any folder) to `path`, those that are not there in full, and
     check each against the manifest, if there is one. wanted: of which names.
 
@@ -274,8 +276,8 @@ def fetch(store: Store, tag: str, path: Path, wanted: Callable[[str], bool] = la
         raise DamagedError(f"{where}: damaged: {', '.join(sorted(bad))}; load another `iteration`")
 
 
-def thin(path: Path) -> None:
-    """Leave of a fetched checkpoint what `mirror` makes of it."""
+def keep_manifest_only(path: Path) -> None:
+    """Leave of a fetched checkpoint what `mirror_manifests` makes of it."""
     manifest = read_manifest(path)
     for file in sorted(path.rglob("*"), reverse=True) if manifest is not None else ():
         if file.is_dir():

@@ -11,7 +11,7 @@ _LONGEST = 80  # characters of a value
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A configuration key, what it is here, and what it was there."""
 
     key: str
@@ -19,7 +19,7 @@ class Change:
     there: Any
 
 
-def told(changes: Sequence[Change], args: NeoXArgs, whose: str) -> str:
+def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, whose: str) -> str:
     """`seq_length: 2048 (a.yml:3), but WHOSE had 1024; pack_impl: ...`, the first key first."""
     return "; ".join(
         f"{change.key}: {_shown(change.here)} ({args.origin(change.key)}), but {it} had {_shown(change.there)}"
@@ -27,7 +27,7 @@ def told(changes: Sequence[Change], args: NeoXArgs, whose: str) -> str:
     )
 
 
-def responsible(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any]) -> str:
+def responsible_key(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any]) -> str:
     """Of the keys that something is made of the first that has changed since `given`, what the user gave then; where
     that tells none, the first that is set, else the last."""
     if given:

@@ -29,7 +29,7 @@ _ROWS, _LENGTH = 2, 48
 
 
 @dataclass(frozen=True)
-class Parity:
+class LogitComparison:
     """difference: the largest of any logit; largest: the largest logit itself; length: tokens of each row."""
 
     difference: float
@@ -47,9 +47,9 @@ class Parity:
         )
 
 
-def check_parity(
+def compare_logits(
     folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
-) -> Parity:
+) -> LogitComparison:
     """Raises CheckpointError when the difference is above the bound, and where the folder's logits are NaN or Inf.
 
     weights: whole tensors of a NeoX layer of ours, as stored. vocab_size: logits that both have.
@@ -67,7 +67,7 @@ def check_parity(
             "computes it; take an earlier checkpoint"
         )
     difference = (ours - theirs).abs().max().item()
-    found = Parity(difference, theirs.abs().max().item(), length)
+    found = LogitComparison(difference, theirs.abs().max().item(), length)
     if not difference <= found.bound:  # NaN too
         raise CheckpointError(f"{folder.origin}: is not the same model: {found}")
     return found

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.table import Config
+from megatron.checkpointing.families.family import Config
 from megatron.neox_arguments import NeoXArgs
 
 # HuggingFace's hidden_act -> our activation of a gated MLP; the first of several is written.

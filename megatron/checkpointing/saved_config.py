@@ -5,20 +5,22 @@ from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import read_manifest, saved_model
-from megatron.checkpointing.weights import SourceFacts, describe_source
+from megatron.checkpointing.weights import CheckpointDescription, describe_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
 from megatron.neox_arguments.keys.ffn import READINGS
 
 
-def export_args(source: str | Path, config_files: Sequence[str | Path] = ()) -> tuple[NeoXArgs, SourceFacts]:
+def load_checkpoint_args(
+    source: str | Path, config_files: Sequence[str | Path] = ()
+) -> tuple[NeoXArgs, CheckpointDescription]:
     """The configuration of a checkpoint, of `config_files` or of what it keeps, and what its files say.
 
     The padded vocabulary, and the reading of intermediate_size where the configuration leaves it open, are those of the
     files. Raises CheckpointError, ConfigError.
     """
     path = Path(source)
-    facts, manifest = describe_source(path), read_manifest(path)
+    facts, manifest = describe_checkpoint(path), read_manifest(path)
     known = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
     files = list(config_files)
     if not files and manifest is not None and manifest.config:
