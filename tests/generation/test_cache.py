@@ -101,7 +101,10 @@ def recomputed() -> dict[str, Found]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dp2"])  # which runs one process twice
+@pytest.mark.parametrize(
+    "name",  # "dp2" runs one process twice, "tp2 x pp2" has what the pairs of ranks have but for sequence parallelism
+    [pytest.param(name, marks=pytest.mark.more if name in ("tp2", "pp2") else ()) for name in LAYOUTS if name != "dp2"],
+)
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]
     for found in run_ranks(find_all, ranks, layout):
