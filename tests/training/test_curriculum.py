@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole
 from tests.training.test_resume import losses, stop_after
@@ -47,7 +48,7 @@ def references() -> dict[str, Curve]:
 
 @pytest.mark.parametrize(
     "name",  # "tp2 x pp2 +sp" has what those two have
-    [pytest.param(name, marks=pytest.mark.more if name in ("tp2 +sp", "pp2") else ()) for name in LAYOUTS],
+    with_more(LAYOUTS, "tp2 +sp", "pp2"),
 )
 def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> None:
     ranks, layout = LAYOUTS[name]

@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.training.nonfinite_guard import NonFiniteError, SpikeGuard
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
 
@@ -187,7 +188,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
     return skips, unchanged
 
 
-@pytest.mark.parametrize("name", ["plain", "pp2", "zero2"])
+@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "plain"))
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)

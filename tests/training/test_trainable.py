@@ -21,6 +21,7 @@ from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.metrics.flops import model_flops
 from megatron.training.parallelize import parallelize, recompute_blocks
+from tests.marks import with_more
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -143,7 +144,7 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
 
 @pytest.mark.parametrize(
     "layout",  # "tp2 x pp2 +sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
-    [pytest.param(name, marks=pytest.mark.more if name in ("tp2", "pp2", "zero2") else ()) for name in LAYOUTS_HERE],
+    with_more(LAYOUTS_HERE, "tp2", "pp2", "zero2"),
 )
 def test_trains_as_torch_and_leaves_the_rest(
     layout: str, references: dict[str, Curve], capsys: pytest.CaptureFixture[str]
