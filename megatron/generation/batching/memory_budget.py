@@ -17,7 +17,7 @@ _SCORES_AT_ONCE = 3  # copies of attention scores where a kernel writes them out
 
 
 @dataclass(frozen=True)
-class Budget:
+class ForwardBudget:
     """bytes: for what a forward holds at a time; rows: at most so many, None: what memory allows; the others: bytes a
     token, a query's key (with branches), and a token whose logits are read."""
 
@@ -37,7 +37,7 @@ class Budget:
         return needed <= self.bytes and rows * width <= self.tokens
 
 
-def forward_budget(model: Model, batch_size: int | None = None) -> Budget:
+def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget:
     """The same on every rank: that of the one with the least memory. batch_size: rows, instead."""
     args, groups = model.args, model.groups
     tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
@@ -53,7 +53,7 @@ def forward_budget(model: Model, batch_size: int | None = None) -> Budget:
     share = int(_SHARE[device.type] * free_memory(device))
     ranks_here = groups.world_size if device.type == "cpu" else 1
     least = min(run_on_all_ranks(groups, lambda: share // ranks_here))
-    budget = Budget(
+    budget = ForwardBudget(
         bytes=least, tokens=_TOKENS[device.type], rows=batch_size, token_bytes=values * size, key_bytes=scores,
         logits_bytes=args.padded_vocab_size // tensor * (size + 4),
     )  # fmt: skip

@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError
-from megatron.generation import Batcher, Event, Model, Request, RequestError, Sampling
+from megatron.generation import Batcher, Event, Model, Request, RequestError, SamplingParams
 from megatron.generation.batching.batcher import _BLOCK
 from megatron.neox_arguments import ConfigError
 from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.batching.test_kv_cache import chunked, random_model
 from tests.generation.runs import LAYOUTS, answers
-from tests.generation.test_cache import chunked, random_model
 from tests.model.runs import LLAMA
 from tests.pool import run_ranks
 
 POSITIONS = 128
 VALUES = {**LLAMA, "max_position_embeddings": POSITIONS, "num_layers": 2}
 WAYS = [
-    Sampling(),
-    Sampling(1.5),
-    Sampling(2.0, top_k=6, repetition_penalty=1.3),
-    Sampling(1.0, top_p=0.8, frequency_penalty=0.4),
-    Sampling(3.0, min_p=0.05, presence_penalty=0.7),
+    SamplingParams(),
+    SamplingParams(1.5),
+    SamplingParams(2.0, top_k=6, repetition_penalty=1.3),
+    SamplingParams(1.0, top_p=0.8, frequency_penalty=0.4),
+    SamplingParams(3.0, min_p=0.05, presence_penalty=0.7),
 ]
 
 
@@ -160,7 +160,7 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
 
 def test_cancelling_frees_blocks_at_once() -> None:
     batcher = Batcher(model_of(), maximum_rows=60)
-    ids = [batcher.add(Request([i % 60 + 2] * 20, maximum_tokens=50, ends=())) for i in range(80)]
+    ids = [batcher.add(Request([i % 60 + 2] * 20, maximum_tokens=50, stop_token_ids=())) for i in range(80)]
     batcher.step(), batcher.step()
     assert batcher.running == 60 and batcher.waiting == 20
     for id in ids[10:70]:
@@ -177,7 +177,7 @@ def test_beginnings_are_run_once() -> None:
     model.stage.layers["0"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     batcher = Batcher(model)
     system = list(range(2, 62))
-    events = answers(batcher, [Request([*system, i], maximum_tokens=2, ends=()) for i in range(10)])
+    events = answers(batcher, [Request([*system, i], maximum_tokens=2, stop_token_ids=()) for i in range(10)])
     assert sum(seen) < 61 + 10 * (61 - 48 + 2) + 20
     seen.clear()
     said = [token for event in events[3] for token in event.tokens]
@@ -232,8 +232,8 @@ def test_log_probabilities_of_a_prompt_alone() -> None:
 
 def test_a_text_ends_with_the_tokens_asked_for() -> None:
     batcher = Batcher(model_of())
-    plain = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, ends=())])[0])[0]
-    found = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, ends=(63, plain[4]))])[0])
+    plain = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=())])[0])[0]
+    found = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, plain[4]))])[0])
     assert (found[0], found[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
     assert found[1] == Bytes().detokenize(found[0][:-1])
 

@@ -6,27 +6,28 @@ from dataclasses import dataclass
 
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate
-from megatron.generation.serving.bodies import ChatBody, CompletionBody, parse
 from megatron.generation.serving.errors import APIError
-from megatron.generation.serving.replies import Asked
+from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest, parse
+from megatron.generation.serving.responses import ParsedRequest
 from megatron.mpu import mix_seed
 from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Bodies as requests. positions, ends: of the model; chat: None without a template, why: there is none."""
+class RequestParser:
+    """HTTP bodies as requests of the batcher. positions, stop_token_ids: of the model. chat: None without a template;
+    why: the reason that there is none."""
 
     name: str
     tokenizer: Tokenizer
     positions: int
-    ends: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
     chat: ChatTemplate | None
     why: str = ""
 
-    def completion(self, content: bytes) -> Asked:
+    def completion(self, content: bytes) -> ParsedRequest:
         """Of `/v1/completions`. Raises APIError."""
-        body = parse(CompletionBody, content)
+        body = parse(CompletionRequest, content)
         self._check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
             raise APIError(400, "max_tokens: 0 leaves nothing to do without echo", param="max_tokens")
@@ -39,11 +40,11 @@ class Reader:
             for prompt in body.prompt
         ]
         scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-        return self._asked(body, prompts, echoed, body.logprobs, scored, self.ends)
+        return self._asked(body, prompts, echoed, body.logprobs, scored, self.stop_token_ids)
 
-    def conversation(self, content: bytes) -> Asked:
+    def conversation(self, content: bytes) -> ParsedRequest:
         """Of `/v1/chat/completions`. Raises APIError."""
-        body = parse(ChatBody, content)
+        body = parse(ChatCompletionRequest, content)
         self._check_model(body.model)
         if self.chat is None:
             raise APIError(400, f"{self.why}; use /v1/completions", code="no_chat_template")
@@ -54,17 +55,17 @@ class Reader:
         except RequestError as problem:
             raise APIError(400, f"messages: {problem}", param="messages") from None
         count = body.top_logprobs if body.logprobs else None
-        return self._asked(body, [prompt], [""], count, False, (*self.ends, *self.chat.ends))
+        return self._asked(body, [prompt], [""], count, False, (*self.stop_token_ids, *self.chat.stop_token_ids))
 
     def _asked(
         self,
-        body: CompletionBody | ChatBody,
+        body: CompletionRequest | ChatCompletionRequest,
         prompts: Sequence[Sequence[int]],
         echoed: Sequence[str],
         logprobs: int | None,
         scored: bool,
-        ends: tuple[int, ...],
-    ) -> Asked:
+        stop_token_ids: tuple[int, ...],
+    ) -> ParsedRequest:
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         self._check_ids("logit_bias", body.logit_bias)
         sampling = body.sampling()
@@ -80,15 +81,15 @@ class Reader:
                         maximum,
                         mix_seed(seed, "sample", len(requests)),
                         tuple(body.stop),
-                        () if body.ignore_eos else ends,
+                        () if body.ignore_eos else stop_token_ids,
                         logprobs,
                         scored,
                         minimum_tokens=body.min_tokens,
                     )
                 )
-        return Asked(body, requests, echoed)
+        return ParsedRequest(body, requests, echoed)
 
-    def _fitting(self, length: int, body: CompletionBody | ChatBody) -> int:
+    def _fitting(self, length: int, body: CompletionRequest | ChatCompletionRequest) -> int:
         room = self.positions - length
         limit = room if body.limit is None else body.limit
         if limit > room or room < 1 and body.limit is None:
@@ -97,7 +98,7 @@ class Reader:
                 400,
                 f"the model has {self.positions} positions; the prompt has {length} tokens{asked}. Shorten it"
                 + ("" if body.limit is None else " or ask for fewer"),
-                param="messages" if isinstance(body, ChatBody) else "prompt",
+                param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
                 code="context_length_exceeded",
             )
         if body.min_tokens > limit:

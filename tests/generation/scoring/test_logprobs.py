@@ -10,15 +10,15 @@ import torch
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import from_hf
 from megatron.generation.scoring import logprobs as scoring
-from megatron.generation.scoring.logprobs import Request, Scored, score
-from megatron.generation.scoring.rows import make_rows, rolling_windows
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
+from megatron.generation.scoring.tree_rows import make_tree_rows, rolling_windows
 from megatron.model import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
 from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, on_disk, random_model
 from tests.generation.runs import LAYOUTS
-from tests.generation.scoring_cases import (
+from tests.generation.scoring.cases import (
     COLUMNS,
     UNTIED,
     assert_same,
@@ -50,14 +50,14 @@ def test_against_transformers(case: str) -> None:
             logits = theirs(torch.tensor([[*context, *continuation][:-1]])).logits[0, len(context) - 1 :]
         labels = torch.tensor(continuation)
         logprobs = logits.double().log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
-        expected.append(Scored(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
+        expected.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
     assert any(any(found.greedy) for found in expected)
     for batch_size in (None, 1):
         assert_same(score(ours, requests, batch_size=batch_size), expected)
 
 
 @pytest.fixture(scope="module")
-def whole_texts() -> dict[str, list[Scored]]:
+def whole_texts() -> dict[str, list[ContinuationScore]]:
     models = {name: model_of(values) for name, values in UNTIED.items()}
     return {name: one_by_one(model, some_requests(COLUMNS, model.positions)) for name, model in models.items()}
 
@@ -65,7 +65,7 @@ def whole_texts() -> dict[str, list[Scored]]:
 @pytest.mark.parametrize(
     "name", with_more([name for name in LAYOUTS if name != "tp2+sp"], "tp2", "pp2")  # inference is without that one
 )
-def test_in_every_layout(name: str, whole_texts: dict[str, list[Scored]]) -> None:
+def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
     for found in run_ranks(scored, ranks, layout, list(UNTIED)):
         for model, ours in found.items():
@@ -84,7 +84,7 @@ def test_bf16_takes_the_softmax_in_fp32() -> None:
 # -- the work it takes -------------------------------------------------------------------------------------------------
 
 
-def counted(model: Model, requests: list[Request], **options: Any) -> tuple[int, int]:
+def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
     """Tokens that went through the blocks, and through the head."""
     blocks, head = [], []
     layers = model.stage.layers
@@ -118,8 +118,8 @@ def test_a_context_is_run_once() -> None:
 def test_contexts_too_short_to_share() -> None:
     """A short context is run again rather than that long branches attend over each other's places."""
     texts = [list(range(i, i + 200)) for i in range(4)]
-    together = make_rows([(i, (texts[0], text)) for i, text in enumerate(texts)], hidden_size=512)
-    apart = make_rows([(i, ([0], text)) for i, text in enumerate(texts)], hidden_size=512)
+    together = make_tree_rows([(i, (texts[0], text)) for i, text in enumerate(texts)], hidden_size=512)
+    apart = make_tree_rows([(i, ([0], text)) for i, text in enumerate(texts)], hidden_size=512)
     assert [row.branches[-1] for row in together] != [1] * 4
     assert [row.branches[-1] for row in apart] == [1] * 4
     assert sum(len(row.tokens) for row in apart) == 4 * 200
@@ -184,7 +184,7 @@ def test_too_long_requests() -> None:
 def test_no_requests_and_empty_ones() -> None:
     model = model_of(UNTIED["llama"])
     assert score(model, []) == []
-    assert score(model, [(CONTEXT, [])]) == [Scored([], [])]
+    assert score(model, [(CONTEXT, [])]) == [ContinuationScore([], [])]
     with pytest.raises(ValueError, match="request 0 has no context"):
         score(model, [([], [1])])
 

@@ -2,10 +2,10 @@
 
 import random
 
-from megatron.generation.batching.block_allocator import Blocks
+from megatron.generation.batching.block_allocator import BlockAllocator
 
 
-def text_of(blocks: Blocks, tokens: list[int]) -> tuple[list[int], int]:
+def text_of(blocks: BlockAllocator, tokens: list[int]) -> tuple[list[int], int]:
     """Blocks for a text, all of whose full blocks are made known; how many of them were."""
     shared, number = blocks.share(tokens)
     taken = blocks.take(-(-len(tokens) // blocks.size) - len(shared))
@@ -17,7 +17,7 @@ def text_of(blocks: Blocks, tokens: list[int]) -> tuple[list[int], int]:
 
 
 def test_a_beginning_is_shared_but_never_the_last_token() -> None:
-    blocks = Blocks(10, 2)
+    blocks = BlockAllocator(10, 2)
     first, shared = text_of(blocks, [1, 2, 3, 4, 5])
     assert (len(first), shared, blocks.free) == (3, 0, 7)
     second, shared = text_of(blocks, [1, 2, 3, 4])
@@ -32,7 +32,7 @@ def test_a_beginning_is_shared_but_never_the_last_token() -> None:
 
 
 def test_what_is_known_outlives_its_text_until_it_is_needed() -> None:
-    blocks = Blocks(4, 2)
+    blocks = BlockAllocator(4, 2)
     old, _ = text_of(blocks, [1, 2, 3])
     blocks.release(old)
     new, _ = text_of(blocks, [5, 6, 7])
@@ -47,7 +47,7 @@ def test_what_is_known_outlives_its_text_until_it_is_needed() -> None:
 
 
 def test_any_mixture_leaves_all_free() -> None:
-    draws, blocks = random.Random(0), Blocks(30, 2)
+    draws, blocks = random.Random(0), BlockAllocator(30, 2)
     held: list[list[int]] = []
     for _ in range(3000):
         if held and draws.random() < 0.5:

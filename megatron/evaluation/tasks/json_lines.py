@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 
-def rows(file: str, **others: Any) -> dict[str, Any]:
+def documents(file: str, **others: Any) -> dict[str, Any]:
     """The documents of a task, as `custom_dataset` gives them to lm-eval."""
     import json
 

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.catalogue import SEED, Catalogue
-from megatron.evaluation.harness import NUMPY_SEED, RANDOM_SEED, Evaluation
+from megatron.evaluation.harness import NUMPY_SEED, RANDOM_SEED, EvaluationResults
+from megatron.evaluation.task_loading import SEED, LoadedTasks
 from megatron.model import Model
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
@@ -24,8 +24,8 @@ def environment() -> dict[str, Any]:
 
 def describe(
     model: Model,
-    catalogue: Catalogue,
-    evaluation: Evaluation,
+    loaded_tasks: LoadedTasks,
+    evaluation: EvaluationResults,
     machine: dict[str, Any],
     *,
     source: str,
@@ -40,7 +40,7 @@ def describe(
     """
     from lm_eval.utils import sanitize_model_name
 
-    args, template = model.args, catalogue.template if model.args.eval_apply_chat_template else None
+    args, template = model.args, loaded_tasks.template if model.args.eval_apply_chat_template else None
     name, revision = _name(source)
     evaluation.results.update(
         config={
@@ -72,8 +72,8 @@ def describe(
         model_source="neox",
         model_name=name,
         model_name_sanitized=sanitize_model_name(name),
-        system_instruction=catalogue.system_prompt,
-        system_instruction_sha=_hash(catalogue.system_prompt),
+        system_instruction=loaded_tasks.system_prompt,
+        system_instruction_sha=_hash(loaded_tasks.system_prompt),
         fewshot_as_multiturn=args.eval_apply_chat_template,
         chat_template=None if template is None else template.text,
         chat_template_sha=None if template is None else _hash(template.text),

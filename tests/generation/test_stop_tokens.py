@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from megatron.checkpointing.huggingface import HFFolder, declared_eos_ids, import_hf
 from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.operations import Operations
-from megatron.evaluation.progress import Progress
-from megatron.generation import Model, Sampling, complete, load_model
+from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.progress import EvaluationProgress
+from megatron.generation import Model, SamplingParams, complete, load_model
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.runs import QUIET, configuration, make_model
@@ -63,15 +63,15 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
     if source == "checkpoint":
         import_hf(HFFolder(folder), tmp_path)
     model = loaded(folder, **({"load": str(tmp_path)} if source == "checkpoint" else {}))
-    found = complete(model, prompts, Sampling(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
+    found = complete(model, prompts, SamplingParams(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
     for one, text in zip(found, expected, strict=True):
         assert one.finished == (len(text) < TOKENS)
         assert one.tokens == (text[:-1] if one.finished else text)
 
 
 def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
-    known = Operations(loaded(folder)).names()
-    ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), Progress(QUIET))
+    known = ModelOperations(loaded(folder)).names()
+    ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     given = [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS]
     asked = [Instance("generate_until", {}, one, i, metadata=("t", i, 1)) for i, one in enumerate(given)]

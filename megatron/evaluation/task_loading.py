@@ -30,7 +30,7 @@ _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "Offl
 
 
 @dataclass
-class Catalogue:
+class LoadedTasks:
     """tasks: by the name asked for, what lm-eval's `evaluate` takes; failures: names whose data cannot be had, and
     why; template: of conversations, if tasks are asked as such; system_prompt: what stands before all."""
 
@@ -40,14 +40,14 @@ class Catalogue:
     system_prompt: str | None = None
 
 
-def find_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> Catalogue:
+def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
     """Load the tasks of `eval_tasks`, ready to be evaluated. log: told if the Hub is needed and does not answer.
 
     Raises ConfigError for names that are none, with the nearest ones, and for YAML files with mistakes.
     """
     assert args.eval_tasks is not None
     manager, names = _manager(args, args.eval_tasks)
-    found = Catalogue(system_prompt=_system_prompt(args))
+    found = LoadedTasks(system_prompt=_system_prompt(args))
     if args.eval_apply_chat_template:
         found.template = find_template(args, tokenizer)
     with find_in_hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
@@ -62,15 +62,15 @@ def find_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
     return found
 
 
-def check_best_metric(args: NeoXArgs, catalogue: Catalogue) -> None:
+def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
     """Raise ConfigError for a `save_best` that none of the tasks has. Tasks that score with code of their own, groups
     and tasks that could not be loaded may have any metric that begins with their name."""
     metric = best_metric(args.save_best)[0] if args.save_best is not None else ""
     if not metric.startswith(_ROW):
         return
     known: list[str] = []
-    free = [*catalogue.failures]
-    for loaded in catalogue.tasks.values():
+    free = [*loaded_tasks.failures]
+    for loaded in loaded_tasks.tasks.values():
         free += loaded.get("groups", ())
         for name, task in loaded["tasks"].items():
             metrics = _metrics(task)

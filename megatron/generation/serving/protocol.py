@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.generation.serving.errors import APIError
 
 STOPS = 16
@@ -53,7 +53,7 @@ def _is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-class _Body(BaseModel):
+class _StrictModel(BaseModel):
     """Strict: `"1"` is no number. A field that is null is one that was not sent."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -64,12 +64,12 @@ class _Body(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-class StreamOptions(_Body):
+class StreamOptions(_StrictModel):
     include_usage: bool = False
     include_obfuscation: bool = False  # pads events against eavesdroppers; nothing is padded
 
 
-class _Sampled(_Body):
+class _SamplingRequest(_StrictModel):
     """What both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
     return_token_ids: as in vLLM."""
 
@@ -91,9 +91,9 @@ class _Sampled(_Body):
     min_tokens: int = Field(0, ge=0)
     return_token_ids: bool = False
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """top_p 0 is OpenAI's way to ask for the most likely token."""
-        return Sampling(
+        return SamplingParams(
             temperature=self.temperature if self.top_p > 0 else 0.0,
             top_k=max(0, self.top_k),
             top_p=self.top_p,
@@ -105,7 +105,7 @@ class _Sampled(_Body):
         )
 
 
-class CompletionBody(_Sampled):
+class CompletionRequest(_SamplingRequest):
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
@@ -116,14 +116,14 @@ class CompletionBody(_Sampled):
         return self.max_tokens
 
 
-class TextPart(_Body):
+class TextPart(_StrictModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Body):
+class Function(_StrictModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
@@ -140,7 +140,7 @@ class Function(_Body):
         return {"name": self.name, "arguments": told}
 
 
-class ToolCall(_Body):
+class ToolCall(_StrictModel):
     model_config = ConfigDict(extra="forbid")
 
     id: str
@@ -148,7 +148,7 @@ class ToolCall(_Body):
     function: Function
 
 
-class Message(_Body):
+class Message(_StrictModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -183,7 +183,7 @@ class Message(_Body):
         return {key: value for key, value in found.items() if value is not None}
 
 
-class ChatBody(_Sampled):
+class ChatCompletionRequest(_SamplingRequest):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -195,7 +195,7 @@ class ChatBody(_Sampled):
         return self.max_completion_tokens or self.max_tokens
 
 
-B = TypeVar("B", bound=_Sampled)
+B = TypeVar("B", bound=_SamplingRequest)
 
 
 def parse(kind: type[B], content: bytes) -> B:
@@ -210,14 +210,14 @@ def parse(kind: type[B], content: bytes) -> B:
         raise APIError(
             400, f"{name}: this server does not support it; leave it out", param=name, code="unsupported_parameter"
         )
-    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+    if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
         raise APIError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.stream_options.include_usage and not body.stream:
         raise APIError(400, "stream_options: needs stream to be true", param="stream_options")
     return body
 
 
-def _first(problem: ValidationError, kind: type[_Sampled]) -> APIError:
+def _first(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
     """The first mistake; places within unions of types are named without the types."""
     first = problem.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid" or not first["loc"]:

@@ -21,7 +21,7 @@ TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
 
 
 @dataclass(frozen=True)
-class Entrance:
+class ServerSocket:
     """socket: bound, but not listening yet; token: that clients show."""
 
     socket: socket.socket
@@ -34,11 +34,11 @@ class Entrance:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def find_entrance(args: NeoXArgs) -> Entrance:
+def open_server_socket(args: NeoXArgs) -> ServerSocket:
     """What `serve_host`, `serve_port` and the token say. Raises ConfigError for an address that is taken or not of this
     machine, and for one that others reach without a token."""
     token = _find_token(args)
-    return Entrance(_bind(args, token is not None), token)
+    return ServerSocket(_bind(args, token is not None), token)
 
 
 def _find_token(args: NeoXArgs) -> str | None:
@@ -103,7 +103,7 @@ class _Protocol(H11Protocol):
             self._late = self.loop.call_later(self._seconds, self.transport.close)
 
 
-class Listener:
+class HTTPServerThread:
     """An ASGI application served by a thread with an event loop of its own."""
 
     def __init__(self, found: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:

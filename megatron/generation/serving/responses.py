@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.generation.batching.requests import Event, Logprob, Request
-from megatron.generation.serving.bodies import ChatBody, CompletionBody
+from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest
 from megatron.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity; OpenAI's number
 END = b"data: [DONE]\n\n"
 
 
-def server_sent(content: dict[str, Any]) -> bytes:
+def sse_event(content: dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
@@ -36,10 +36,10 @@ class TokenTexts:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """An HTTP request understood. requests: n for each prompt in order; prompts: their texts."""
 
-    body: CompletionBody | ChatBody
+    body: CompletionRequest | ChatCompletionRequest
     requests: Sequence[Request]
     prompts: Sequence[str]
 
@@ -59,13 +59,13 @@ class _Choice:
     offset: int = 0
 
 
-class Reply:
+class ResponseBuilder:
     """The answer to one request. `add` takes events; `whole` is all of them, `piece` what came since the last one."""
 
     prefix = ""  # of ids
     kinds = ("", "")  # of the object, whole and in pieces
 
-    def __init__(self, asked: Asked, model: str, texts: TokenTexts) -> None:
+    def __init__(self, asked: ParsedRequest, model: str, texts: TokenTexts) -> None:
         self.asked, self.model, self.texts = asked, model, texts
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -126,13 +126,13 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-class CompletionReply(Reply):
+class CompletionResponseBuilder(ResponseBuilder):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
 
-    def __init__(self, asked: Asked, model: str, texts: TokenTexts) -> None:
+    def __init__(self, asked: ParsedRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(asked, model, texts)
-        assert isinstance(asked.body, CompletionBody)
+        assert isinstance(asked.body, CompletionRequest)
         self.echo, self.count = asked.body.echo, asked.body.logprobs
 
     def add(self, index: int, event: Event) -> None:
@@ -180,13 +180,13 @@ class CompletionReply(Reply):
         return found
 
 
-class ChatReply(Reply):
+class ChatResponseBuilder(ResponseBuilder):
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asked: Asked, model: str, texts: TokenTexts) -> None:
+    def __init__(self, asked: ParsedRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(asked, model, texts)
-        assert isinstance(asked.body, ChatBody)
+        assert isinstance(asked.body, ChatCompletionRequest)
         self.wanted, self.count = asked.body.logprobs, asked.body.top_logprobs
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:

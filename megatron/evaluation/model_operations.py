@@ -5,27 +5,27 @@ from typing import Any
 
 from megatron.distributed import run_on_all_ranks
 from megatron.generation import Batcher, Request
-from megatron.generation.batching.token_budget import Budget, forward_budget
-from megatron.generation.scoring.logprobs import Scored, score
+from megatron.generation.batching.memory_budget import ForwardBudget, forward_budget
+from megatron.generation.scoring.logprobs import ContinuationScore, score
 from megatron.model import Model
 
 
-class GivenUp(Exception):
+class EvaluationCancelled(Exception):
     """Nobody waits for the rest of an evaluation."""
 
 
-class Operations:
+class ModelOperations:
     """What `lead` may be asked to run with a model; how much fits a forward is found out once."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._budget: Budget | None = None
+        self._budget: ForwardBudget | None = None
 
     def names(self) -> Mapping[str, Callable[..., Any]]:
         """As `lead` takes them."""
         return {"score": self.score, "write": self.write}
 
-    def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+    def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ContinuationScore]:
         """Log-probabilities of continuations of contexts."""
         args = self.model.args
         if self._budget is None:

@@ -13,10 +13,10 @@ import pytest
 from starlette.responses import JSONResponse
 
 from megatron.generation.batching.requests import Request
-from megatron.generation.serving.listening import Listener, find_entrance
-from megatron.generation.serving.request_queue import Desk, Orders
+from megatron.generation.serving.http_server import HTTPServerThread, open_server_socket
+from megatron.generation.serving.request_queue import RequestQueue, StepCommands
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.generation.serving import NAME, SHAPE, Server, make_model, serving
+from tests.generation.serving.server import NAME, SHAPE, Server, make_model, serving
 
 TEXTS = ["A", "The quick brown fox", "x" * 200, ""]
 
@@ -114,7 +114,7 @@ def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
 
 
 def entrance(**values: object) -> Any:
-    found = find_entrance(NeoXArgs.from_dict({**SHAPE, "serve_port": 0, **values}))
+    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0, **values}))
     found.socket.close()
     return found
 
@@ -138,13 +138,13 @@ def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_port_that_is_taken() -> None:
-    found = find_entrance(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
     port = int(found.address.rpartition(":")[2])
-    other = find_entrance(NeoXArgs.from_dict({**SHAPE, "serve_port": port}))  # as long as nobody listens
+    other = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": port}))  # as long as nobody listens
     found.socket.listen()
     ended = []
     with other.socket, pytest.raises(OSError, match="already in use"):
-        Listener(other.socket, None, lambda: ended.append(True), header_seconds=1.0)
+        HTTPServerThread(other.socket, None, lambda: ended.append(True), header_seconds=1.0)
     assert ended == [True]
     with found.socket, pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"):
         entrance(serve_port=port)
@@ -152,8 +152,8 @@ def test_a_port_that_is_taken() -> None:
 
 def test_connections_that_bring_no_request_are_closed() -> None:
     """Silent ones, and those whose headers trickle in; also after a request that was answered."""
-    found = find_entrance(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
-    listener = Listener(found.socket, JSONResponse({}), lambda: None, header_seconds=0.5)
+    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    http_server = HTTPServerThread(found.socket, JSONResponse({}), lambda: None, header_seconds=0.5)
     port = int(found.address.rpartition(":")[2])
     head = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
     begun = time.monotonic()
@@ -171,18 +171,18 @@ def test_connections_that_bring_no_request_are_closed() -> None:
         assert connection.recv(1000) == b""
         connection.close()
     assert 0.4 < time.monotonic() - begun < 2
-    listener.close()
+    http_server.close()
 
 
 def test_a_job_that_nobody_waits_for_is_never_begun() -> None:
-    async def come_and_go() -> Desk:
-        desk = Desk(2)
-        with desk.open([Request([1])]):
-            assert [number for number, _ in desk.take(0).new] == [0]
-        with desk.open([Request([1]), Request([2])]):
+    async def come_and_go() -> RequestQueue:
+        queue = RequestQueue(2)
+        with queue.open([Request([1])]):
+            assert [number for number, _ in queue.take(0).new] == [0]
+        with queue.open([Request([1]), Request([2])]):
             pass
-        return desk
+        return queue
 
-    desk = asyncio.run(come_and_go())
-    assert desk.take(0) == Orders(cancelled=(0,)) and desk.take(0) == Orders()
-    assert desk.calls == {}
+    queue = asyncio.run(come_and_go())
+    assert queue.take(0) == StepCommands(cancelled=(0,)) and queue.take(0) == StepCommands()
+    assert queue.calls == {}

@@ -10,11 +10,11 @@ import transformers
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.chat import find_template
 from megatron.generation.serving.errors import APIError
-from megatron.generation.serving.reading import Reader
+from megatron.generation.serving.request_parsing import RequestParser
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import HFTokenizer
 from tests.data.preprocessing.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
-from tests.generation.serving import FOLDER, SHAPE
+from tests.generation.serving.server import FOLDER, SHAPE
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -44,7 +44,7 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     assert found.render(MESSAGES, False) == hf.apply_chat_template(MESSAGES, tokenize=False)
     expected = hf.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert found.tokens(MESSAGES) == expected
-    assert sorted(found.ends) == sorted(hf.convert_tokens_to_ids(ends))
+    assert sorted(found.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
 
 
 def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
     def prompt(name: str, messages: list[dict[str, object]]) -> str:
         chat = find_template(args_of(FOLDER, chat_template=str(tmp_path / name)), tokenizer)
         body = json.dumps({"model": "m", "messages": messages, "max_tokens": 4})
-        asked = Reader("m", tokenizer, 4096, (0,), chat).conversation(body.encode())
+        asked = RequestParser("m", tokenizer, 4096, (0,), chat).conversation(body.encode())
         return tokenizer.detokenize(asked.requests[0].tokens)
 
     said = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
@@ -133,4 +133,4 @@ def test_what_a_template_refuses(tmp_path: Path) -> None:
     found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
     with pytest.raises(RequestError, match="the chat template refuses these messages: roles must alternate"):
         found.tokens(MESSAGES)
-    assert found.ends == (0,)
+    assert found.stop_token_ids == (0,)

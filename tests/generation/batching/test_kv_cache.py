@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation import Batcher, Completion, Model, Request, Sampling, complete, for_inference
+from megatron.generation import Batcher, Completion, Model, Request, SamplingParams, complete, for_inference
 from megatron.generation.batching import batcher as batching
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
@@ -25,7 +25,7 @@ TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every posi
 CHUNK = 5  # tokens of prompts a step, where prompts are read through the cache
 # A tied head likes to say the last token again, and never ends.
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
-SAMPLINGS = (Sampling(), Sampling(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
+SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
 
 
 class Few(CharLevelTokenizer):
@@ -139,7 +139,9 @@ def test_what_stands_behind_a_row_is_never_attended_to() -> None:
         for layer in batcher.cache.layers.values():
             layer.keys.fill_(dirt), layer.values.fill_(dirt)
         with chunked(CHUNK):
-            events = answers(batcher, [Request(prompt, maximum_tokens=5, ends=(), logprobs=0) for prompt in PROMPTS])
+            events = answers(
+                batcher, [Request(prompt, maximum_tokens=5, stop_token_ids=(), logprobs=0) for prompt in PROMPTS]
+            )
         found.append([[event.logprobs for event in row] for row in events])
     assert found[0] == found[1]
 
@@ -166,7 +168,7 @@ def counted(recompute: bool) -> Counted:
     layers = model.stage.layers
     layers["0"].register_forward_pre_hook(lambda _, inputs: counts.tokens.append(tuple(inputs[0].shape)))
     layers["8"].register_forward_pre_hook(lambda _, inputs: counts.logits.append(inputs[0].shape[:2].numel()))
-    complete(model, PROMPTS[:4], Sampling(1.0), maximum_tokens=TO_COME, seeds=range(4))
+    complete(model, PROMPTS[:4], SamplingParams(1.0), maximum_tokens=TO_COME, seeds=range(4))
     return counts
 
 

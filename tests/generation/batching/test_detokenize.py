@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from megatron.generation.batching.detokenize import TextStream
+from megatron.generation.batching.detokenize import IncrementalDetokenizer
 from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
 from tests.generation.runs import TOKENIZER
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 
 
-def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
+def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     """One a token, and what was held back; none after a stop string."""
     found = []
     for token in tokens:
@@ -22,8 +22,8 @@ def pieces(stream: TextStream, tokens: list[int]) -> list[str]:
 
 
 def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
-    stream = TextStream(CharLevelTokenizer().detokenize)
-    seen = ["".join(pieces(TextStream(CharLevelTokenizer().detokenize), [])), ""]
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize)
+    seen = ["".join(pieces(IncrementalDetokenizer(CharLevelTokenizer().detokenize), [])), ""]
     for token in (*"aé€".encode(), 0xE2):
         seen.append(seen[-1] + stream.add(token))
     assert seen[2:] == ["a", "a", "aé", "aé", "aé", "aé€", "aé€"]
@@ -36,7 +36,7 @@ def test_pieces_make_the_whole_text() -> None:
     for _ in range(50):
         tokens = draws.choices(range(2, tokenizer.vocab_size), k=40)
         tokens += tokenizer.tokenize("naïve 漢字 🙂 e\u0301 \n\n tabs\t and  spaces ")
-        assert "".join(pieces(TextStream(tokenizer.detokenize), tokens)) == tokenizer.detokenize(tokens)
+        assert "".join(pieces(IncrementalDetokenizer(tokenizer.detokenize), tokens)) == tokenizer.detokenize(tokens)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_pieces_make_the_whole_text() -> None:
     ],
 )
 def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
-    stream = TextStream(CharLevelTokenizer().detokenize, stop)
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
     found = pieces(stream, list(text.encode()))
     assert "".join(found) == expected
     assert stream.stopped == any(string in text for string in stop if string)
@@ -63,7 +63,7 @@ def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
 
 
 def test_nothing_is_held_that_begins_no_stop_string() -> None:
-    stream = TextStream(CharLevelTokenizer().detokenize, ["ab", "bcd"])
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
     assert [stream.add(byte) for byte in b"xabb"[:2]] == ["x", ""]
-    stream = TextStream(CharLevelTokenizer().detokenize, ["ab", "bcd"])
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
     assert [stream.add(byte) for byte in b"bcaz"] == ["", "", "bc", "az"]

@@ -14,7 +14,7 @@ from megatron.generation.from_huggingface import hf_model_keys, tokenizer_keys
 from megatron.generation.model import Model, load_model
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.questions import Question, all_tokens
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.mpu import init_model_parallel, mix_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.tokenizer import build_tokenizer
@@ -23,7 +23,7 @@ _OF_FILES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatModel:
     """A model that is asked. name: as it was given."""
 
     name: str
@@ -31,7 +31,7 @@ class Asked:
     template: ChatTemplate
 
     def answer(
-        self, questions: Sequence[Question], sampling: Sampling, maximum_tokens: int, seed: int
+        self, questions: Sequence[Question], sampling: SamplingParams, maximum_tokens: int, seed: int
     ) -> list[Completion]:
         """Answers in order; what one becomes depends on its place and the seed alone. Raises RequestError."""
         room = self.model.positions - maximum_tokens
@@ -41,11 +41,11 @@ class Asked:
             sampling,
             maximum_tokens=maximum_tokens,
             seeds=[mix_seed(seed, "sample", i) for i in range(len(questions))],
-            ends=(*self.model.ends, *self.template.ends),
+            stop_token_ids=(*self.model.stop_token_ids, *self.template.stop_token_ids),
         )
 
 
-def asked_args(name: str, iteration: int | None = None) -> NeoXArgs:
+def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
     """The configuration of a model: of a HuggingFace folder or name on the Hub; of a folder of checkpoints or one
     `global_stepN`, what that keeps, with its own tokenizer where `vocab_file` is not there any more.
 
@@ -75,7 +75,7 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
     )  # fmt: skip
 
 
-def load_asked(
+def load_chat_model(
     name: str,
     process: Process,
     logger: logging.Logger,
@@ -83,9 +83,9 @@ def load_asked(
     iteration: int | None = None,
     chat_template: str | None = None,
     precision: str | None = None,
-) -> Asked:
+) -> ChatModel:
     """A model ready to be asked, in this process alone. Raises ConfigError, CheckpointError, TokenizerError."""
-    args = asked_args(name, iteration)
+    args = chat_model_args(name, iteration)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
     if precision is not None:
@@ -96,4 +96,4 @@ def load_asked(
         template = find_template(args, tokenizer)
     except ConfigError as problem:
         raise ConfigError([f"{name}: {problem} (--chat-template FILE)"]) from problem
-    return Asked(name, load_model(args, init_model_parallel(args, process, logger), tokenizer, logger), template)
+    return ChatModel(name, load_model(args, init_model_parallel(args, process, logger), tokenizer, logger), template)

@@ -11,8 +11,8 @@ from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
-from megatron.evaluation import catalogue
-from megatron.evaluation.catalogue import Catalogue, find_tasks
+from megatron.evaluation import task_loading
+from megatron.evaluation.task_loading import LoadedTasks, load_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs, need_harness
 from megatron.tokenizer import CharLevelTokenizer
 from tests.evaluation.runs import make_tasks
@@ -23,8 +23,8 @@ MODEL = {
 }  # fmt: skip
 
 
-def find(*tasks: str, **values) -> Catalogue:
-    return find_tasks(NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), **values}), CharLevelTokenizer())
+def find(*tasks: str, **values) -> LoadedTasks:
+    return load_tasks(NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), **values}), CharLevelTokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_names_of_lm_eval_tags_and_what_is_missing_offline(own, tmp_path, monkey
             made.append(TaskManager(**wishes))
         return made[0]
 
-    monkeypatch.setattr(catalogue, "TaskManager", once)
+    monkeypatch.setattr(task_loading, "TaskManager", once)
     with pytest.raises(ConfigError) as refused:
         find("lambada", "hellaswag", "helaswag", "own_group", eval_include_path=[own, str(tmp_path)])
     first, second = refused.value.problems
@@ -111,10 +111,10 @@ def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, o
     )
     said: list[str] = []
 
-    def look(*tasks: str) -> Catalogue:
+    def look(*tasks: str) -> LoadedTasks:
         folders = [str(tmp_path), own]
         args = NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), "eval_include_path": folders})
-        return find_tasks(args, CharLevelTokenizer(), said.append)
+        return load_tasks(args, CharLevelTokenizer(), said.append)
 
     with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.generation.scoring.logprobs import Request, Scored, score
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.model import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
@@ -20,11 +20,11 @@ UNTIED["dynamic"] = {**UNTIED["llama"], "rope_scaling": {"rope_type": "dynamic",
     "original_max_position_embeddings": 16}}  # fmt: skip
 
 
-def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[Request]:
+def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreRequest]:
     """Contexts that come back, single tokens, continuations that are the beginning of others or the same, long ones."""
     draw = random.Random(seed)
     texts = [[draw.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 5, 9, 12, positions // 2)]
-    found: list[Request] = []
+    found: list[ScoreRequest] = []
     for i in range(60):
         context = draw.choice(texts)
         length = min(draw.choice([1, 1, 2, 5, 9, positions]), positions + 1 - len(context))
@@ -53,25 +53,25 @@ def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
     return logits[first - 1 :, 0, :COLUMNS]
 
 
-def one_by_one(model: Model, requests: list[Request]) -> list[Scored]:
+def one_by_one(model: Model, requests: list[ScoreRequest]) -> list[ContinuationScore]:
     """Each as a text of its own, in one process."""
     found = []
     for context, continuation in requests:
         logits = logits_after(model, [*context, *continuation][:-1], len(context)).double().log_softmax(-1)
         labels = torch.tensor(continuation)
         logprobs = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-        found.append(Scored(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
+        found.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
     return found
 
 
-def assert_same(ours: list[Scored], theirs: list[Scored], tolerance: float = 1e-5) -> None:
+def assert_same(ours: list[ContinuationScore], theirs: list[ContinuationScore], tolerance: float = 1e-5) -> None:
     assert len(ours) == len(theirs)
     for own, other in zip(ours, theirs, strict=True):
         assert own.greedy == other.greedy
         torch.testing.assert_close(torch.tensor(own.logprobs), torch.tensor(other.logprobs), rtol=0, atol=tolerance)
 
 
-def scored(rank: int, world_size: int, layout: dict[str, Any], names: list[str]) -> dict[str, list[Scored]]:
+def scored(rank: int, world_size: int, layout: dict[str, Any], names: list[str]) -> dict[str, list[ContinuationScore]]:
     """For the pool: of each model, `some_requests` in batches from memory and in small ones."""
     found = {}
     for name in names:

@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-Request = tuple[Sequence[int], Sequence[int]]
+ScoreRequest = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context, at least one, and of its continuation."""
 SHARED, PADDING = 0, -1
 
 
 @dataclass
-class Row:
+class TreeRow:
     """A context and branches, which all see it but not each other.
 
     tokens, positions, branches: of each column; branches are SHARED for the context, then 1, 2, .. .
@@ -43,7 +43,9 @@ class Row:
         self.picks.append((request, places, list(labels)))
 
 
-def make_rows(requests: Sequence[tuple[int, Request]], hidden_size: int, apart_above: int | None = None) -> list[Row]:
+def make_tree_rows(
+    requests: Sequence[tuple[int, ScoreRequest]], hidden_size: int, apart_above: int | None = None
+) -> list[TreeRow]:
     """The rows of numbered requests, those with texts of equal contexts together, the longest first.
 
     A context is run once for all its continuations, and what begins several continuations once, as far as that is
@@ -51,7 +53,7 @@ def make_rows(requests: Sequence[tuple[int, Request]], hidden_size: int, apart_a
     that stay alone.
     """
     groups: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
-    rows: list[Row] = []
+    rows: list[TreeRow] = []
     for number, (context, continuation) in requests:
         if apart_above is not None and len(context) + len(continuation) - 1 > apart_above:
             rows += _rows_of(tuple(context), [(number, continuation)], hidden_size)
@@ -62,7 +64,7 @@ def make_rows(requests: Sequence[tuple[int, Request]], hidden_size: int, apart_a
     return sorted(rows, key=lambda row: (-row.branched, -len(row.tokens)))
 
 
-def _rows_of(context: tuple[int, ...], members: list[tuple[int, Sequence[int]]], hidden_size: int) -> Iterator[Row]:
+def _rows_of(context: tuple[int, ...], members: list[tuple[int, Sequence[int]]], hidden_size: int) -> Iterator[TreeRow]:
     # Work of a token is 24 hidden^2 in a block, of its attention to another row's branch 4 hidden, both ways.
     foreign = 3 * hidden_size * len(context)
     row = _context(context)
@@ -78,8 +80,8 @@ def _rows_of(context: tuple[int, ...], members: list[tuple[int, Sequence[int]]],
     yield row
 
 
-def _context(tokens: tuple[int, ...]) -> Row:
-    return Row(list(tokens), list(range(len(tokens))), [SHARED] * len(tokens))
+def _context(tokens: tuple[int, ...]) -> TreeRow:
+    return TreeRow(list(tokens), list(range(len(tokens))), [SHARED] * len(tokens))
 
 
 def _branches(
@@ -101,10 +103,10 @@ def _branches(
         yield inputs, owners
 
 
-def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[Request]:
+def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[ScoreRequest]:
     """Requests whose continuations are all of `tokens`, each once, after as much context as the positions leave; the
     first ones after `prefix` alone (lm-eval's windows of context length 1, disjoint)."""
-    windows: list[Request] = []
+    windows: list[ScoreRequest] = []
     begun = 0
     while begun < len(tokens):
         end = min(begun + positions, len(tokens))

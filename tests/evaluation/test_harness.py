@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.evaluation.harness import Evaluation
+from megatron.evaluation.harness import EvaluationResults
 from tests.evaluation.runs import LAYOUTS, answers, make_model, make_tasks, reference, scores
 from tests.pool import run_ranks
 
@@ -18,11 +18,11 @@ def place(tmp_path_factory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(place) -> Evaluation:
+def expected(place) -> EvaluationResults:
     return reference(place[0], TASKS, place[1])
 
 
-def assert_same(found: Evaluation | None, expected: Evaluation) -> None:
+def assert_same(found: EvaluationResults | None, expected: EvaluationResults) -> None:
     """Metrics and answers, text exactly."""
     assert found is not None and found.failures == {}
     theirs = {name: value for name, value in expected.metrics().items() if "_stderr" not in name}

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.generation.serving import END, FOLDER, NAME, POSITIONS, Server, make_model, serving
+from tests.generation.serving.server import END, FOLDER, NAME, POSITIONS, Server, make_model, serving
 
 PROMPT = "The quick brown fox"
 LIMITS = {"serve_max_requests": 200, "serve_max_body_bytes": 65536, "serve_body_timeout_s": 1.0}

@@ -10,7 +10,7 @@ from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate, Message, find_template
 from megatron.generation.prompts.files import NOT_STARTED, make_prompts, text_of
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 from megatron.mpu import mix_seed
 
@@ -145,11 +145,11 @@ def converse(model: Model) -> int:
             except RequestError as problem:
                 write(f"WARNING: {problem}\n")
                 continue
-            ends = (*model.ends, *conversation.template.ends)
+            ends = (*model.stop_token_ids, *conversation.template.stop_token_ids)
         if message is not None:
             write(f"{message}\n")
         seed = mix_seed(args.seed, "sample", number)
-        batcher.add(Request(tokens, Sampling.of(args), args.maximum_tokens, seed, args.stop_strings, ends))
+        batcher.add(Request(tokens, SamplingParams.from_args(args), args.maximum_tokens, seed, args.stop_strings, ends))
         answer, count = "", 0
         while batcher.busy:
             for event in batcher.step():
