@@ -43,11 +43,12 @@ class ErrorCollector:
         return self.origins.get(path)
 
     def add(self, path: str, text: str) -> None:
-        """Note a problem of one key."""
+        """Note a problem of the key at a dotted path."""
         origin = self.origin(path)
         self.lines.append(f"{origin}: {path}: {text}" if origin else f"{path}: {text}")
 
     def raise_if_any(self) -> None:
+        """Raises ConfigError with all problems noted so far, if there are any."""
         if self.lines:
             raise ConfigError(self.lines)
 

@@ -74,17 +74,17 @@ class ResolvedArgs(
 
     @property
     def pp(self) -> int:
-        """Pipeline stages, at least 1."""
+        """The number of pipeline stages, at least 1."""
         return max(1, self.pipe_parallel_size)
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks."""
+        """The number of tensor-parallel ranks."""
         return self.model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Data-parallel ranks; only known after `for_world`."""
+        """The number of data-parallel ranks. Raises ConfigError before `for_world`, which makes it known."""
         if self.world_size is None:
             raise ConfigError(["data_parallel_size is only known after for_world(world_size)"])
         return self.world_size // (self.pp * self.tp)
@@ -96,12 +96,13 @@ class ResolvedArgs(
 
     @property
     def ffn_size(self) -> int | tuple[int, ...]:
-        """Inner width of the MLP, of each layer where they differ; a gated MLP has as many gate rows as up rows."""
+        """The inner width of the MLP, a tuple with one for each layer where they differ; a gated MLP has as many gate
+        rows as up rows."""
         return ffn_width(self)
 
     @property
     def kv_heads(self) -> int | tuple[int, ...]:
-        """Key-value heads, of each layer where they differ."""
+        """The number of key-value heads, a tuple with one for each layer where they differ."""
         return self.num_kv_heads or self.num_attention_heads
 
     @property
@@ -113,7 +114,7 @@ class ResolvedArgs(
 
     @property
     def params_dtype(self) -> str:
-        """fp32, fp16 or bf16."""
+        """The precision of parameters and activations: fp32, fp16 or bf16."""
         return {"bfloat16": "bf16"}.get(self.precision, self.precision)
 
     @property
@@ -131,5 +132,5 @@ class ResolvedArgs(
 
     @property
     def optimizer_name(self) -> str:
-        """adam, adamw or sgd."""
+        """The kind of optimizer in lower case, as adam, adamw or sgd."""
         return self.optimizer["type"].lower()

@@ -163,7 +163,7 @@ class MutableNeoXArgs:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """The keys whose values are no defaults."""
+        """`NeoXArgs(...)` with the keys whose values are not their defaults."""
         values = ((name, self.__dict__.get(name), key.default) for name, key in keys_of(NeoXArgs).items())
         shown = (f"{name}={value!r}" for name, value, default in values if value != default and name != "config_files")
         return f"NeoXArgs({', '.join(shown)})"

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 
 class _Required:
+    """The default of a key that has none."""
+
     def __repr__(self) -> str:
         return "required"
 
@@ -46,6 +48,7 @@ class Key:
 
     @property
     def required(self) -> bool:
+        """Whether every configuration must set the key."""
         return self.default is REQUIRED
 
     @property
@@ -83,7 +86,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values of a Literal key, else ()."""
+        """The values that a key with a Literal type may have, () for any other key."""
         return tuple(v for member in union_members(self.type) for v in literal_values(member))
 
 

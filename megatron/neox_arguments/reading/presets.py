@@ -8,7 +8,7 @@ SUFFIXES = (".yml", ".yaml", ".json")
 
 
 def file_name(name: str) -> str:
-    """`a` -> a.yml; a name with an ending stays."""
+    """The file that a name means: `a` is a.yml, and a name with an ending stays as it is."""
     return name if name.endswith(SUFFIXES) else name + ".yml"
 
 

@@ -79,7 +79,7 @@ def _kind(member: Any, key: Key) -> dict[str, Any]:
 
 
 def _spellings(texts: list[str]) -> list[str]:
-    """As declared, in lower and in upper case: names are read without case, and a schema cannot say that."""
+    """Each name as declared, in lower and in upper case: names are read without case, which no schema can say."""
     return list(
         dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper(), text.capitalize()))
     )

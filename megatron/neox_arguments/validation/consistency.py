@@ -1,4 +1,4 @@
-"""Checks that need more than one key; every problem names its key, its place and what to change."""
+"""Checks that need more than one key; every problem names its key, where it was set, and what to change."""
 
 
 from megatron.neox_arguments.errors import ErrorCollector, format_value
@@ -12,7 +12,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_e
 
 
 def validate(args: ResolvedArgs) -> ErrorCollector:
-    """Problems of any use of the configuration."""
+    """The problems that any use of the configuration has."""
     problems = ErrorCollector(args.origins)
     validate_model(args, problems)
     validate_parallel(args, problems)
@@ -29,7 +29,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
 
 
 def validate_training(args: ResolvedArgs) -> ErrorCollector:
-    """Problems of training: keys that other commands do without."""
+    """The problems that only training has: other commands do without these keys."""
     problems = ErrorCollector(args.origins)
     if args.train_iters is None and args.train_epochs is None:
         problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
@@ -47,7 +47,7 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
 
 
 def validate_generation(args: ResolvedArgs) -> ErrorCollector:
-    """Problems of text generation."""
+    """The problems that only text generation has."""
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
@@ -67,7 +67,7 @@ def validate_generation(args: ResolvedArgs) -> ErrorCollector:
 
 
 def validate_evaluation(args: ResolvedArgs) -> ErrorCollector:
-    """Problems of evaluation."""
+    """The problems that only evaluation has."""
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for evaluation: the folder of the checkpoint (`save` serves too)")
@@ -85,7 +85,7 @@ def _evaluation(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_serving(args: ResolvedArgs) -> ErrorCollector:
-    """Problems of tools/serve.py."""
+    """The problems that only serving (tools/serve.py) has."""
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for serving: the folder of the checkpoint (`save` serves too)")
@@ -163,7 +163,7 @@ def _demos(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _texts(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Of texts that are written after prompts."""
+    """Check the keys of writing text after prompts, which generation and `demo_prompts` share."""
     if args.system_prompt_file is not None and not args.chat:
         problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
     if "" in args.stop_strings:

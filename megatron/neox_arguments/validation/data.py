@@ -8,11 +8,12 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.values.losses import sample_kind
 
-KINDS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
+_WEIGHT_KEYS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
 
 
 def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    used = [key for key in KINDS if getattr(args, key) not in (None, False)]
+    """Check the weights of the sets of a blend, of which one key alone may say them."""
+    used = [key for key in _WEIGHT_KEYS if getattr(args, key) not in (None, False)]
     for key in used:
         listed = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
         if getattr(args, listed) is None:
@@ -20,7 +21,7 @@ def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
         elif key != used[0]:
             problems.add(key, f"{used[0]} ({args.origin(used[0])}) sets the weights; remove one")
     if args.train_data_weight_schedule is not None and args.train_data_weights is not None:
-        problems.add("train_data_weights", f"{KINDS[2]} ({args.origin(KINDS[2])}) sets it; remove one")
+        problems.add("train_data_weights", f"{_WEIGHT_KEYS[2]} ({args.origin(_WEIGHT_KEYS[2])}) sets it; remove one")
     alpha = keys_of(type(args))["weighted_sampler_alpha"].default
     if args.weighted_sampler_alpha != alpha and not (args.weight_by_num_documents or args.weight_by):
         problems.add("weighted_sampler_alpha", "only weight_by_num_documents: true and weight_by read it; remove it")
@@ -30,7 +31,7 @@ def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if schedule is None or args.train_data_paths is None or None in (schedule["weights"], schedule["until"]):
         return
     path, sets = "train_data_weight_schedule", len(args.train_data_paths)
-    phases(path, "weights", schedule, problems)
+    validate_phases(path, "weights", schedule, problems)
     for number, weights in enumerate(schedule["weights"], 1):
         if len(weights) != sets:
             problems.add(f"{path}.weights", f"phase {number}: expected {sets} weights, got {len(weights)}")
@@ -38,8 +39,8 @@ def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
             problems.add(f"{path}.weights", f"phase {number}: expected numbers from 0 on, at least one above it")
 
 
-def phases(path: str, name: str, section: Mapping[str, Any], problems: ErrorCollector) -> None:
-    """The borders of phases: one fewer than there are phases, rising."""
+def validate_phases(path: str, name: str, section: Mapping[str, Any], problems: ErrorCollector) -> None:
+    """Check the iterations `until` in which phases end: one fewer than there are phases, and rising."""
     until, count = section["until"], len(section[name])
     if len(until) != count - 1:
         problems.add(f"{path}.until", f"expected {count - 1} iterations for {count} phases of {name}, got {len(until)}")
@@ -48,6 +49,7 @@ def phases(path: str, name: str, section: Mapping[str, Any], problems: ErrorColl
 
 
 def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check how documents become samples, and the labels and rewards that lie beside them."""
     if args.drop_last is not None and args.pack_impl != "packed":
         problems.add("drop_last", f"cuts packed documents; remove it, or pack_impl {args.cite('pack_impl')}")
     if args.compat_group_texts_batch is not None and args.drop_last is None:
@@ -76,6 +78,7 @@ def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that the data are of the kind that the losses read: texts, pairs of answers, or judged answers."""
     pairwise = args.dataset_impl == "pairwise"
     if pairwise and sample_kind(args) == "texts":
         problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {args.cite('train_impl')}")

@@ -8,6 +8,7 @@ from megatron.neox_arguments.resolved import ResolvedArgs
 
 
 def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the shape of the model: heads, positions, layers, norms and the width of its MLP."""
     heads = args.num_attention_heads
     attends = any(kind in ("global", "flash") for kind in args.attention_config)
     if not attends:
@@ -149,6 +150,7 @@ def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that the model can be split over tensor-parallel ranks and pipeline stages."""
     tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
     if tp > least and args.num_kv_heads is not None:
         problems.add(key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}; use at most {least}")
@@ -172,6 +174,7 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check `trainable`, which names the parameters that are trained."""
     if args.trainable is None:
         return
     if args.trainable["last_layers"] > args.num_layers:

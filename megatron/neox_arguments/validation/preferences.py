@@ -1,4 +1,4 @@
-"""Checks of the losses of preferences."""
+"""Checks of the losses of fine-tuning and preference training, and of the reference model."""
 
 
 from megatron.neox_arguments.errors import ErrorCollector
@@ -10,6 +10,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote
 
 
 def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the losses of the run, their options, and the reference model that they need."""
     _unread(args, problems)
     if args.neftune_noise_alpha:
         _noise(args, problems)
@@ -21,7 +22,7 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Keys of losses that are not of this run."""
+    """Refuse options of losses that are not among the run's."""
     keys, chosen = keys_of(type(args)), losses_of(args)
     for name, impl in TRAIN_IMPLS.items():
         readers = {option: list(impl.losses) for option in (impl.key, *impl.options) if option}

@@ -5,10 +5,11 @@ from typing import Any
 
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.validation.data import phases
+from megatron.neox_arguments.validation.data import validate_phases
 
 
 def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check warm-up and decay of the learning rate, epochs, and curricula of the sequence length."""
     if args.min_lr > args.lr:
         problems.add(
             "min_lr", f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')})"
@@ -52,7 +53,7 @@ def _seq_curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: Er
     lengths, until = section["seq_len"], section["until"]
     if lengths is None or until is None:
         return  # the section's own check names what is missing
-    phases("seq_curriculum", "seq_len", section, problems)
+    validate_phases("seq_curriculum", "seq_len", section, problems)
     for length in lengths:
         if length < 1 or args.seq_length % length:
             problems.add(

@@ -12,7 +12,7 @@ def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers"]:
 
 
 def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
-    """The losses that a run sums, by name."""
+    """The table's entries of the losses that a run adds up, by name."""
     impl = TRAIN_IMPLS[args.train_impl]
     chosen = getattr(args, impl.key) if impl.key else ()
     return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}

@@ -16,7 +16,7 @@ def scheme_of(path: str | None) -> str | None:
 
 
 def is_remote(path: str | None) -> bool:
-    """Whether a path is one that fsspec reaches."""
+    """Whether a path is scheme://bucket/folder, which fsspec reaches, and no folder of this machine."""
     return scheme_of(path) is not None
 
 
