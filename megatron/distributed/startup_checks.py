@@ -39,12 +39,12 @@ def meet(
         return None
     rendezvous = Rendezvous(process, args.rendezvous_timeout_s, logger)
     try:
-        rendezvous.arrive(card(args, process))
+        rendezvous.arrive(rank_info(args, process))
         if process.rank == 0:
             _compare(rendezvous, args, shared)
         else:
-            rendezvous.follow(lambda question: _answer(question, args))
-        return rendezvous.go(timedelta(minutes=args.first_step_timeout_mins))
+            rendezvous.answer_until_released(lambda question: _answer(question, args))
+        return rendezvous.release(timedelta(minutes=args.first_step_timeout_mins))
     except dist.DistError as problem:
         raise StartError(
             f"rank {process.rank} (host {rendezvous.host}) lost rank 0 at {process.master_addr}:{process.master_port} "
@@ -52,7 +52,7 @@ def meet(
         ) from None
 
 
-def card(args: NeoXArgs, process: Process) -> dict[str, Any]:
+def rank_info(args: NeoXArgs, process: Process) -> dict[str, Any]:
     """What a rank says of itself when it comes; all but its place must be the same everywhere."""
     return {
         "first": process.local_rank == 0,  # of its machine
@@ -114,29 +114,29 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
         "configuration": (configuration_differences, "start all ranks with the same files and flags"),
         "code": (code_differences, "install the same version on every machine"),
     }
-    cards = rendezvous.cards()
+    infos = rendezvous.rank_infos()
     problems = []
     for kind, (differences_of, end) in compared.items():
         alike: dict[str, list[int]] = {}
-        for rank, other in enumerate(cards):
-            if other[kind] != cards[0][kind]:
+        for rank, other in enumerate(infos):
+            if other[kind] != infos[0][kind]:
                 alike.setdefault(json.dumps(other[kind]), []).append(rank)
         for ranks in list(alike.values())[:_SHOWN]:
-            theirs, ours = cards[ranks[0]][kind], cards[0][kind]
-            if kind != "libraries":  # else the cards say all
+            theirs, ours = infos[ranks[0]][kind], infos[0][kind]
+            if kind != "libraries":  # else the rank infos say all
                 theirs, ours = rendezvous.ask({kind: None}, ranks[:1])[ranks[0]], _answer({kind: None}, args)
             differences = differences_of(theirs, ours)
             more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
-            who = f"{named(ranks)} (host {_hosts(cards, ranks)})"
+            who = f"{named(ranks)} (host {_hosts(infos, ranks)})"
             text = "; ".join([*differences[:_SHOWN], *more])
-            problems.append(f"{who} and rank 0 (host {cards[0]['host']}) differ in {kind}: {text}; {end}")
+            problems.append(f"{who} and rank 0 (host {infos[0]['host']}) differ in {kind}: {text}; {end}")
     if problems:
-        rendezvous.stop("\n".join(problems))
-    elsewhere = [rank for rank, other in enumerate(cards) if other["first"] and rank]
+        rendezvous.abort("\n".join(problems))
+    elsewhere = [rank for rank, other in enumerate(infos) if other["first"] and rank]
     if shared is not None and elsewhere:
-        problem = _probe(rendezvous, Path(shared), elsewhere, cards)
+        problem = _probe(rendezvous, Path(shared), elsewhere, infos)
         if problem is not None:
-            rendezvous.stop(problem)
+            rendezvous.abort(problem)
 
 
 def _answer(question: Mapping[str, Any], args: NeoXArgs) -> Any:
@@ -188,7 +188,7 @@ def code_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list
 
 
 def _probe(
-    rendezvous: Rendezvous, folder: Path, ranks: Sequence[int], cards: Sequence[Mapping[str, Any]]
+    rendezvous: Rendezvous, folder: Path, ranks: Sequence[int], infos: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Whether the first ranks of other machines see a file that this one writes; what is wrong, in words."""
     file = folder.resolve() / f".probe-{secrets.token_hex(8)}"
@@ -208,7 +208,7 @@ def _probe(
     there = seen[blind[0]]["folder"]
     return (
         f"save: {folder} is not one folder for all machines: what rank 0 wrote into {folder.resolve()} (host "
-        f"{rendezvous.host}) is not in {there} of {named(blind)} (host {_hosts(cards, blind)}); save on storage that "
+        f"{rendezvous.host}) is not in {there} of {named(blind)} (host {_hosts(infos, blind)}); save on storage that "
         "every machine mounts there, or s3://BUCKET/FOLDER"
     )
 
@@ -222,8 +222,8 @@ def _look_for(file: Path) -> dict[str, Any]:
     return {"seen": seen, "folder": str(file.parent.resolve())}
 
 
-def _hosts(cards: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    hosts = list(dict.fromkeys(cards[rank]["host"] for rank in ranks))
+def _hosts(infos: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(infos[rank]["host"] for rank in ranks))
     return ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else "")
 
 

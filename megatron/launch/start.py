@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import hosts_of
-from megatron.launch.launcher_rendezvous import Meeting
+from megatron.launch.launcher_rendezvous import LauncherRendezvous
 from megatron.launch.local import run_local, run_node
 from megatron.launch.plan import Run, hand_over, make_folders, plan, write_text
 from megatron.launch.ranks import die_with_parent
@@ -27,7 +27,7 @@ from megatron.launch.runners import (
     torchrun,
 )
 from megatron.launch.slurm import end_of_job, of_this_start, srun, status_of
-from megatron.launch.ssh_supervisor import Front
+from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.watch import signals_kept
 from megatron.process import say
 
@@ -55,12 +55,12 @@ def launch(
     make_folders(run)
     if run.launcher not in ("local", "nodes"):
         return _start(run)
-    meeting = Meeting(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
+    rendezvous = LauncherRendezvous(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
     saved, restarts = _latest(args), 0
     while True:
-        if meeting is None:
+        if rendezvous is None:
             hand_over(run)
-        outcome = run_local(run, restarts) if meeting is None else run_node(run, meeting, restarts)
+        outcome = run_local(run, restarts) if rendezvous is None else run_node(run, rendezvous, restarts)
         if not outcome.repeatable or restarts == args.max_restarts:
             return outcome.code
         restarts += 1
@@ -119,13 +119,15 @@ def _start(run: Run) -> int:
             _check_ssh(run.nodes[0].host)
         write_text(Path(hostfile_path(run)), hostfile_of(run))
     with signals_kept() as received:
-        code = _watch(command, {**os.environ, **env}, Front(run) if run.launcher == "pdsh" else None, received)
+        code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
         return end_of_job(run.args, code, signal.SIGUSR1 in received, before, os.environ)
     return code
 
 
-def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, received: list[int]) -> int:
+def _watch(
+    command: Sequence[str], env: Mapping[str, str], supervisor: SshSupervisor | None, received: list[int]
+) -> int:
     """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends all.
 
     received: the signals, as they come.
@@ -138,14 +140,14 @@ def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, 
     passed_on = 0
     try:
         while process.poll() is None:
-            if front is not None:
-                front.beat()
+            if supervisor is not None:
+                supervisor.beat()
             while passed_on < len(received):
                 passed_on += 1
                 if passed_on > 1:
                     process.terminate()
-                elif front is not None:
-                    front.send(received[0])
+                elif supervisor is not None:
+                    supervisor.send(received[0])
                 else:
                     process.send_signal(signal.SIGUSR1)  # mpirun and srun hand it on, and end at the other two
             time.sleep(0.2)

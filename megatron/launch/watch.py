@@ -44,18 +44,18 @@ class Outcome:
     log: str = ""  # of the rank that failed
 
 
-class Elsewhere(Protocol):
+class PeerLaunchers(Protocol):
     """The launchers of the same run on other machines."""
 
     def signals(self) -> list[int]:
         """Signals for all ranks, in the order in which they came."""
         ...
 
-    def heard(self) -> Outcome | None:
+    def outcome(self) -> Outcome | None:
         """How the run ended: well when all machines said so, else as the first that failed; None while it goes on."""
         ...
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         """Say how the ranks of this machine ended."""
         ...
 
@@ -81,14 +81,14 @@ def watch_ranks(
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     log_dir: Path,
-    elsewhere: Elsewhere | None = None,
+    peers: PeerLaunchers | None = None,
 ) -> Outcome:
     """Run `command` once per environment, each with its RANK.
 
     Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails all are
     ended with their children, and its traceback is shown last; when one was killed, is stopped or ended because nothing
     moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
-    signal N counts as exit code 128 + N. With `elsewhere` the run ends when it has ended on every machine.
+    signal N counts as exit code 128 + N. With `peers` the run ends when it has ended on every machine.
     """
     ranks: list[Rank] = []
     told: set[str] = set()
@@ -103,7 +103,7 @@ def watch_ranks(
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            return _watch(ranks, received, _Screen(), elsewhere)
+            return _watch(ranks, received, _Screen(), peers)
         finally:
             _end(ranks)
             for rank in ranks:
@@ -131,7 +131,7 @@ class _Screen:
             pass
 
 
-def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: Elsewhere | None) -> Outcome:
+def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerLaunchers | None) -> Outcome:
     """Pump output, pass signals on, until all ranks have ended, one has failed or one is stopped."""
     passed_on, looked, told = 0, time.monotonic(), False
     began = looked
@@ -139,8 +139,8 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: E
         for rank in ranks:
             selector.register(rank.output, selectors.EVENT_READ, rank)
         while True:
-            if elsewhere is not None:
-                received += elsewhere.signals()
+            if peers is not None:
+                received += peers.signals()
             while passed_on < len(received) and not _too_early(ranks, received[passed_on], began):
                 for rank in ranks:
                     rank.signal(received[passed_on])
@@ -153,21 +153,21 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: E
             failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
             if failed:
                 culprit = _first_failed(ranks, failed[0])
-                cause = _earlier(culprit, elsewhere)
+                cause = _earlier(culprit, peers)
                 if cause is not None:
                     return _end_with(cause, ranks, screen)
-                return _tell(elsewhere, _report_failure(culprit, ranks, screen, received))
+                return _report_to(peers, _report_failure(culprit, ranks, screen, received))
             if None not in codes:
                 for rank in ranks:
                     rank.read_all()
                 screen.show(ranks[0])
-                if elsewhere is None:
+                if peers is None:
                     return Outcome(0)
                 if not told:
-                    elsewhere.tell(Outcome(0))
+                    peers.report(Outcome(0))
                     told = True
                 time.sleep(POLL_S)
-            ended = elsewhere.heard() if elsewhere is not None else None
+            ended = peers.outcome() if peers is not None else None
             if ended is not None:
                 return _end_with(ended, ranks, screen)
             looked, last = time.monotonic(), looked
@@ -176,26 +176,26 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: E
                     rank.stopped_at = None
             for rank in ranks:
                 if rank.stopped_for() > STOPPED_S:
-                    return _tell(elsewhere, _report_stopped(rank, ranks, screen, bool(received)))
+                    return _report_to(peers, _report_stopped(rank, ranks, screen, bool(received)))
             suspect = _suspect(ranks)
             if suspect is None or suspect.index == 0:  # else rank 0 may be about to complain of what another did
                 screen.show(ranks[0])
 
 
-def _earlier(culprit: Rank, elsewhere: Elsewhere | None) -> Outcome | None:
+def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:
     """How a rank of another machine failed, of which ours only complains: it lost a peer."""
-    if elsewhere is None or not culprit.traceback_at:
+    if peers is None or not culprit.traceback_at:
         return None
     deadline = time.monotonic() + PEER_S
-    while (ended := elsewhere.heard()) is None and time.monotonic() < deadline:
+    while (ended := peers.outcome()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return ended
 
 
-def _tell(elsewhere: Elsewhere | None, outcome: Outcome) -> Outcome:
+def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
     """The outcome, of which the other machines now know."""
-    if elsewhere is not None:
-        elsewhere.tell(outcome)
+    if peers is not None:
+        peers.report(outcome)
     return outcome
 
 

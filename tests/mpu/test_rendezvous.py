@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.distributed import rendezvous as module
+from megatron.distributed import store
 from megatron.distributed.rendezvous import Rendezvous, StartError, named
 from megatron.launch import process_info
 from tests.pool import run_ranks
@@ -21,10 +21,10 @@ HOST = socket.gethostname()
 
 def finish(found: Rendezvous, rank: int) -> None:
     if rank == 0:
-        found.go(timedelta(seconds=5))
+        found.release(timedelta(seconds=5))
         time.sleep(0.2)  # rank 0 has the store
     else:
-        found.follow(lambda question: None)
+        found.answer_until_released(lambda question: None)
 
 
 def meet(
@@ -90,7 +90,7 @@ def test_two_processes_of_one_rank() -> None:
 
 
 def waiting_lines(rank: int, world_size: int) -> list[str]:
-    module._SAY_EVERY_S = 0.1
+    store.REMIND_EVERY_S = 0.1
     lines: list[str] = []
     logger = logging.getLogger("tests.waiting")
     logger.setLevel(logging.INFO)
@@ -110,7 +110,7 @@ def test_rank_zero_says_whom_it_waits_for() -> None:
 
 def in_agents_store(rank: int, world_size: int) -> list[list[str]]:
     """As torchrun starts ranks again: its store goes on, with what the ranks before left in it."""
-    cards = []
+    starts = []
     port = process_info().master_port
     agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
     for start in ("0", "1"):
@@ -118,10 +118,10 @@ def in_agents_store(rank: int, world_size: int) -> list[list[str]]:
         found = Rendezvous(process_info(), 5.0, QUIET)
         found.arrive({"start": start})
         if rank == 0:
-            cards.append([card["start"] for card in found.cards()])
+            starts.append([info["start"] for info in found.rank_infos()])
         finish(found, rank)
     del agent  # it had to live until here
-    return cards
+    return starts
 
 
 def test_in_the_store_of_torchruns_agent() -> None:
