@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from megatron.launch.environment import LaunchError
-from megatron.launch.home import home
+from megatron.launch.environment import LaunchError, install_root
 
 # What deepy.py starts on ranks, with the words of `neox --help`.
 ON_RANKS = {
@@ -39,7 +38,7 @@ presets and recipes: {presets}
 
 def main() -> int:
     """Become the script that the command line names; 2 when it names none."""
-    words, folder = sys.argv[1:], home()
+    words, folder = sys.argv[1:], install_root()
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(help_text(folder))
         return 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.launch.driver import device_count
+from megatron.launch.cuda_driver import device_count
 from megatron.launch.environment import LaunchError
 
 _NOT_EPHEMERAL = range(20_000, 32_768)  # below what Linux (32768 on) and macOS (49152 on) give to connections

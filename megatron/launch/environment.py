@@ -1,9 +1,10 @@
-"""Rank, world and rendezvous of this process, read from the environment its starter left."""
+"""Rank, world and rendezvous of this process, read from the environment its starter left; and where its files are."""
 
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import UserError
@@ -90,6 +91,13 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
     if args.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return info
+
+
+def install_root() -> Path:
+    """The folder of deepy.py, train.py, `tools/`, `configs/` and `slurm/`: a clone's own, else `neox/` beside
+    an installed `megatron/`, where setup.py puts them."""
+    above = Path(__file__).resolve().parents[2]
+    return above if (above / "deepy.py").is_file() else above / "neox"
 
 
 def port_of(value: int | str) -> int:

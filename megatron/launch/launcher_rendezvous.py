@@ -17,7 +17,7 @@ from megatron.process import say
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from megatron.launch.plan import Run
+    from megatron.launch.run import Run
 
 REMIND_S = 15.0  # between two lines that say that other machines still work
 POLL_S = 0.1

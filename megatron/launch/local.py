@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron.launch.devices import cores, free_port, interface_to
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
-from megatron.launch.plan import Run, fit, hand_over
+from megatron.launch.run import Run, write_args_file
 from megatron.launch.watch import Outcome, watch_ranks
 from megatron.process import say
 
@@ -25,7 +25,7 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Out
     everywhere. Raises LaunchError for a machine that does not come, ConfigError for a layout that does not fit."""
     assignment = rendezvous.assemble(restarts)
     try:
-        hand_over(fit(run, assignment.world_size))
+        write_args_file(run.for_world(assignment.world_size))
     except BaseException:
         rendezvous.leave(Outcome(1))
         raise

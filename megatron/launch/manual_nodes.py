@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ByHand:
-    """This machine's place, and what it was told to use. ranks, include, exclude: as `choose_ranks` takes them."""
+class ManualNode:
+    """This machine among several on which the same line is typed, and what it was told to use.
+
+    ranks, include, exclude: as `choose_ranks` takes them. total_ranks: what TOTAL_GPUS says.
+    """
 
     nodes: tuple[Node, ...]
     node_rank: int
@@ -27,9 +30,9 @@ class ByHand:
     total_ranks: int | None
 
 
-def by_hand(
+def find_manual_node(
     args: "NeoXArgs", node_rank: int | None, known: Sequence[Node], hosts: Sequence[str], env: Mapping[str, str]
-) -> ByHand | None:
+) -> ManualNode | None:
     """The place of this machine, None when nothing says that it is one of several on which somebody types.
 
     Keys and flags come first, then MAIN_NODE_IP, GPUS and TOTAL_GPUS, then what Kubernetes operators set (PET_NNODES,
@@ -68,8 +71,8 @@ def by_hand(
     if args.origin("master_port") == "default":
         port = _first(env, "PET_MASTER_PORT", "MASTER_PORT") or DEFAULT_PORT
     nodes = tuple(known) or tuple(Node(socket.gethostname() if r == node_rank else "") for r in range(count))
-    own = nodes[node_rank]
-    include, exclude, ranks = own.include(), None, own.ranks
+    local_node = nodes[node_rank]
+    include, exclude, ranks = local_node.include(), None, local_node.ranks
     if not known:
         include, exclude, ranks = args.include, args.exclude, args.num_gpus
         gpus = env.get("GPUS")
@@ -80,7 +83,7 @@ def by_hand(
         if ranks is None and rank_of_pod is not None:
             ranks = _ranks_of_pod(env)
     total = _whole(env, "TOTAL_GPUS") if env.get("TOTAL_GPUS") else None
-    return ByHand(nodes, node_rank, address, port_of(port), ranks, include, exclude, total)
+    return ManualNode(nodes, node_rank, address, port_of(port), ranks, include, exclude, total)
 
 
 def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:

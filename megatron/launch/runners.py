@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from megatron.launch.environment import LaunchError
-from megatron.launch.home import home
+from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.hosts import Node
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 
 _INSTALL = {
     "pdsh": ("pdsh", "apt install pdsh"),
@@ -43,7 +42,7 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
     words = words[: words.index("-u")]
     flags = ["--hosts", *map(str, run.nodes), "--node_rank", "%n"]
     flags += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    ours = ["-u", str(home() / "deepy.py"), *flags, *run.command[2:]]
+    ours = ["-u", str(install_root() / "deepy.py"), *flags, *run.command[2:]]
     return [*words, *(word if word == "%n" else _remote(word) for word in ours)], env
 
 
@@ -81,11 +80,13 @@ def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
     return [*words, *run.command[2:]], env
 
 
-def by_hand_lines(
+def manual_node_lines(
     nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
 ) -> list[tuple[str, str]]:
     """(host, the line to type there) for every machine. words: the script, its files and what else was typed."""
-    deepy = "deepy.py" if (home() / "megatron").is_dir() else str(home() / "deepy.py")  # typed in a clone, or anywhere
+    deepy = (
+        "deepy.py" if (install_root() / "megatron").is_dir() else str(install_root() / "deepy.py")
+    )  # typed in a clone, or anywhere
     lines = []
     for rank, node in enumerate(nodes):
         flags = ["--num_nodes", str(len(nodes)), "--node_rank", str(rank)]

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.launch.environment import LaunchError
-from megatron.launch.home import home
+from megatron.launch.environment import LaunchError, install_root
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -24,7 +23,7 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     name = env.get("NEOX_SITE")
     if not name:
         return {}
-    sites = home() / "slurm" / "sites"
+    sites = install_root() / "slurm" / "sites"
     file = sites / f"{name}.sh"
     if not file.is_file():
         there = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))

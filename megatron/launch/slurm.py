@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
-from megatron.launch.home import home
+from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root, port_of
 from megatron.launch.hosts import Node
+from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
 from megatron.process import say
 
 if TYPE_CHECKING:
-    from megatron.launch.plan import Run
     from megatron.neox_arguments import NeoXArgs
 
 REQUEUE = 124  # exit code: told to stop by USR1, saved, not finished. slurm/job.sh queues the job again
@@ -110,19 +109,19 @@ def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
     return counts if env.get("SLURM_NTASKS") == str(sum(counts)) else None
 
 
-def srun(run: "Run") -> tuple[list[str], dict[str, str]]:
+def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     """A launcher on every node, with all that the job has there; each finds its place by SLURM_NODEID."""
     count = str(len(run.nodes))
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    ours = [sys.executable, "-u", str(home() / "deepy.py"), "--hosts", *map(str, run.nodes)]
+    ours = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
     ours += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
     return [*words, *ours, *run.command[2:]], {}
 
 
-def of_this_start(run: "Run", env: Mapping[str, str]) -> "Run":
+def of_this_start(run: Run, env: Mapping[str, str]) -> Run:
     """The run as this start of the job is to go on: keys that say how a run starts have had their effect once it has
     saved. The first start of a job is noted in log_dir, for later ones to compare.
     """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from megatron.distributed.store import connect_store
 from megatron.launch.heartbeat import BEAT_S, STARTER, send_signal
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 from megatron.process import say
 
 if TYPE_CHECKING:

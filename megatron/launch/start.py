@@ -14,12 +14,13 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import hosts_of
 from megatron.launch.launcher_rendezvous import LauncherRendezvous
 from megatron.launch.local import run_local, run_node
-from megatron.launch.plan import Run, hand_over, make_folders, plan, write_text
+from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
+from megatron.launch.run import Run, make_folders, write_args_file, write_text
 from megatron.launch.runners import (
-    by_hand_lines,
     hostfile_of,
     hostfile_path,
+    manual_node_lines,
     mvapich,
     need_starter,
     openmpi,
@@ -59,7 +60,7 @@ def launch(
     saved, restarts = _latest(args), 0
     while True:
         if rendezvous is None:
-            hand_over(run)
+            write_args_file(run)
         outcome = run_local(run, restarts) if rendezvous is None else run_node(run, rendezvous, restarts)
         if not outcome.repeatable or restarts == args.max_restarts:
             return outcome.code
@@ -86,7 +87,7 @@ def dry_run(
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
         address = args.master_addr or os.environ.get("MAIN_NODE_IP") or nodes[0].host
-        return [f"{host}: {line}" for host, line in by_hand_lines(nodes, words, address, args.master_port)]
+        return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
@@ -109,7 +110,7 @@ def _start(run: Run) -> int:
         run = of_this_start(run, os.environ)
     before = status_of(run.args) if run.launcher == "slurm" else {}
     command, env = _renderer(run)(run)
-    hand_over(run)
+    write_args_file(run)
     if run.launcher == "torchrun":
         sys.stdout.flush()
         sys.stderr.flush()

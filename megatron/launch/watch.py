@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Protocol
 
 from megatron.launch.ranks import STACK, Rank, start_rank
-from megatron.launch.stacks import STACKS_SIGNAL
-from megatron.process import LogFile, say, take_early
+from megatron.process import STACKS_SIGNAL, LogFile, say, take_early_signals
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -69,7 +68,7 @@ def signals_kept() -> Iterator[list[int]]:
         received.append(number)
 
     previous = {number: signal.signal(number, remember) for number in PASSED_ON}
-    received += take_early(previous[signal.SIGUSR1])
+    received += take_early_signals(previous[signal.SIGUSR1])
     try:
         yield received
     finally:

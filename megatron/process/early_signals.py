@@ -1,5 +1,7 @@
-"""The first and the last moments of a process: closed streams, signals that nobody acts on yet, the last flush."""
+"""The first and the last moments of a process: closed streams, signals that nobody acts on yet, stacks on demand, the
+last flush."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -8,6 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+STACKS_SIGNAL = signal.SIGUSR2  # has a rank write where it is
+_STDERR = 2
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
@@ -34,9 +38,16 @@ def begin_process(name: str, advice: str = "") -> None:
     signal.signal(signal.SIGUSR1, _Remembered())  # last: a launcher sees by it that both are taken up
 
 
-def take_early(handler: Any) -> list[int]:
-    """Signals that came since `begin_process`, for who takes them up now. handler: that of USR1 until then."""
+def take_early_signals(handler: Any) -> list[int]:
+    """Signals that came since `begin_process`, for who handles them from now on. handler: that of USR1 until then."""
     return [signal.SIGUSR1] if getattr(handler, "received", 0) else []
+
+
+def show_stacks_on_signal() -> None:
+    """From now on SIGUSR2, and a crash in compiled code, write the Python stacks of all threads to stderr: also while
+    this process waits in compiled code, as in a collective."""
+    faulthandler.enable(file=_STDERR)
+    faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
 
 
 def exit_code(code: int) -> int:

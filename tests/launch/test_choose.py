@@ -9,7 +9,8 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.launcher_rendezvous import RankAssignment
 from megatron.launch.local import environments
-from megatron.launch.plan import Run, hand_over, plan
+from megatron.launch.plan import plan
+from megatron.launch.run import Run, write_args_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 GPUS = ["0", "1", "2", "3"]
@@ -104,7 +105,7 @@ def no_gpus(monkeypatch):
 def test_plan_hands_the_args_over_in_a_file(tmp_path, no_gpus):
     args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
     run = plan("train.py", args, ["--more"])
-    hand_over(run)
+    write_args_file(run)
     assert run.world_size == 2
     assert run.log_dir == tmp_path / "run" / "logs"
     script, flag, path, more = run.command[-4:]

@@ -14,7 +14,7 @@ from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.watch import Outcome
 

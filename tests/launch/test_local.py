@@ -14,7 +14,7 @@ import pytest
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """
@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron.launch import watch
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 watch.STOPPED_S = 1.5
 command = (sys.executable, "-u", sys.argv[1])
 logs = Path("logs")
@@ -214,7 +214,7 @@ def test_a_stopped_rank_ends_the_run_with_every_stack(launch):
     """While it is stopped nothing but the launcher can tell."""
     run = launch(
         """
-        from megatron.launch import show_stacks_on_signal
+        from megatron.process import show_stacks_on_signal
         show_stacks_on_signal()
         def waits_for_the_other():
             time.sleep(60)

@@ -10,7 +10,8 @@ import pytest
 from megatron.launch import dry_run, enter
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
-from megatron.launch.plan import Run, plan
+from megatron.launch.plan import plan
+from megatron.launch.run import Run
 from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.reading.command_line import parse_deepy

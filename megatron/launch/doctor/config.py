@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check, failed
-from megatron.launch.home import home
+from megatron.launch.environment import install_root
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
 from megatron.neox_arguments.reading.locations import is_remote
@@ -16,7 +16,7 @@ _SHOWN = 10  # problems of a configuration
 def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
     """The configuration, if it can train, and what is wrong with it."""
     try:
-        files, _ = files_of(files, home=home())
+        files, _ = files_of(files, home=install_root())
         args = load(files).check_training()
     except ConfigError as refused:
         more = len(refused.problems) - _SHOWN

@@ -5,7 +5,7 @@ import os
 import pytest
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 
-from megatron.launch.arch_list import readable, set_arch_list
+from megatron.launch.cuda_driver import is_readable_arch_list, set_arch_list
 
 NAME = "TORCH_CUDA_ARCH_LIST"
 
@@ -46,4 +46,4 @@ def test_other_devices_and_none():
     assert set_arch_list(unset, lambda: [(9, 0)]) is None and unset == {}
     kept = {NAME: "9.0a"}
     assert set_arch_list(kept, lambda: []) is None and kept == {NAME: "9.0a"}
-    assert readable("") and not readable("9.0,8.0")
+    assert is_readable_arch_list("") and not is_readable_arch_list("9.0,8.0")
