@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         run_on_each_rank,
     )
     from megatron.distributed.rendezvous import Process, StartError
-    from megatron.distributed.startup_checks import meet
+    from megatron.distributed.startup_checks import rendezvous_and_check
     from megatron.distributed.transport import check_transport
     from megatron.distributed.watchdog import Watchdog
 
@@ -30,7 +30,7 @@ _MODULES = {
     "check_transport": "transport",
     "configure_logging": "process_group",
     "init_process_group": "process_group",
-    "meet": "startup_checks",
+    "rendezvous_and_check": "startup_checks",
     "on_rank_zero": "process_group",
     "run_on_all_ranks": "process_group",
     "run_on_all_ranks_of": "process_group",
@@ -44,7 +44,7 @@ __all__ = [
     "check_transport",
     "configure_logging",
     "init_process_group",
-    "meet",
+    "rendezvous_and_check",
     "on_rank_zero",
     "run_on_all_ranks",
     "run_on_all_ranks_of",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron.distributed.rendezvous import Process
-from megatron.distributed.startup_checks import meet
+from megatron.distributed.startup_checks import rendezvous_and_check
 from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def init_process_group(
 ) -> torch.device:
     """Initialise torch.distributed, unless it already is, for all ranks of `args`. The device of this rank.
 
-    store: what `meet` gave, where a command lets ranks meet before each machine fetches what it needs.
+    store: what `rendezvous_and_check` gave, where a command lets ranks meet before each machine fetches what it needs.
     Raises ConfigError when `distributed_backend: nccl` meets GPUs of this machine that torch does not see.
     """
     backend = _backend(args, logger)
@@ -67,7 +67,7 @@ def init_process_group(
     if not dist.is_initialized():
         dist.init_process_group(
             backend,
-            store=store or meet(args, process, logger) or dist.HashStore(),
+            store=store or rendezvous_and_check(args, process, logger) or dist.HashStore(),
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(minutes=args.first_step_timeout_mins),
@@ -119,17 +119,17 @@ def run_on_all_ranks_of(group: dist.ProcessGroup | None, size: int, work: Callab
     """`together`, over a group of `size` ranks; None: all of them."""
     if size == 1:
         return [work()]
-    own: tuple[object, object] = (None, None)
+    local_outcome: tuple[object, object] = (None, None)
     try:
-        own = (work(), None)
+        local_outcome = (work(), None)
     except Exception as problem:  # as above
-        own = (None, problem)
-    everyone: list[tuple[object, object]] = [own] * size
-    dist.all_gather_object(everyone, own, group=group)
-    for _, raised in everyone:
+        local_outcome = (None, problem)
+    outcomes: list[tuple[object, object]] = [local_outcome] * size
+    dist.all_gather_object(outcomes, local_outcome, group=group)
+    for _, raised in outcomes:
         if isinstance(raised, Exception):
             raise raised
-    return [result for result, _ in everyone]  # type: ignore[misc]
+    return [result for result, _ in outcomes]  # type: ignore[misc]
 
 
 def run_on_each_rank(world: World, work: Callable[[], T]) -> T:

@@ -31,10 +31,12 @@ def check_transport(args: NeoXArgs, world: World, process: Process, logger: logg
     if bound is None and not (several and world.device.type == "cuda"):
         return
     mebibytes = _MIB_ON_GPU if world.device.type == "cuda" else _MIB_ON_CPU
-    found = bus_bandwidth(world, mebibytes * 2**20)
+    bandwidth = bus_bandwidth(world, mebibytes * 2**20)
     backend = dist.get_backend()
-    what = f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): {found:.2f} GB/s bus bandwidth"
-    if bound is None or found >= bound:
+    what = (
+        f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): {bandwidth:.2f} GB/s bus bandwidth"
+    )
+    if bound is None or bandwidth >= bound:
         logger.info(what + ("" if bound is None else f", at least {bound:g} asked for ({place})"))
         return
     environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _SHOWN)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.distributed.rank0_driver import Call, lead
+from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.operations import GivenUp, Operations
 from megatron.evaluation.progress import WHAT, Progress
 from megatron.evaluation.quiet import quiet
@@ -71,14 +71,14 @@ def load_catalogue(
     Raises ConfigError on all of them for what is no task.
     """
 
-    def work(call: Call) -> Catalogue:
+    def work(call: RunOperation) -> Catalogue:
         from megatron.evaluation.catalogue import find_tasks, warn_of_broken
 
         warn_of_broken(args, logger)
         with quiet(bars=sys.stderr.isatty()):
             return find_tasks(args, tokenizer, logger.warning)
 
-    return lead(groups, work, {}, on_beat=on_beat)
+    return run_rank0_driver(groups, work, {}, on_beat=on_beat)
 
 
 def evaluate(
@@ -98,7 +98,7 @@ def evaluate(
     ranks, for the first task that fails with `eval_failures: stop`.
     """
 
-    def work(call: Call) -> Evaluation:
+    def work(call: RunOperation) -> Evaluation:
         assert catalogue is not None
         _seed()
         logger.info(f"{WHAT} on {len(catalogue.tasks)} tasks: {', '.join(catalogue.tasks)}")
@@ -106,7 +106,7 @@ def evaluate(
             return _run(model, catalogue, call, logger, progress, identity, bootstrap, give_up)
 
     try:
-        return lead(model.groups, work, Operations(model).names(), on_beat=on_beat)
+        return run_rank0_driver(model.groups, work, Operations(model).names(), on_beat=on_beat)
     except GivenUp:
         return None
 
@@ -114,7 +114,7 @@ def evaluate(
 def _run(
     model: Model,
     catalogue: Catalogue,
-    call: Call,
+    call: RunOperation,
     logger: logging.Logger,
     progress: Progress,
     identity: str | None,

@@ -60,13 +60,13 @@ def script_line(words: Sequence[str], folder: Path) -> list[str]:
     name = name.removesuffix(".py").replace("-", "_")
     if name in ON_RANKS:
         return [*deepy, str(folder / ON_RANKS[name][0]), *rest]
-    found = tools(folder)
-    if name in found:
-        return [sys.executable, str(found[name]), *rest]
-    alike = [full for full in found if full.endswith(f"/{name}")]
+    known_tools = tools(folder)
+    if name in known_tools:
+        return [sys.executable, str(known_tools[name]), *rest]
+    alike = [full for full in known_tools if full.endswith(f"/{name}")]
     if alike:
         raise LaunchError(f"{words[0]} is {' or '.join(alike)}")
-    near = get_close_matches(name, [*ON_RANKS, "doctor", *found], 1)
+    near = get_close_matches(name, [*ON_RANKS, "doctor", *known_tools], 1)
     meant = f"do you mean {near[0]}? " if near else ""
     raise LaunchError(f"{words[0]}: no such command; {meant}`neox --help` lists them")
 

@@ -107,18 +107,18 @@ def interface_to(address: str) -> str | None:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, but chooses a route
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 try:
-                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
                 except OSError:  # an interface without an address
                     continue
-                if socket.inet_ntoa(found[20:24]) == own:
+                if socket.inet_ntoa(answer[20:24]) == local_address:
                     return name
     except OSError:
         return None
-    return "lo" if own.startswith("127.") else None
+    return "lo" if local_address.startswith("127.") else None
 
 
 def free_port() -> int:

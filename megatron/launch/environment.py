@@ -64,8 +64,8 @@ def process_info(
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         # Only a step started by srun: a batch script sees SLURM_PROCID=0 and SLURM_NTASKS=N too, but is one process.
         info = _from_slurm(env, master_addr, master_port)
-    elif found := next((names for names in _MPI if names[0] in env), None):
-        info = _from_mpi(env, found, master_addr, master_port)
+    elif mpi_names := next((names for names in _MPI if names[0] in env), None):
+        info = _from_mpi(env, mpi_names, master_addr, master_port)
     else:
         info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), starter="alone")
     if not 0 <= info.rank < info.world_size:
@@ -119,9 +119,9 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if "LOCAL_RANK" not in env and "PET_NPROC_PER_NODE" in env:
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
-        here = env["PET_NPROC_PER_NODE"]
-        if here not in ("1", "auto", "gpu", "cpu"):
-            raise LaunchError(f"PET_NPROC_PER_NODE is {here}: start the pod's ranks with deepy.py or torchrun")
+        ranks_of_pod = env["PET_NPROC_PER_NODE"]
+        if ranks_of_pod not in ("1", "auto", "gpu", "cpu"):
+            raise LaunchError(f"PET_NPROC_PER_NODE is {ranks_of_pod}: start the pod's ranks with deepy.py or torchrun")
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)

@@ -59,10 +59,10 @@ def choose(own: Nccl | None, site: Nccl | None) -> Choice:
 
 def own_nccl() -> Nccl | None:
     """torch's: the library that its wheel brought, else what it says it was built with; None without torch or CUDA."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
         return None
-    libraries = Path(found.origin).parent / "lib"
+    libraries = Path(spec.origin).parent / "lib"
     if not (libraries / "libtorch_cuda.so").exists():
         return None
     brought = [libraries / _NAME, *(file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}"))]
@@ -103,8 +103,8 @@ def read_version(file: str | Path) -> Version | None:
     a GPU's driver in some releases."""
     try:
         with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            said = re.search(rb"NCCL version (\d+)\.(\d+)\.(\d+)", content)
-            return tuple(map(int, said.groups())) if said else None
+            match = re.search(rb"NCCL version (\d+)\.(\d+)\.(\d+)", content)
+            return tuple(map(int, match.groups())) if match else None
     except (OSError, ValueError):  # ValueError: an empty file
         return None
 

@@ -57,10 +57,10 @@ class Rank:
         if self.process.returncode is not None or not hasattr(os, "waitid"):
             return 0.0
         try:
-            found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            state = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # it has just ended
-            found = None
-        if found is None or found.si_code != os.CLD_STOPPED:
+            state = None
+        if state is None or state.si_code != os.CLD_STOPPED:
             self.stopped_at = None
             return 0.0
         self.stopped_at = self.stopped_at or time.monotonic()
@@ -131,12 +131,12 @@ def _terminal() -> tuple[int, int]:
     import pty
     import termios
 
-    ours, theirs = pty.openpty()
-    attributes = termios.tcgetattr(theirs)
+    parent_end, child_end = pty.openpty()
+    attributes = termios.tcgetattr(child_end)
     attributes[1] &= ~termios.OPOST  # bytes pass unchanged; the real terminal translates newlines
-    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    termios.tcsetwinsize(theirs, termios.tcgetwinsize(sys.stdout.fileno()))
-    return ours, theirs
+    termios.tcsetattr(child_end, termios.TCSANOW, attributes)
+    termios.tcsetwinsize(child_end, termios.tcgetwinsize(sys.stdout.fileno()))
+    return parent_end, child_end
 
 
 def die_with_parent(number: int) -> Callable[[], None] | None:

@@ -42,8 +42,8 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
     words = words[: words.index("-u")]
     flags = ["--hosts", *map(str, run.nodes), "--node_rank", "%n"]
     flags += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    ours = ["-u", str(install_root() / "deepy.py"), *flags, *run.command[2:]]
-    return [*words, *(word if word == "%n" else _remote(word) for word in ours)], env
+    launcher_command = ["-u", str(install_root() / "deepy.py"), *flags, *run.command[2:]]
+    return [*words, *(word if word == "%n" else _remote(word) for word in launcher_command)], env
 
 
 def openmpi(run: Run) -> tuple[list[str], dict[str, str]]:
@@ -111,13 +111,13 @@ def hostfile_path(run: Run) -> str:
 
 def _deepspeed(name: str) -> Any:
     """A runner class of DeepSpeed's."""
-    told = "DS_ACCELERATOR" in os.environ
+    was_set = "DS_ACCELERATOR" in os.environ
     # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find their own.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         return getattr(import_module("deepspeed.launcher.multinode_runner"), name)
     finally:
-        if not told:
+        if not was_set:
             del os.environ["DS_ACCELERATOR"]
 
 

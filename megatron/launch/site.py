@@ -26,8 +26,8 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     sites = install_root() / "slurm" / "sites"
     file = sites / f"{name}.sh"
     if not file.is_file():
-        there = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
-        raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {there}")
+        sites_here = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
+        raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {sites_here}")
     # `env -0` alone on stdout: a site may print.
     shell = subprocess.run(
         ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)], env=dict(env), capture_output=True, text=True

@@ -116,9 +116,9 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    ours = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
-    ours += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    return [*words, *ours, *run.command[2:]], {}
+    launcher_command = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
+    launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
+    return [*words, *launcher_command, *run.command[2:]], {}
 
 
 def of_this_start(run: Run, env: Mapping[str, str]) -> Run:

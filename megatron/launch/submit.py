@@ -108,8 +108,8 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
 
 def _to_the_end(name: str, job: str) -> str:
     """A value that may have spaces: the rest of its line."""
-    found = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _is_file(word: str) -> bool:

@@ -88,10 +88,10 @@ def driver_cuda() -> tuple[int, int] | None:
     """The CUDA version that the driver of this machine serves; None without a driver."""
     number = ctypes.c_int()
     try:
-        asked = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
         return None
-    return None if asked or not number.value else (number.value // 1000, number.value % 1000 // 10)
+    return None if status or not number.value else (number.value // 1000, number.value % 1000 // 10)
 
 
 def own_index(pip_config: str, env: Mapping[str, str]) -> bool:

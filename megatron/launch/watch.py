@@ -90,11 +90,11 @@ def watch_ranks(
     signal N counts as exit code 128 + N. With `peers` the run ends when it has ended on every machine.
     """
     ranks: list[Rank] = []
-    told: set[str] = set()
+    complaints: set[str] = set()
 
     def complain(text: str) -> None:  # of the disk that all logs are on, once
-        if text not in told:
-            told.add(text)
+        if text not in complaints:
+            complaints.add(text)
             say(f"deepy.py: warning: {text}")
 
     with signals_kept() as received:
@@ -132,7 +132,7 @@ class _Screen:
 
 def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerLaunchers | None) -> Outcome:
     """Pump output, pass signals on, until all ranks have ended, one has failed or one is stopped."""
-    passed_on, looked, told = 0, time.monotonic(), False
+    passed_on, looked, reported_done = 0, time.monotonic(), False
     began = looked
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
@@ -162,9 +162,9 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 screen.show(ranks[0])
                 if peers is None:
                     return Outcome(0)
-                if not told:
+                if not reported_done:
                     peers.report(Outcome(0))
-                    told = True
+                    reported_done = True
                 time.sleep(POLL_S)
             ended = peers.outcome() if peers is not None else None
             if ended is not None:
@@ -271,7 +271,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     return Outcome(128 - code if code < 0 else code, reason, repeatable, str(culprit.log.path.resolve()))
 
 
-def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, told: bool) -> Outcome:
+def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_asked: bool) -> Outcome:
     """End every rank because one is stopped and the others wait for it."""
     reason = (
         f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
@@ -280,7 +280,7 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, told: boo
     _end(ranks, politely=False)
     screen.show(ranks[0])
     say(f"deepy.py: error: {reason}; its stack is above")
-    return Outcome(128 + signal.SIGSTOP, reason, not told, str(culprit.log.path.resolve()))
+    return Outcome(128 + signal.SIGSTOP, reason, not stop_was_asked, str(culprit.log.path.resolve()))
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.distributed import StartError, meet
+from megatron.distributed import StartError, rendezvous_and_check
 from megatron.distributed import startup_checks as handshake
 from megatron.launch import process_info
 from tests.model.stages import small
@@ -40,7 +40,7 @@ def told(
         os.chdir(folders[rank])
         process = replace(process, local_rank=0, local_world_size=1)
     try:
-        store = meet(args, process, logging.getLogger("tests.quiet"), shared)
+        store = rendezvous_and_check(args, process, logging.getLogger("tests.quiet"), shared)
     except StartError as problem:
         return str(problem)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

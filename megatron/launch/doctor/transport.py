@@ -124,8 +124,8 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
             continue
         exact = value.startswith("=") or name.startswith("GLOO")
         wanted = [entry for entry in value.removeprefix("=").split(",") if entry]
-        there = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
-        if not there:
+        present = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
+        if not present:
             found = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
             checks.append(failed(name, found, f"set {name} to one of these, or unset it"))
     return checks
