@@ -116,13 +116,13 @@ def run_on_all_ranks(world: World, work: Callable[[], T]) -> list[T]:
 
 
 def run_on_all_ranks_of(group: dist.ProcessGroup | None, size: int, work: Callable[[], T]) -> list[T]:
-    """`together`, over a group of `size` ranks; None: all of them."""
+    """Do as `run_on_all_ranks` over the `size` ranks of a group; group None: all ranks of the run."""
     if size == 1:
         return [work()]
     local_outcome: tuple[object, object] = (None, None)
     try:
         local_outcome = (work(), None)
-    except Exception as problem:  # as above
+    except Exception as problem:  # raised on all ranks below
         local_outcome = (None, problem)
     outcomes: list[tuple[object, object]] = [local_outcome] * size
     dist.all_gather_object(outcomes, local_outcome, group=group)

@@ -28,7 +28,7 @@ def device_count() -> int | None:
 
 
 def capabilities() -> list[tuple[int, int]]:
-    """Compute capability of each device."""
+    """Compute capability of each device, as (major, minor)."""
     driver, device, versions = _driver(), ctypes.c_int(), []
     for index in range(device_count() or 0):
         assert driver is not None

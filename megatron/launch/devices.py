@@ -65,7 +65,7 @@ def _device_count() -> int:
     return count
 
 
-def is_here(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Whether a name or address is this machine's."""
     if host in _local_names():
         return True

@@ -34,27 +34,28 @@ class Nccl:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """preload: the file to preload, if any; said: which it is and why, in one line."""
+class NcclChoice:
+    """preload: the file to preload, if any; description: which it is and why, in one line."""
 
     preload: str | None
-    said: str
+    description: str
 
 
-def choose(own: Nccl | None, site: Nccl | None) -> Choice:
+def choose(built_with: Nccl | None, site: Nccl | None) -> NcclChoice:
     """The NCCL of a run, by versions.
 
-    own: the one torch was built with, None where torch knows no CUDA; site: what a module or NCCL_LIBRARY brings.
+    built_with: torch's own, None where torch knows no CUDA; site: what a module or NCCL_LIBRARY brings.
     """
-    if own is None:
-        return Choice(None, "none: there is no torch with CUDA")
-    why = ""
-    if site is not None and site.file != own.file:
-        if site.version and own.version and site.version >= own.version:
-            return Choice(site.file, f"{site}, this machine's ({site.file}); torch was built with {own}")
-        reason = "is older than the one torch was built with" if site.version and own.version else "cannot be compared"
-        why = f"; {site} of this machine ({site.file}) {reason} and is left out"
-    return Choice(own.file, f"{own}, torch's own ({own.file or 'within its libraries'}){why}")
+    if built_with is None:
+        return NcclChoice(None, "none: there is no torch with CUDA")
+    note = ""
+    if site is not None and site.file != built_with.file:
+        if site.version and built_with.version and site.version >= built_with.version:
+            return NcclChoice(site.file, f"{site}, this machine's ({site.file}); torch was built with {built_with}")
+        comparable = site.version and built_with.version
+        reason = "is older than the one torch was built with" if comparable else "cannot be compared"
+        note = f"; {site} of this machine ({site.file}) {reason} and is left out"
+    return NcclChoice(built_with.file, f"{built_with}, torch's own ({built_with.file or 'within its libraries'}){note}")
 
 
 def own_nccl() -> Nccl | None:
@@ -119,7 +120,7 @@ def main() -> int:
     libraries = [*([choice.preload] if choice.preload else []), *preloaded(os.environ)[1]]
     for name, value in (("NCCL_LIBRARY", choice.preload), ("LD_PRELOAD", ":".join(libraries))):
         sys.stdout.write(f"export {name}={shlex.quote(value)}\n" if value else f"unset {name}\n")
-    sys.stderr.write(f"NCCL: {choice.said}\n")
+    sys.stderr.write(f"NCCL: {choice.description}\n")
     return 0
 
 

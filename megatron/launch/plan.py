@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.launch.devices import choose_ranks, cores, is_here, visible_gpus
+from megatron.launch.devices import choose_ranks, cores, is_this_machine, visible_gpus
 from megatron.launch.environment import DEFAULT_PORT, LaunchError
 from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.manual_nodes import ManualNode, find_manual_node
 from megatron.launch.run import Run, log_dir_of
-from megatron.launch.slurm import allocation, has_slurm, job_port, need_gpus, step_node
+from megatron.launch.slurm import allocation, check_gpus, has_slurm, job_port, step_node
 from megatron.neox_arguments.neox_names import ARGS_FLAG
 
 if TYPE_CHECKING:
@@ -46,27 +46,28 @@ def plan(
         "local", command, (), log_dir_of(args), args, args_file,
         master_addr=args.master_addr or "127.0.0.1", master_port=port,
     )  # fmt: skip
-    wanted = _launcher(args)
-    step = step_node(env, started_by_us=bool(hosts)) if wanted == "slurm" else None
+    launcher = _launcher(args)
+    step = step_node(env, started_by_us=bool(hosts)) if launcher == "slurm" else None
     if step is not None:
         node_rank = step if hosts else node_rank
         if args.distributed_backend != "gloo":
-            need_gpus(env, visible_gpus(env))
-    if wanted == "slurm" and step is None and has_slurm(args, env):
+            check_gpus(env, visible_gpus(env))
+    if launcher == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
         address = args.master_addr or env.get("MASTER_ADDR") or nodes[0].host
         run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
     else:
         # A hostfile that nobody named says nothing to somebody who types on each machine.
         typed = node_rank is not None and not hosts and not args.hostfile
-        known = () if typed else hosts_of(args, hosts, env)
-        manual = find_manual_node(args, node_rank, known, hosts, env)
+        listed = () if typed else hosts_of(args, hosts, env)
+        manual = find_manual_node(args, node_rank, listed, hosts, env)
         if manual is not None:
-            run = _manual_run(run, args, manual, wanted, env)
-        elif known and (len(known) > 1 or args.force_multi or not is_here(known[0].host)):
-            run = _over_hosts(run, args, known, wanted, env)
+            run = _manual_run(run, args, manual, launcher, env)
+        elif listed and (len(listed) > 1 or args.force_multi or not is_this_machine(listed[0].host)):
+            run = _over_hosts(run, args, listed, launcher, env)
         else:
-            run = replace(run, launcher="torchrun" if wanted == "torchrun" else "local", nodes=_here(args, known, env))
+            nodes = _local_nodes(args, listed, env)
+            run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
         if run.total_ranks not in (None, run.world_size):
             raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks")
@@ -86,17 +87,17 @@ def _gpus(args: "NeoXArgs", env: Mapping[str, str]) -> list[str]:
     return [] if args.distributed_backend == "gloo" else visible_gpus(env)
 
 
-def _here(args: "NeoXArgs", known: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
+def _local_nodes(args: "NeoXArgs", listed: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
     """The ranks of this machine, when it is the only one."""
-    include, exclude, wanted = args.include, args.exclude, args.num_gpus
-    if known:  # include and exclude have chosen among its slots
-        include, exclude = known[0].include(), None
-        wanted = known[0].ranks if wanted is None else wanted
-    count, devices = choose_ranks(_gpus(args, env), wanted, include, exclude)
+    include, exclude, num_gpus = args.include, args.exclude, args.num_gpus
+    if listed:  # include and exclude have chosen among its slots
+        include, exclude = listed[0].include(), None
+        num_gpus = listed[0].ranks if num_gpus is None else num_gpus
+    count, devices = choose_ranks(_gpus(args, env), num_gpus, include, exclude)
     return (Node(socket.gethostname(), count, devices),)
 
 
-def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, wanted: str, env: Mapping[str, str]) -> Run:
+def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, env: Mapping[str, str]) -> Run:
     """This machine among several on which the same line is typed."""
     count, devices = choose_ranks(_gpus(args, env), manual.ranks, manual.include, manual.exclude)
     nodes = list(manual.nodes)
@@ -104,26 +105,26 @@ def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, wanted: str, env
         return replace(run, nodes=(Node(nodes[0].host, count, devices),), total_ranks=manual.total_ranks)
     nodes[manual.node_rank] = replace(nodes[manual.node_rank], ranks=count, devices=devices)
     return replace(
-        run, launcher="torchrun" if wanted == "torchrun" else "nodes", nodes=tuple(nodes), node_rank=manual.node_rank,
+        run, launcher="torchrun" if launcher == "torchrun" else "nodes", nodes=tuple(nodes), node_rank=manual.node_rank,
         master_addr=manual.master_addr, master_port=manual.master_port, total_ranks=manual.total_ranks,
     )  # fmt: skip
 
 
-def _over_hosts(run: Run, args: "NeoXArgs", known: Sequence[Node], wanted: str, env: Mapping[str, str]) -> Run:
+def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]) -> Run:
     """Other machines, reached over ssh or by MPI."""
-    if wanted in ("slurm", "torchrun"):
-        where = "inside sbatch or salloc" if wanted == "slurm" else "on each machine, with --node_rank 0, 1, ..."
+    if launcher in ("slurm", "torchrun"):
+        where = "inside sbatch or salloc" if launcher == "slurm" else "on each machine, with --node_rank 0, 1, ..."
         raise LaunchError(
-            f"launcher: {wanted} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
+            f"launcher: {launcher} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
         )
-    address = args.master_addr or known[0].host
-    if address in ("localhost", "127.0.0.1") and not all(is_here(node.host) for node in known):
+    address = args.master_addr or listed[0].host
+    if address in ("localhost", "127.0.0.1") and not all(is_this_machine(node.host) for node in listed):
         address = socket.gethostname()
     environment = carried(env)
-    if wanted != "pdsh":  # with pdsh a launcher on each machine sees to it
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in known))))
+    if launcher != "pdsh":  # with pdsh a launcher on each machine sees to it
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in listed))))
     return replace(
-        run, launcher=wanted, nodes=tuple(known), master_addr=address, master_port=run.master_port or DEFAULT_PORT,
+        run, launcher=launcher, nodes=tuple(listed), master_addr=address, master_port=run.master_port or DEFAULT_PORT,
         environment=environment,
     )  # fmt: skip
 

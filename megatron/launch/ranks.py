@@ -75,7 +75,7 @@ class Rank:
         code = self.process.poll() or 0
         return -code if code < 0 else signal.SIGINT if code == 128 + signal.SIGINT else 0
 
-    def last_words(self, lines: int) -> str:
+    def last_lines(self, lines: int) -> str:
         """The end of the output, from a traceback or stack on if there is one."""
         last = b"\n".join(self.tail.splitlines()[-lines:])
         begins = WORTH_READING.search(last)

@@ -24,7 +24,7 @@ _INSTALL = {
 }
 
 
-def need_starter(run: Run) -> None:
+def check_starter(run: Run) -> None:
     """Raises LaunchError when the program that starts the run is not on PATH."""
     program, how = _INSTALL[run.launcher]
     if run.launcher != "torchrun" and shutil.which(program) is None:
@@ -105,12 +105,12 @@ def hostfile_of(run: Run) -> str:
 
 
 def hostfile_path(run: Run) -> str:
-    """Where mpirun finds it: beside the arguments."""
+    """Where mpirun finds the hostfile: beside the file of arguments."""
     return f"{run.args_file.with_suffix('')}.hosts"
 
 
 def _deepspeed(name: str) -> Any:
-    """A runner class of DeepSpeed's."""
+    """A class of DeepSpeed's launcher/multinode_runner.py by its name."""
     was_set = "DS_ACCELERATOR" in os.environ
     # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find their own.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -122,7 +122,7 @@ def _deepspeed(name: str) -> Any:
 
 
 def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Namespace:
-    """What DeepSpeed's runners read of their own command line."""
+    """The parsed command line of DeepSpeed's launcher, which its runners read."""
     return Namespace(
         user_script=script, user_args=list(words), launcher_args=options, hostfile=hostfile_path(run), include="",
         exclude="", num_nodes=-1, num_gpus=-1, master_addr=run.master_addr, master_port=run.master_port, ssh_port=None,
@@ -131,7 +131,7 @@ def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Na
 
 
 def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], dict[str, str]]:
-    """options: of mpirun."""
+    """The command line and variables of one of DeepSpeed's MPI runners. options: further ones for mpirun."""
     pool = {node.host: node.ranks or 0 for node in run.nodes}
     runner = _deepspeed(runner_class)(_deepspeed_args(run, *run.command[2:], options=options), "", pool)
     # Words of their own, without a shell: no quotes
@@ -140,7 +140,7 @@ def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], 
 
 
 def _first_slots(run: Run) -> None:
-    """MPI counts slots, and does not choose among them."""
+    """Raises LaunchError for nodes that name their GPUs: MPI counts slots, and does not choose among them."""
     for node in run.nodes:
         if node.devices:
             raise LaunchError(

@@ -78,7 +78,7 @@ def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
     return int(env.get("SLURM_NODEID", "0"))
 
 
-def need_gpus(env: Mapping[str, str], seen: Sequence[str]) -> None:
+def check_gpus(env: Mapping[str, str], seen: Sequence[str]) -> None:
     """Raises LaunchError where a node has lost GPUs that Slurm gave to the job: the CPU would take their place."""
     given = env.get("SLURM_GPUS_ON_NODE", "")
     if "SLURM_STEP_ID" in env and given.isdecimal() and int(given) > len(seen):
@@ -121,9 +121,11 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     return [*words, *launcher_command, *run.command[2:]], {}
 
 
-def of_this_start(run: Run, env: Mapping[str, str]) -> Run:
-    """The run as this start of the job is to go on: keys that say how a run starts have had their effect once it has
-    saved. The first start of a job is noted in log_dir, for later ones to compare.
+def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
+    """The run as a job that Slurm has queued again goes on: without `restart` and `iteration` once it has saved.
+
+    These keys say how a run starts, and have had their effect. The first start of a job is noted by a file in log_dir,
+    for later ones to compare; a first start returns the run as it is.
     """
     note = run.log_dir / f"slurm-{env['SLURM_JOB_ID']}.started"
     if not _restarts(env) or not note.exists():
@@ -136,8 +138,8 @@ def of_this_start(run: Run, env: Mapping[str, str]) -> Run:
     return run
 
 
-def status_of(args: "NeoXArgs") -> dict[str, Any]:
-    """The run's status.json; empty before the first."""
+def read_status(args: "NeoXArgs") -> dict[str, Any]:
+    """What the run's status.json holds; empty before there is one."""
     path = Path(args.save_dir or "") / "status.json"
     for _ in range(3):  # another node may have written it a moment ago
         try:
@@ -147,19 +149,21 @@ def status_of(args: "NeoXArgs") -> dict[str, Any]:
     return {}
 
 
-def end_of_job(args: "NeoXArgs", code: int, told: bool, before: Mapping[str, Any], env: Mapping[str, str]) -> int:
+def job_exit_code(
+    args: "NeoXArgs", code: int, stop_requested: bool, status_before: Mapping[str, Any], env: Mapping[str, str]
+) -> int:
     """deepy.py's exit code: REQUEUE when the run was told to stop by USR1, has saved and is not finished.
 
-    before: `status_of` at the start. A start that came no further than the one before is not repeated: a job whose
-    time is too short would come back for ever.
+    status_before: `read_status` at the start. A start that came no further than the one before is not repeated: a job
+    whose time is too short would come back for ever.
     """
-    after = status_of(args)
-    if not told or code != 0 or after.get("status") != "stopped":
+    status = read_status(args)
+    if not stop_requested or code != 0 or status.get("status") != "stopped":
         return code
-    if _restarts(env) and after.get("iteration") == before.get("iteration"):
+    if _restarts(env) and status.get("iteration") == status_before.get("iteration"):
         say(
             f"deepy.py: error: this start of job {env['SLURM_JOB_ID']} came no further than iteration "
-            f"{after.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)"
+            f"{status.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)"
         )
         return 1
     return REQUEUE
@@ -178,7 +182,7 @@ def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
 
 
 def scontrol(*words: str) -> str:
-    """What scontrol prints. Raises LaunchError."""
+    """What `scontrol` with these arguments prints. Raises LaunchError where it is missing or fails."""
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:

@@ -18,16 +18,16 @@ from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
 from megatron.launch.run import Run, make_folders, write_args_file, write_text
 from megatron.launch.runners import (
+    check_starter,
     hostfile_of,
     hostfile_path,
     manual_node_lines,
     mvapich,
-    need_starter,
     openmpi,
     pdsh,
     torchrun,
 )
-from megatron.launch.slurm import end_of_job, of_this_start, srun, status_of
+from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
 from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.watch import signals_kept
 from megatron.process import say
@@ -105,10 +105,10 @@ def _renderer(run: Run) -> Renderer:
 
 def _start(run: Run) -> int:
     """Hand the run to its starter and see it to the end."""
-    need_starter(run)
+    check_starter(run)
     if run.launcher == "slurm":
-        run = of_this_start(run, os.environ)
-    before = status_of(run.args) if run.launcher == "slurm" else {}
+        run = for_requeued_start(run, os.environ)
+    status_before = read_status(run.args) if run.launcher == "slurm" else {}
     command, env = _renderer(run)(run)
     write_args_file(run)
     if run.launcher == "torchrun":
@@ -122,7 +122,7 @@ def _start(run: Run) -> int:
     with signals_kept() as received:
         code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
-        return end_of_job(run.args, code, signal.SIGUSR1 in received, before, os.environ)
+        return job_exit_code(run.args, code, signal.SIGUSR1 in received, status_before, os.environ)
     return code
 
 
@@ -162,21 +162,21 @@ def _check_ssh(host: str) -> None:
     """Raises LaunchError when a host cannot be reached without a password."""
     command = ["ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", host, "true"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        why = done.stderr.strip().rpartition("\n")[2] if done.returncode else None
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        reason = result.stderr.strip().rpartition("\n")[2] if result.returncode else None
     except FileNotFoundError:
-        why = "there is no ssh on PATH"
+        reason = "there is no ssh on PATH"
     except subprocess.TimeoutExpired:
-        why = "no answer within 30 s"
-    if why is not None:
+        reason = "no answer within 30 s"
+    if reason is not None:
         raise LaunchError(
-            f"{host} cannot be reached over ssh without a password ({why}); set up a key, or type the lines of "
+            f"{host} cannot be reached over ssh without a password ({reason}); set up a key, or type the lines of "
             "--dry-run with --hosts on each machine; no_ssh_check: true leaves this check out"
         )
 
 
 def _latest(args: "NeoXArgs") -> int | None:
-    """When the run last finished a checkpoint, in ns; None before the first."""
+    """When the run last finished a checkpoint, in ns since 1970; None before the first."""
     try:
         return (Path(args.save_dir) / "latest").stat().st_mtime_ns if args.save_dir else None
     except FileNotFoundError:

@@ -107,7 +107,7 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _to_the_end(name: str, job: str) -> str:
-    """A value that may have spaces: the rest of its line."""
+    """The value of a field that may hold spaces: the rest of its line; empty where there is no such field."""
     match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
     return match[1] if match else ""
 
@@ -117,7 +117,7 @@ def _is_file(word: str) -> bool:
 
 
 def _files(logs: Mapping[str, str]) -> dict[str, str]:
-    """Those that are files; the second only where it is another one."""
+    """Those logs that are files; `error` only where it is another file than `output`."""
     files = {name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")}
     if files.get("error") == files.get("output"):
         files.pop("error", None)

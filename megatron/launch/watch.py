@@ -44,7 +44,7 @@ class Outcome:
 
 
 class PeerLaunchers(Protocol):
-    """The launchers of the same run on other machines."""
+    """The launchers of the same run on other machines; `LauncherRendezvous` is one."""
 
     def signals(self) -> list[int]:
         """Signals for all ranks, in the order in which they came."""
@@ -111,7 +111,7 @@ def watch_ranks(
 
 
 class _Screen:
-    """Our stdout as bytes. When its reader goes away, or its disk is full, the run goes on, only unseen."""
+    """Our stdout, written as bytes. When its reader goes away or its disk is full, the run goes on, only unseen."""
 
     def __init__(self) -> None:
         with suppress(OSError):
@@ -119,7 +119,7 @@ class _Screen:
         self._descriptor = sys.stdout.fileno()
 
     def show(self, rank: Rank) -> None:
-        """Show what is held of a rank: only of rank 0, which may be on another machine, is anything."""
+        """Write what is held back of a rank's output; only rank 0 has any, and may be on another machine."""
         data, rank.held = rank.held, b""
         try:
             while data:
@@ -182,7 +182,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
 
 
 def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:
-    """How a rank of another machine failed, of which ours only complains: it lost a peer."""
+    """How a rank of another machine failed, if ours only failed because it lost that peer; else None."""
     if peers is None or not culprit.traceback_at:
         return None
     deadline = time.monotonic() + PEER_S
@@ -192,7 +192,7 @@ def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:
 
 
 def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
-    """The outcome, of which the other machines now know."""
+    """Report an outcome to the other machines, if there are any, and return it."""
     if peers is not None:
         peers.report(outcome)
     return outcome
@@ -264,7 +264,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
         screen.show(culprit)
     _end(ranks)
     screen.show(ranks[0])
-    shown = f"{culprit.log.path} ends with:\n{culprit.last_words(TAIL_LINES)}"
+    shown = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
     say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
     refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
     repeatable = not refused and not asked_for
@@ -307,7 +307,7 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
             screen.show(rank)
         else:
             say(
-                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_words(TAIL_LINES)}"
+                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_lines(TAIL_LINES)}"
             )
 
 

@@ -25,7 +25,7 @@ class _Remembered:
 
 
 def begin_process(name: str, advice: str = "") -> None:
-    """To be called by a command before it imports anything slow; until a run takes the signals up.
+    """Prepare a process for signals; a command calls it before it imports anything slow.
 
     Standard streams that were closed become /dev/null. USR1, a scheduler's notice that time is running out, no longer
     ends this process: a run saves and stops after its first step. Ctrl-C ends it with one line, `name`: interrupted
@@ -51,8 +51,10 @@ def show_stacks_on_signal() -> None:
 
 
 def exit_code(code: int) -> int:
-    """The code, with which a process ends also where its last words cannot be written: the interpreter would say so
-    with a code of its own (120)."""
+    """Flush stdout and stderr and return `code`, with which the process then ends also where they cannot be written.
+
+    The interpreter would end with a code of its own (120) instead.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -42,8 +42,8 @@ def test_the_choice(own, site, preload, said):
         for version, file in ((own, OWN), (site, SITE))
     ]
     choice = choose(*made)
-    assert (choice.preload, said in choice.said) == (preload, True), choice
-    assert "error" not in choice.said  # people look for that word in the logs of jobs
+    assert (choice.preload, said in choice.description) == (preload, True), choice
+    assert "error" not in choice.description  # people look for that word in the logs of jobs
 
 
 def test_torch_that_holds_its_nccl_within_needs_no_preloading():

@@ -48,25 +48,25 @@ def read_network(env: Mapping[str, str] = os.environ) -> Network:
     )
 
 
-def nccl_check(own: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
+def nccl_check(built_with: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
     """Which NCCL a run is to have, and whether this process, which was started as runs are, has it.
 
-    own: torch's; loaded: the NCCL libraries of this process.
+    built_with: torch's; loaded: the NCCL libraries of this process.
     """
     try:
         site = site_nccl(env)
     except LaunchError as problem:
         return failed("nccl", *str(problem).split("; ", 1))
-    choice = choose(own, site)
+    choice = choose(built_with, site)
     preload = f"LD_PRELOAD={choice.preload} python deepy.py ..." if choice.preload else "unset LD_PRELOAD"
     for file in loaded:
         version = read_version(file)
-        if own is not None and own.version and version and version < own.version:
-            found = f"{Nccl(version)} ({file}) is loaded, older than the {own} that torch was built with"
+        if built_with is not None and built_with.version and version and version < built_with.version:
+            found = f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
             return failed("nccl", found, preload)
     if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
-        return warning("nccl", f"{choice.said}, is not loaded", preload)
-    return Check("nccl", "ok", choice.said)
+        return warning("nccl", f"{choice.description}, is not loaded", preload)
+    return Check("nccl", "ok", choice.description)
 
 
 def _same(file: str, loaded: Sequence[str]) -> bool:
