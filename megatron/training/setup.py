@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.huggingface import declared_ends, exported_rows
+from megatron.checkpointing.huggingface import declared_eos_ids, exported_vocab_size
 from megatron.data import (
     DataError,
     Datasets,
     build_datasets,
     check_curriculum,
     data_fingerprint,
-    data_notes,
+    data_log_lines,
     epoch_iterations,
     order_keys,
 )
@@ -34,9 +34,9 @@ from megatron.model import (
     Stage,
     build_stage,
     for_inference,
+    inference_mode,
     init_stage,
     lowest_trained,
-    reading,
     trained_parameters,
 )
 from megatron.mpu import ParallelGroups, init_model_parallel
@@ -80,12 +80,12 @@ class Training:
         All ranks enter it together. Random generators are what they were afterwards.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
+        rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage):
+            with inference_mode(engine.stage):
                 yield Model(
-                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
+                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
                 )
         finally:
             restore_rng(random, self.groups.device, "before inference")
@@ -185,11 +185,11 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[
         )
     for note in args.notes():
         logger.info(note)
-    for note in on_rank_zero(groups, lambda: data_notes(args)):
-        logger.info(note)
-    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, begun=begun)
-    for note in datasets.notes:
-        logger.info(note)
+    for line in on_rank_zero(groups, lambda: data_log_lines(args)):
+        logger.info(line)
+    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, data_state=begun)
+    for line in datasets.log_lines:
+        logger.info(line)
     record_memory_history(args, groups)
     watchdog.now("building the model")
     built = build_engine(args, groups, logger, engine)
