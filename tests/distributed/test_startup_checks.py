@@ -51,8 +51,8 @@ def told(
 
 
 def test_equal_ranks_go_on_whatever_differs_between_machines() -> None:
-    own = {"log_dir": "/tmp/b", "master_addr": "b", "hostfile": "hosts.b", "num_gpus": 2}
-    assert run_ranks(told, 3, {2: own}, init=False) == [None] * 3
+    machine_keys = {"log_dir": "/tmp/b", "master_addr": "b", "hostfile": "hosts.b", "num_gpus": 2}
+    assert run_ranks(told, 3, {2: machine_keys}, init=False) == [None] * 3
 
 
 def test_another_configuration_is_told_by_key_value_and_place() -> None:

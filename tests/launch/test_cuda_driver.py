@@ -24,9 +24,9 @@ def test_what_deepspeed_cannot_read_becomes_that_of_the_device(monkeypatch, valu
     with pytest.raises(ValueError):
         deepspeed_reads(monkeypatch, value)
     env = {NAME: value}
-    said = set_arch_list(env, lambda: [(9, 0), (9, 0)])
+    message = set_arch_list(env, lambda: [(9, 0), (9, 0)])
     assert env == {NAME: "9.0"}
-    assert value in said and "set to 9.0" in said
+    assert value in message and "set to 9.0" in message
     assert deepspeed_reads(monkeypatch, env[NAME]) == "9.0+PTX"
 
 

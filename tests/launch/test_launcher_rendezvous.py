@@ -112,10 +112,10 @@ def test_a_machine_that_does_not_come_is_named():
         began = time.monotonic()
         first = pool.submit(lambda: LauncherRendezvous(run_of([1, 1, 1], 0, port), 1).assemble(0))
         third = pool.submit(lambda: LauncherRendezvous(run_of([1, 1, 1], 2, port), 1).assemble(0))
-        said = [_problem(first), _problem(third)]
+        problems = [_problem(first), _problem(third)]
     host = socket.gethostname()
-    assert f"node 1 of 3 did not come within 1 s (here: node 0 (host {host}), node 2 (host {host}))" in said[0]
-    assert "node 1" in said[1]
+    assert f"node 1 of 3 did not come within 1 s (here: node 0 (host {host}), node 2 (host {host}))" in problems[0]
+    assert "node 1" in problems[1]
     assert time.monotonic() - began < 10
 
 
@@ -142,8 +142,8 @@ def test_contradictions_are_named():
             pool.submit(lambda: LauncherRendezvous(run_of([1, 1], 0, port), 3).assemble(0)),
             pool.submit(lambda: LauncherRendezvous(run_of([1, 1, 1], 1, port), 3).assemble(0)),
         ]
-        said = " ".join(_problem(end) for end in ends)
-    assert "num_nodes is 2 here" in said or "num_nodes is 3 here" in said
+        problem_text = " ".join(_problem(end) for end in ends)
+    assert "num_nodes is 2 here" in problem_text or "num_nodes is 3 here" in problem_text
     port = free_port()
     with ThreadPoolExecutor() as pool:
         ends = [

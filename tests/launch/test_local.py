@@ -309,12 +309,12 @@ def test_one_rank_is_watched_like_several(launch, tmp_path):
 def test_rank_0_sees_a_terminal_when_there_is_one(launch, tmp_path):
     import pty
 
-    ours, theirs = pty.openpty()
-    run = launch("print('terminal', sys.stdout.isatty(), sys.stderr.isatty())", 2, stdout=theirs, stderr=theirs)
+    parent_end, child_end = pty.openpty()
+    run = launch("print('terminal', sys.stdout.isatty(), sys.stderr.isatty())", 2, stdout=child_end, stderr=child_end)
     run.wait(30)
-    os.close(theirs)
-    assert os.read(ours, 1000) == b"terminal True True\r\n"
-    os.close(ours)
+    os.close(child_end)
+    assert os.read(parent_end, 1000) == b"terminal True True\r\n"
+    os.close(parent_end)
     logs = [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
     assert logs == ["terminal True True\n", "terminal False False\n"]
 
