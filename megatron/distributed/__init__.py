@@ -1,7 +1,8 @@
-"""What launchers and ranks share at the start and end of a run: the store, the rendezvous and its checks, the process
-group, work that all ranks do together, the watch over ranks that do not move.
+"""What launchers and ranks share at the start and end of a run: the store, the rendezvous and its checks, the
+process group, work that all ranks do together, the watch over ranks that do not move.
 
-Launchers import `distributed.store` alone; the other names import torch, which takes seconds, when they are first used.
+Launchers import `distributed.store` alone; the other names import torch, which takes seconds, when they are
+first used.
 """
 
 from importlib import import_module

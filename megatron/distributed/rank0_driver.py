@@ -1,4 +1,5 @@
-"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it."""
+"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it.
+"""
 
 import pickle
 import queue
@@ -32,11 +33,13 @@ def run_rank0_driver(
     *,
     on_beat: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """Run `work(call)` on rank 0 and return its result there, None on the other ranks; all ranks call it together.
+    """Run `work(call)` on rank 0 and return its result there, None on the other ranks; all ranks call it
+    together.
 
-    operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments (picklable). No
-    collective waits for the work itself: rank 0 says every few seconds that nothing is to be done yet. on_beat: called
-    on every rank at each message from rank 0. What the work raises is raised on every rank.
+    operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments
+    (picklable). No collective waits for the work itself: rank 0 says every few seconds that nothing is to be
+    done yet. on_beat: called on every rank at each message from rank 0. What the work raises is raised on
+    every rank.
     """
     if world.world_size == 1:
         return work(lambda name, *arguments: operations[name](*arguments))

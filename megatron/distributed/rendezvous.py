@@ -11,7 +11,14 @@ from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from megatron.distributed.store import StoreUnreachable, claim, host_store, reach_store, wait_for_arrivals, wait_until
+from megatron.distributed.store import (
+    StoreUnreachable,
+    claim,
+    host_store,
+    reach_store,
+    wait_for_arrivals,
+    wait_until,
+)
 from megatron.neox_arguments.errors import UserError
 
 _NOTICE_S = 3.0  # for the others to hear why the start ends, before the store goes with its host
@@ -21,7 +28,8 @@ _LIKELY = "they ended earlier (see their output), were not started, or do not re
 
 
 class StartError(UserError, RuntimeError):
-    """Ranks that do not find each other, are not alike, or whose machines are not fit; a line for each problem."""
+    """Ranks that do not find each other, are not alike, or whose machines are not fit; a line for each
+    problem."""
 
 
 class Process(Protocol):
@@ -45,17 +53,19 @@ class Rendezvous:
     """All ranks of a run, each with a mapping (its rank info) that says what it is.
 
     Every rank comes by `arrive`; then rank 0 may `ask` and ends with `release` or `abort`, while the others
-    `answer_until_released`. No rank waits longer than `timeout_s` after the latest arrival. Raises StartError, on every
-    rank that has come the same.
+    `answer_until_released`. No rank waits longer than `timeout_s` after the latest arrival. Raises
+    StartError, on every rank that has come the same.
     """
 
     def __init__(self, process: Process, timeout_s: float, logger: logging.Logger) -> None:
         self.host = socket.gethostname()
         self._process, self._timeout_s, self._logger = process, timeout_s, logger
         self._address = f"{process.master_addr}:{process.master_port}"
-        self._pause_s = max(0.004, process.world_size / 10_000)  # between two looks; all ranks ask one process
+        # Between two looks; all ranks ask one process
+        self._pause_s = max(0.004, process.world_size / 10_000)
         self._messages = 0  # of rank 0, sent or read so far
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process has it, not rank 0
+        # torchrun's own process has it, not rank 0
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._is_host = process.rank == 0 and not agent
         store = self._host_store() if self._is_host else self._reach_store()
         # An agent's store outlives a start; the next one must not find what this one left.
@@ -78,7 +88,9 @@ class Rendezvous:
         store.append("arrivals", f"{rank} {self.host}\n")  # type: ignore[attr-defined]  # not in torch's stubs
         store.add("count", 1)
         patience_s = self._timeout_s + (0 if rank == 0 else 1)  # rank 0 says who is missing, if it is there
-        if not wait_for_arrivals(self._arrived, self._process.world_size, patience_s, self._pause_s, self._remind):
+        if not wait_for_arrivals(
+            self._arrived, self._process.world_size, patience_s, self._pause_s, self._remind
+        ):
             self.abort(
                 f"{self._who_is_missing()} within {self._timeout_s:g} s of the latest arrival "
                 f"(rendezvous_timeout_s): {_LIKELY}"
@@ -96,12 +108,15 @@ class Rendezvous:
         for rank in ranks:
             key = f"answer/{self._messages}/{rank}"
             if not self._wait_for_key(key, _ANSWER_S):
-                self.abort(f"rank {rank} came to {self._address}, but does not answer any more; see its output")
+                self.abort(
+                    f"rank {rank} came to {self._address}, but does not answer any more; see its output"
+                )
             answers[rank] = json.loads(self._store.get(key))
         return answers
 
     def answer_until_released(self, answer: Callable[[dict[str, Any]], Any]) -> None:
-        """On the other ranks: answer what rank 0 asks until it lets all go on, or raise what it ends the start with."""
+        """On the other ranks: answer what rank 0 asks until it lets all go on, or raise what it ends the
+        start with."""
         while True:
             key = f"message/{self._messages}"
             if not self._wait_for_key(key, self._timeout_s + _ANSWER_S):
@@ -113,7 +128,9 @@ class Rendezvous:
             if "release" in message:
                 return
             if self._process.rank in message["of"]:
-                self._store.set(f"answer/{self._messages}/{self._process.rank}", json.dumps(answer(message["ask"])))
+                self._store.set(
+                    f"answer/{self._messages}/{self._process.rank}", json.dumps(answer(message["ask"]))
+                )
 
     def release(self, timeout: timedelta) -> dist.Store:
         """Rank 0 lets all go on. The store of the process group, whose waits take at most `timeout`."""
@@ -135,15 +152,19 @@ class Rendezvous:
         self._messages += 1
 
     def _end_start(self, reason: str) -> NoReturn:
-        """Raise StartError; the host of the store first waits a little until all that came have read the reason."""
+        """Raise StartError; the host of the store first waits a little until all that came have read the
+        reason."""
         store, informed = self._store, self._store.add("informed", 1)
         if self._is_host:
             present = store.add("count", 0)
-            wait_until(lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s)
+            wait_until(
+                lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s
+            )
         raise StartError(reason)
 
     def _arrived(self) -> int:
-        """How many ranks have come; all of them where one has given up, for then there is a message to be read."""
+        """How many ranks have come; all of them where one has given up, for then there is a message to be
+        read."""
         if self._store.check(["message/0"]):
             return self._process.world_size
         return self._store.add("count", 0)

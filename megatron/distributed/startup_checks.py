@@ -1,4 +1,5 @@
-"""Before ranks are connected: all have come, run the same configuration, code and libraries, and share `save`."""
+"""Before ranks are connected: all have come, run the same configuration, code and libraries, and share
+`save`."""
 
 import hashlib
 import json
@@ -22,7 +23,8 @@ from megatron.neox_arguments.declare import keys_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers")
-_MACHINE_KEYS = ("config_files", "log_dir", "remote_staging")  # may differ, as may RunnerKeys: how ranks are started
+# May differ, as may RunnerKeys: how ranks are started
+_MACHINE_KEYS = ("config_files", "log_dir", "remote_staging")
 _PROBE_S = 15.0  # NFS may take a while to show a new file to another machine
 _SHOWN = 5  # differences of one kind
 
@@ -30,10 +32,11 @@ _SHOWN = 5  # differences of one kind
 def rendezvous_and_check(
     args: NeoXArgs, process: Process, logger: logging.Logger, shared: str | Path | None = None
 ) -> dist.Store | None:
-    """Wait for all ranks and compare them; the store of their process group. None for one rank, or a group made before.
+    """Wait for all ranks and compare them; the store of their process group. None for one rank, or a group
+    made before.
 
-    shared: a folder, made if it is not there, that all machines must see as one. What machines fetch alone comes
-    between this and `init_process_group`. Raises StartError on every rank.
+    shared: a folder, made if it is not there, that all machines must see as one. What machines fetch alone
+    comes between this and `init_process_group`. Raises StartError on every rank.
     """
     if process.world_size == 1 or dist.is_initialized():
         return None
@@ -84,7 +87,11 @@ def source_digests(package: Path = PACKAGE, script: str | None = None) -> dict[s
     around = f"{package.parent}/"
     files: dict[str, str] = {}
     for folder, _, names in os.walk(package):
-        files |= {f"{folder}/{name}".removeprefix(around): f"{folder}/{name}" for name in names if name.endswith(".py")}
+        files |= {
+            f"{folder}/{name}".removeprefix(around): f"{folder}/{name}"
+            for name in names
+            if name.endswith(".py")
+        }
     if script is not None and os.path.isfile(script):
         files[os.path.basename(script)] = script
     digests = {}
@@ -129,7 +136,9 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
             more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
             ranks_text = f"{named(ranks)} (host {_hosts(infos, ranks)})"
             text = "; ".join([*differences[:_SHOWN], *more])
-            problems.append(f"{ranks_text} and rank 0 (host {infos[0]['host']}) differ in {kind}: {text}; {advice}")
+            problems.append(
+                f"{ranks_text} and rank 0 (host {infos[0]['host']}) differ in {kind}: {text}; {advice}"
+            )
     if problems:
         rendezvous.abort("\n".join(problems))
     first_ranks = [rank for rank, other in enumerate(infos) if other["first"] and rank]
@@ -158,7 +167,9 @@ def _library_differences(remote: Mapping[str, str], local: Mapping[str, str]) ->
     ]
 
 
-def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mapping[str, Sequence[str]]) -> list[str]:
+def configuration_differences(
+    remote: Mapping[str, Sequence[str]], local: Mapping[str, Sequence[str]]
+) -> list[str]:
     """The configurations' differences in words, of (value, place) by dotted path.
 
     Where any of them was written in a file or flag, those that only follow from it are left out.
@@ -184,8 +195,8 @@ def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> lis
     for name in names:
         remote_value, local_value = remote["files"].get(name), local["files"].get(name)
         if remote_value != local_value:
-            how = "differs" if remote_value and local_value else "is only there" if remote_value else "is missing there"
-            lines.append(f"{name} {how}")
+            one_sided = "is only there" if remote_value else "is missing there"
+            lines.append(f"{name} {'differs' if remote_value and local_value else one_sided}")
     if remote["package"] != local["package"]:
         lines[0] = f"{remote['package']} is not {local['package']}: {lines[0]}"
     return lines

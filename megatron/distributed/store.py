@@ -1,7 +1,7 @@
 """A torch TCPStore: hosting one, reaching one and waiting on it, always in bounded time.
 
-Launchers and ranks both find each other through such a store. This module imports torch only when a store is made, so
-that a launcher which needs none starts without the seconds that torch takes.
+Launchers and ranks both find each other through such a store. This module imports torch only when a store is
+made, so that a launcher which needs none starts without the seconds that torch takes.
 """
 
 import socket
@@ -24,10 +24,11 @@ class StoreUnreachable(RuntimeError):
 
 
 def host_store(address: str, port: int, timeout_s: float, *, multi_tenant: bool = False) -> "TCPStore":
-    """A store that this process keeps for the others. Raises torch's RuntimeError where the port cannot be had.
+    """A store that this process keeps for the others. Raises torch's RuntimeError where the port cannot be
+    had.
 
-    address: what this process itself connects to. timeout_s: for the connection, and for one answer of the store.
-    multi_tenant: share the store that this process may keep at the port already.
+    address: what this process itself connects to. timeout_s: for the connection, and for one answer of the
+    store. multi_tenant: share the store that this process may keep at the port already.
     """
     return _make_store(address, port, timeout_s, is_master=True, multi_tenant=multi_tenant)
 
@@ -35,8 +36,8 @@ def host_store(address: str, port: int, timeout_s: float, *, multi_tenant: bool 
 def connect_store(address: str, port: int, connect_s: float, timeout_s: float) -> "TCPStore":
     """One attempt to reach the store that another process keeps at `address:port`.
 
-    Raises OSError or torch's RuntimeError when nobody answers within `connect_s`, and StoreUnreachable when what
-    answers is no store within `timeout_s`.
+    Raises OSError or torch's RuntimeError when nobody answers within `connect_s`, and StoreUnreachable when
+    what answers is no store within `timeout_s`.
     """
     # First a bare connection: torch's own attempts print warnings while the host is not there yet.
     socket.create_connection((address, port), timeout=connect_s).close()
@@ -54,9 +55,9 @@ def reach_store(
 ) -> "TCPStore":
     """The store at `address:port`, tried again and again for `patience_s`, for its host may come later.
 
-    timeout_s: for one answer of the store. pause_s: after the first attempt; it doubles up to half a second. remind:
-    called with the reason of the last failure every REMIND_EVERY_S. Raises StoreUnreachable with that reason, at once
-    when something else than a store answers.
+    timeout_s: for one answer of the store. pause_s: after the first attempt; it doubles up to half a second.
+    remind: called with the reason of the last failure every REMIND_EVERY_S. Raises StoreUnreachable with that
+    reason, at once when something else than a store answers.
     """
     began = reminded = time.monotonic()
     reason = ""
@@ -99,7 +100,8 @@ def wait_until(ready: Callable[[], bool], seconds: float, pause_s: float) -> boo
 def wait_for_arrivals(
     arrived: Callable[[], int], expected: int, patience_s: float, pause_s: float, remind: Callable[[], None]
 ) -> bool:
-    """Wait until `expected` members have come; False when nobody came for `patience_s` after the latest arrival.
+    """Wait until `expected` members have come; False when nobody came for `patience_s` after the latest
+    arrival.
 
     arrived: how many have come so far, asked every `pause_s`. remind: called every REMIND_EVERY_S meanwhile.
     """
@@ -118,7 +120,9 @@ def wait_for_arrivals(
     return True
 
 
-def _make_store(address: str, port: int, timeout_s: float, is_master: bool, multi_tenant: bool = False) -> "TCPStore":
+def _make_store(
+    address: str, port: int, timeout_s: float, is_master: bool, multi_tenant: bool = False
+) -> "TCPStore":
     """A TCPStore in the given time, by a thread: torch waits for ever for the answer of a stranger."""
     from torch.distributed import TCPStore
 

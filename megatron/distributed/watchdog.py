@@ -19,14 +19,15 @@ STDERR = 2
 
 
 class Watchdog:
-    """Ends this rank when it stops moving, and says on rank 0 what takes long. It is told of every step and phase.
+    """Ends this rank when it stops moving, and says on rank 0 what takes long. It is told of every step and
+    phase.
 
-    Until the first step is done, and within a `phase`, ranks may wait `first_step_timeout_mins` for each other; within
-    later steps `collective_timeout_s`, or three times the longest step so far if that is more. Collectives of all
-    process groups get this time-out. A rank that has not moved for half as long again (gloo's send and receive keep the
-    time-out they were made with; a deadlock needs no collective) writes the stacks of its threads to stderr and ends
-    with exit code 1: a thread of faulthandler's does it, which needs no interpreter. One rank alone waits for nobody
-    and is not watched.
+    Until the first step is done, and within a `phase`, ranks may wait `first_step_timeout_mins` for each
+    other; within later steps `collective_timeout_s`, or three times the longest step so far if that is more.
+    Collectives of all process groups get this time-out. A rank that has not moved for half as long again
+    (gloo's send and receive keep the time-out they were made with; a deadlock needs no collective) writes the
+    stacks of its threads to stderr and ends with exit code 1: a thread of faulthandler's does it, which needs
+    no interpreter. One rank alone waits for nobody and is not watched.
     """
 
     def __init__(self, args: NeoXArgs, world_size: int, logger: logging.Logger) -> None:
@@ -55,7 +56,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """A block between steps that may take long, as saving or validation; `doing` is what is said of it."""
+        """A block between steps that may take long, as saving or validation; `doing` is what is said of it.
+        """
         before = self._doing
         self.now(doing)
         try:
@@ -90,6 +92,7 @@ class Watchdog:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Bound the collectives that begin from now on, in every process group of this process, DeepSpeed's included."""
+    """Bound the collectives that begin from now on, in every process group of this process, DeepSpeed's
+    included."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

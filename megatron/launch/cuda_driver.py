@@ -1,9 +1,10 @@
-"""What NVIDIA's driver says of the devices that this process may use: without torch, whose import takes seconds, and
-without taking memory on a device. With it TORCH_CUDA_ARCH_LIST becomes one that DeepSpeed can read.
+"""What NVIDIA's driver says of the devices that this process may use: without torch, whose import takes
+seconds, and without taking memory on a device. With it TORCH_CUDA_ARCH_LIST becomes one that DeepSpeed can
+read.
 
 torch accepts `9.0a` and names such as `Hopper` there; DeepSpeed 0.19.8 (ops/op_builder/builder.py,
-compute_capability_args) takes int() of what stands between the dots, and ends with "invalid literal for int(): '0a'"
-when it compiles.
+compute_capability_args) takes int() of what stands between the dots, and ends with "invalid literal for
+int(): '0a'" when it compiles.
 """
 
 import ctypes
@@ -42,14 +43,17 @@ def capabilities() -> list[tuple[int, int]]:
 
 def is_readable_arch_list(value: str) -> bool:
     """Whether DeepSpeed's builder can read a list such as `8.0;9.0+PTX`; an empty one it makes itself."""
-    return all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in re.split(r"[; ]+", value.strip()) if entry)
+    return all(
+        re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in re.split(r"[; ]+", value.strip()) if entry
+    )
 
 
 def set_arch_list(
     env: MutableMapping[str, str], devices: Callable[[], list[tuple[int, int]]] = capabilities
 ) -> str | None:
-    """Put the capabilities of this machine's devices in the place of a list that cannot be read; what was done, in
-    words, or None. A list that can be read stays, and without devices nothing is compiled for them."""
+    """Put the capabilities of this machine's devices in the place of a list that cannot be read; what was
+    done, in words, or None. A list that can be read stays, and without devices nothing is compiled for them.
+    """
     value = env.get(ARCH_LIST, "")
     if is_readable_arch_list(value):
         return None

@@ -1,4 +1,5 @@
-"""A thread that speaks with the launchers of other machines, so that none ever waits for a machine that is gone."""
+"""A thread that speaks with the launchers of other machines, so that none ever waits for a machine that is
+gone."""
 
 import queue
 import threading
@@ -18,10 +19,11 @@ SIGTERM = 15
 
 
 class Heartbeat(threading.Thread):
-    """Sends this machine's beats, and exchanges signals and the end of one attempt, through the store of node 0.
+    """Sends this machine's beats, and exchanges signals and the end of one attempt, through the store of node
+    0.
 
-    Keys below `<attempt>/`: `beat/<node>`, `done/<node>`, `left/<node>`, `end` (JSON of the first failure); for all
-    attempts: `signal/<n>`, `beat/starter`.
+    Keys below `<attempt>/`: `beat/<node>`, `done/<node>`, `left/<node>`, `end` (JSON of the first failure);
+    for all attempts: `signal/<n>`, `beat/starter`.
     """
 
     def __init__(self, store: "TCPStore", attempt: int, node: int, count: int) -> None:
@@ -55,7 +57,8 @@ class Heartbeat(threading.Thread):
         return taken
 
     def silent_node(self) -> tuple[int, str] | None:
-        """The machine that seems gone and its symptom in words, as (node, symptom); None while all are heard of."""
+        """The machine that seems gone and its symptom in words, as (node, symptom); None while all are heard
+        of."""
         if self._symptom_of_node_0 is not None:
             return 0, self._symptom_of_node_0
         now = time.monotonic()
@@ -72,7 +75,8 @@ class Heartbeat(threading.Thread):
         self._beats = {sender: (beat, self._answered_at) for sender, (beat, _) in self._beats.items()}
 
     def leave(self, patience_s: float) -> None:
-        """Report what is still to be reported and end; wait at most `patience_s` for the others to have left."""
+        """Report what is still to be reported and end; wait at most `patience_s` for the others to have left.
+        """
         self._patience_s = patience_s
         self._leaving.set()
         self._left.wait(patience_s + 3.0)
@@ -117,7 +121,8 @@ class Heartbeat(threading.Thread):
             self._signals.put(int(store.get(f"signal/{self._signals_seen}")))
 
     def _read_beats(self) -> None:
-        """On node 0: note when each machine was last heard of. When the starter goes, all ranks are asked to stop."""
+        """On node 0: note when each machine was last heard of. When the starter goes, all ranks are asked to
+        stop."""
         keys = {str(node): f"{self._prefix}beat/{node}" for node in range(1, self._count)}
         for sender, key in {**keys, STARTER: f"beat/{STARTER}"}.items():
             if sender != STARTER and sender not in self._beats:

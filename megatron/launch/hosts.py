@@ -53,8 +53,9 @@ class Node:
 
 
 def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> tuple[Node, ...]:
-    """Machines and slots in order, chosen by include, exclude, num_nodes and num_gpus; empty where nothing names
-    machines. hosts: the flag; else the key hostfile, DLTS_HOSTFILE of the environment, or /job/hostfile if it is there.
+    """Machines and slots in order, chosen by include, exclude, num_nodes and num_gpus; empty where nothing
+    names machines. hosts: the flag; else the key hostfile, DLTS_HOSTFILE of the environment, or /job/hostfile
+    if it is there.
 
     Raises LaunchError for what cannot be read and what is not there.
     """
@@ -76,7 +77,9 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
         return tuple(nodes)
     for node in nodes:
         if args.num_gpus > (node.ranks or 0):
-            raise LaunchError(f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}")
+            raise LaunchError(
+                f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}"
+            )
     return tuple(replace(node, ranks=args.num_gpus, devices=node.devices[: args.num_gpus]) for node in nodes)
 
 
@@ -106,10 +109,13 @@ def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
 def choose_slots(
     slots: Mapping[str, list[int]], include: str | None, exclude: str | None, key: str = "hostfile"
 ) -> dict[str, list[int]]:
-    """Slots of each host that are used, in the hostfile's order. include, exclude: DeepSpeed's `a:2,3@b`, a host alone
-    meaning all its slots. Raises LaunchError for a host or slot that is not there and where nothing is left."""
+    """Slots of each host that are used, in the hostfile's order. include, exclude: DeepSpeed's `a:2,3@b`, a
+    host alone meaning all its slots. Raises LaunchError for a host or slot that is not there and where
+    nothing is left."""
     if include and exclude:
-        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them")
+        raise LaunchError(
+            f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them"
+        )
     if not include and not exclude:
         return dict(slots)
     key_name, text = ("include", include) if include else ("exclude", exclude)
@@ -117,12 +123,16 @@ def choose_slots(
     for part in str(text).split("@"):
         host, colon, numbers = part.strip().partition(":")
         if host not in slots:
-            raise LaunchError(f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})")
+            raise LaunchError(
+                f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})"
+            )
         if not re.fullmatch(r"\d+(,\d+)*", numbers) and colon:
             raise LaunchError(f"{key_name}: {part!r} is not of the form host:0,1")
         for slot in map(int, numbers.split(",")) if colon else slots[host]:
             if slot not in slots[host]:
-                raise LaunchError(f"{key_name}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}")
+                raise LaunchError(
+                    f"{key_name}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}"
+                )
             named.setdefault(host, set()).add(slot)
     kept = {
         host: [slot for slot in host_slots if (slot in named.get(host, ())) == (key_name == "include")]
@@ -135,8 +145,8 @@ def choose_slots(
 
 
 def carried(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that go to other machines, with those of DeepSpeed's `.deepspeed_env` (DS_ENV_FILE) in the home and
-    working folder. Raises LaunchError for a line of it that is not NAME=VALUE."""
+    """Variables that go to other machines, with those of DeepSpeed's `.deepspeed_env` (DS_ENV_FILE) in the
+    home and working folder. Raises LaunchError for a line of it that is not NAME=VALUE."""
     variables = {
         name: value for name, value in env.items() if name.startswith(_CARRIED) and not _SECRET.search(name)
     }  # fmt: skip

@@ -35,11 +35,11 @@ class RankAssignment:
 
 
 class LauncherRendezvous:
-    """What this launcher knows of those of the other machines, by a store that the launcher of node 0 hosts at
-    master_addr:master_port.
+    """What this launcher knows of those of the other machines, by a store that the launcher of node 0 hosts
+    at master_addr:master_port.
 
-    Each start of the run (attempt) has keys of its own below its number. What is said during a run goes through a
-    thread (`Heartbeat`), so that a machine that vanished never blocks the watch over our own ranks.
+    Each start of the run (attempt) has keys of its own below its number. What is said during a run goes
+    through a thread (`Heartbeat`), so that a machine that vanished never blocks the watch over our own ranks.
     """
 
     def __init__(self, run: "Run", patience_s: float) -> None:
@@ -60,7 +60,9 @@ class LauncherRendezvous:
         run, node, count = self._run, self._run.node_rank, len(self._run.nodes)
         self._attempt, self._finished, self._arrived = attempt, False, {}
         nonce = secrets.token_hex(8)
-        described = json.dumps({"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce})
+        described = json.dumps(
+            {"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce}
+        )
         try:
             taken = claim(self._store, f"{attempt}/node/{node}", described)
             if taken is not None:
@@ -129,7 +131,8 @@ class LauncherRendezvous:
         self._heartbeat.report_failure(json.dumps(with_node))
 
     def leave(self, local_outcome: Outcome) -> Outcome:
-        """End this attempt: how it ended for all machines. Node 0 waits a little until the others know it too.
+        """End this attempt: how it ended for all machines. Node 0 waits a little until the others know it
+        too.
 
         local_outcome: how it ended here.
         """

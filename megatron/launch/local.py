@@ -14,15 +14,16 @@ from megatron.process import say
 
 
 def run_local(run: Run, restarts: int = 0) -> Outcome:
-    """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port that is
-    taken."""
+    """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port
+    that is taken."""
     assignment = RankAssignment(0, run.world_size, _port(run.master_port, os.environ))
     return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir)
 
 
 def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Outcome:
-    """Start this machine's ranks once the launchers of all machines are here, watch them until the run has ended
-    everywhere. Raises LaunchError for a machine that does not come, ConfigError for a layout that does not fit."""
+    """Start this machine's ranks once the launchers of all machines are here, watch them until the run has
+    ended everywhere. Raises LaunchError for a machine that does not come, ConfigError for a layout that does
+    not fit."""
     assignment = rendezvous.assemble(restarts)
     try:
         write_args_file(run.for_world(assignment.world_size))
@@ -35,11 +36,14 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Out
             f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
             f"{run.log_dir}; that of rank 0 is shown on node 0"
         )
-    return rendezvous.leave(watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, rendezvous))
+    return rendezvous.leave(
+        watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, rendezvous)
+    )
 
 
 def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:
-    """Variables of each rank of this machine: ours and its assignment in the run. What the user has set is kept."""
+    """Variables of each rank of this machine: ours and its assignment in the run. What the user has set is
+    kept."""
     base = {**os.environ, "NEOX_RESTARTS": str(restarts)}
     count = run.node.ranks or 0
     return [_environment(run, assignment, local_rank, count, base) for local_rank in range(count)]

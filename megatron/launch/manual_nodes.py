@@ -31,13 +31,18 @@ class ManualNode:
 
 
 def find_manual_node(
-    args: "NeoXArgs", node_rank: int | None, listed: Sequence[Node], hosts: Sequence[str], env: Mapping[str, str]
+    args: "NeoXArgs",
+    node_rank: int | None,
+    listed: Sequence[Node],
+    hosts: Sequence[str],
+    env: Mapping[str, str],
 ) -> ManualNode | None:
     """The place of this machine, None when nothing says that it is one of several on which somebody types.
 
-    Keys and flags come first, then MAIN_NODE_IP, GPUS and TOTAL_GPUS, then what Kubernetes operators set (PET_NNODES,
-    PET_NODE_RANK, PET_NPROC_PER_NODE; RANK and WORLD_SIZE, which count pods where there is no LOCAL_RANK).
-    listed: those of a hostfile or of `--hosts`. Raises LaunchError for what is incomplete or contradicts itself.
+    Keys and flags come first, then MAIN_NODE_IP, GPUS and TOTAL_GPUS, then what Kubernetes operators set
+    (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE; RANK and WORLD_SIZE, which count pods where there is no
+    LOCAL_RANK). listed: those of a hostfile or of `--hosts`. Raises LaunchError for what is incomplete or
+    contradicts itself.
     """
     nodes_of_pods, rank_of_pod = _pods(env)
     if node_rank is None and int(env.get("WORLD_SIZE", "1") or 1) > 1 and {"RANK", "LOCAL_RANK"} <= set(env):
@@ -60,7 +65,9 @@ def find_manual_node(
             )
         return None
     if not 0 <= node_rank < count:
-        raise LaunchError(f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are")
+        raise LaunchError(
+            f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are"
+        )
     address = args.master_addr or _first(env, "MAIN_NODE_IP", "PET_MASTER_ADDR", "MASTER_ADDR")
     address = address or (listed[0].host if listed else "127.0.0.1" if count == 1 else None)
     if address is None:

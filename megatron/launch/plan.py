@@ -33,8 +33,8 @@ def plan(
     """How `script` is to be started as `args`, the environment and the flags `--node_rank` and `--hosts` say;
     nothing is written and nothing started. args_file: that of an earlier start.
 
-    Raises LaunchError for machines and GPUs that are not there or contradict each other, ConfigError for a layout that
-    does not fit their number.
+    Raises LaunchError for machines and GPUs that are not there or contradict each other, ConfigError for a
+    layout that does not fit their number.
     """
     env = os.environ if env is None else env
     script = Path(script)
@@ -55,7 +55,9 @@ def plan(
     if launcher == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
         address = args.master_addr or env.get("MASTER_ADDR") or nodes[0].host
-        run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
+        run = replace(
+            run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env)
+        )
     else:
         # A hostfile that nobody named says nothing to somebody who types on each machine.
         typed = node_rank is not None and not hosts and not args.hostfile
@@ -70,7 +72,9 @@ def plan(
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
         if run.total_ranks not in (None, run.world_size):
-            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks")
+            raise LaunchError(
+                f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks"
+            )
         run = run.for_world(run.world_size)
     return run
 
@@ -110,10 +114,16 @@ def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, e
     )  # fmt: skip
 
 
-def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]) -> Run:
+def _over_hosts(
+    run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]
+) -> Run:
     """Other machines, reached over ssh or by MPI."""
     if launcher in ("slurm", "torchrun"):
-        where = "inside sbatch or salloc" if launcher == "slurm" else "on each machine, with --node_rank 0, 1, ..."
+        where = (
+            "inside sbatch or salloc"
+            if launcher == "slurm"
+            else "on each machine, with --node_rank 0, 1, ..."
+        )
         raise LaunchError(
             f"launcher: {launcher} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
         )
@@ -122,7 +132,9 @@ def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: st
         address = socket.gethostname()
     environment = carried(env)
     if launcher != "pdsh":  # with pdsh a launcher on each machine sees to it
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in listed))))
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in listed)))
+        )
     return replace(
         run, launcher=launcher, nodes=tuple(listed), master_addr=address, master_port=run.master_port or DEFAULT_PORT,
         environment=environment,
@@ -131,4 +143,6 @@ def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: st
 
 def _name_of_args_file(script: Path) -> str:
     # A name of its own: runs may share log_dir, and ranks read the file seconds later.
-    return f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"
+    return (
+        f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"
+    )

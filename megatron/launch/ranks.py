@@ -17,7 +17,9 @@ FATAL = (b"Traceback (most recent call last)", b"Fatal Python error: ")
 STACK = b"(most recent call first)"  # faulthandler's
 OVERDUE = re.compile(rb"^Timeout \(\d+:\d+:\d+(\.\d+)?\)!", re.MULTILINE)
 # torch puts the rank before each line of a traceback.
-WORTH_READING = re.compile(rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M)
+WORTH_READING = re.compile(
+    rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M
+)
 TAIL_BYTES = 64 * 1024
 
 
@@ -53,7 +55,8 @@ class Rank:
             pass
 
     def stopped_for(self) -> float:
-        """Seconds since the rank was first seen stopped (SIGSTOP); 0 while it runs, or is only held by a debugger."""
+        """Seconds since the rank was first seen stopped (SIGSTOP); 0 while it runs, or is only held by a
+        debugger."""
         if self.process.returncode is not None or not hasattr(os, "waitid"):
             return 0.0
         try:
@@ -71,7 +74,8 @@ class Rank:
         return self.process.returncode == 1 and OVERDUE.search(self.tail) is not None
 
     def ended_by(self) -> int:
-        """The signal that ended the rank, also where it says so by its exit code as shells do (Ctrl-C: 130); 0."""
+        """The signal that ended the rank, also where it says so by its exit code as shells do (Ctrl-C: 130);
+        0."""
         code = self.process.poll() or 0
         return -code if code < 0 else signal.SIGINT if code == 128 + signal.SIGINT else 0
 
@@ -103,7 +107,9 @@ class Rank:
             pass  # everyone in it has ended
 
 
-def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
+def start_rank(
+    index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile
+) -> Rank:
     """Start one rank in a process group of its own; stdout and stderr are one stream."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     reader, writer = _terminal() if terminal else os.pipe()
@@ -140,7 +146,8 @@ def _terminal() -> tuple[int, int]:
 
 
 def die_with_parent(number: int) -> Callable[[], None] | None:
-    """What a child does before it starts, so that it gets a signal when a launcher is killed outright (Linux)."""
+    """What a child does before it starts, so that it gets a signal when a launcher is killed outright
+    (Linux)."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

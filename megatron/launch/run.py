@@ -1,4 +1,5 @@
-"""One description of a run: which machines, how many ranks on each, where they meet and what every rank runs."""
+"""One description of a run: which machines, how many ranks on each, where they meet and what every rank runs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,16 +14,17 @@ from megatron.neox_arguments.reading.locations import is_remote
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-_WITHOUT_BATCH = ("eval", "generate", "serve")  # scripts that need none, and may run where training's does not fit
+# Scripts that need none, and may run where training's does not fit
+_WITHOUT_BATCH = ("eval", "generate", "serve")
 
 
 @dataclass(frozen=True)
 class Run:
     """What to start, and how. A renderer is a pure function of it; `start` alone does something.
 
-    launcher: local, nodes (one launcher a machine, typed there by hand), pdsh, openmpi, mvapich, slurm or torchrun.
-    nodes: the machines in order of their ranks; `node_rank` is this one, for nodes and torchrun. master_port: None
-    where any free port will do. environment: what a starter must carry to other machines.
+    launcher: local, nodes (one launcher a machine, typed there by hand), pdsh, openmpi, mvapich, slurm or
+    torchrun. nodes: the machines in order of their ranks; `node_rank` is this one, for nodes and torchrun.
+    master_port: None where any free port will do. environment: what a starter must carry to other machines.
     """
 
     launcher: str
@@ -53,12 +55,14 @@ class Run:
         return Path(self.command[2]).stem not in _WITHOUT_BATCH
 
     def for_world(self, world_size: int) -> "Run":
-        """The run on so many ranks: what does not fit is refused once, not by every rank. Raises ConfigError."""
+        """The run on so many ranks: what does not fit is refused once, not by every rank. Raises ConfigError.
+        """
         return replace(self, args=self.args.for_world(world_size)) if self.trains else self
 
 
 def make_folders(run: Run) -> None:
-    """Make what the ranks will write to, `log_dir` and a local `save`. Raises LaunchError where they could not."""
+    """Make what the ranks will write to, `log_dir` and a local `save`. Raises LaunchError where they could
+    not."""
     args = run.args
     folders = {run.log_dir: "log_dir" if args.log_dir else "save" if local_save(args) else None}
     if run.trains and local_save(args):
@@ -76,8 +80,8 @@ def make_folders(run: Run) -> None:
 
 
 def write_args_file(run: Run) -> None:
-    """Write the file of resolved arguments that every rank reads; an earlier start's stays as it is where nothing has
-    changed, for its disk may be full by now. Raises LaunchError."""
+    """Write the file of resolved arguments that every rank reads; an earlier start's stays as it is where
+    nothing has changed, for its disk may be full by now. Raises LaunchError."""
     text = run.args.to_json()
     if not run.args_file.exists() or run.args_file.read_text(encoding="utf-8") != text:
         write_text(run.args_file, text)

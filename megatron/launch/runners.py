@@ -1,4 +1,5 @@
-"""Command lines of the starters that reach other machines: DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and torchrun.
+"""Command lines of the starters that reach other machines: DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and
+torchrun.
 
 Each is a pure function of a Run: words to execute, and the variables to execute them with."""
 
@@ -47,7 +48,8 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def openmpi(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left them."""
+    """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left
+    them."""
     _first_slots(run)
     # mpirun would bind each rank to one core, and its data workers with it.
     return _by_mpi(run, "OpenMPIRunner", "--bind-to none")
@@ -57,13 +59,17 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     """Every rank by MVAPICH's mpirun. Raises LaunchError for hosts with different numbers of ranks."""
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
-        raise LaunchError(f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}")
+        raise LaunchError(
+            f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}"
+        )
     try:
         return _by_mpi(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
         if problem.filename is None:  # but of an import
             raise
-        raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
+        raise LaunchError(
+            f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})"
+        ) from None
 
 
 def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
@@ -83,7 +89,8 @@ def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
 def manual_node_lines(
     nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
 ) -> list[tuple[str, str]]:
-    """(host, the line to type there) for every machine. words: the script, its files and what else was typed."""
+    """(host, the line to type there) for every machine. words: the script, its files and what else was typed.
+    """
     deepy = (
         "deepy.py" if (install_root() / "megatron").is_dir() else str(install_root() / "deepy.py")
     )  # typed in a clone, or anywhere

@@ -1,6 +1,7 @@
 """A run in a Slurm job: srun starts one launcher on every node, and that one the ranks of its node.
 
-Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) need none of this: `process_info`.
+Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) need none of this:
+`process_info`.
 """
 
 import json
@@ -28,11 +29,13 @@ REQUEUE = 124  # exit code: told to stop by USR1, saved, not finished. slurm/job
 
 
 def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
-    """Machines of this allocation with the ranks of each: num_gpus, else its tasks where the job has several on a node,
-    else its GPUs, else one. Raises LaunchError."""
+    """Machines of this allocation with the ranks of each: num_gpus, else its tasks where the job has several
+    on a node, else its GPUs, else one. Raises LaunchError."""
     if args.include or args.exclude:
         key = "include" if args.include else "exclude"
-        raise LaunchError(f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)")
+        raise LaunchError(
+            f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)"
+        )
     tasks = tasks_asked_for(env) or (1,) * len(task_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
     if args.num_nodes > len(tasks):
         raise LaunchError(
@@ -51,8 +54,8 @@ def job_port(env: Mapping[str, str]) -> int:
 
 
 def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
-    """Whether launchers can be started by srun: in a job. False on a machine without Slurm, where the ranks are started
-    as without the key. Raises LaunchError where Slurm is, but no job yet."""
+    """Whether launchers can be started by srun: in a job. False on a machine without Slurm, where the ranks
+    are started as without the key. Raises LaunchError where Slurm is, but no job yet."""
     if "SLURM_JOB_ID" in env:
         return True
     if shutil.which("srun") is None:
@@ -64,12 +67,14 @@ def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
 
 
 def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
-    """Which node of its step a launcher is on that srun started; None outside a step. Raises LaunchError where others
-    started it on several nodes, or several times on one."""
+    """Which node of its step a launcher is on that srun started; None outside a step. Raises LaunchError
+    where others started it on several nodes, or several times on one."""
     if "SLURM_STEP_ID" not in env:
         return None
     if not started_by_us and int(env.get("SLURM_STEP_NUM_NODES") or 1) > 1:
-        raise LaunchError("deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun")
+        raise LaunchError(
+            "deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun"
+        )
     if max(task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) > 1:
         raise LaunchError(
             "srun started deepy.py several times on a node, and each would start all its ranks: use "
@@ -79,7 +84,8 @@ def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
 
 
 def check_gpus(env: Mapping[str, str], seen: Sequence[str]) -> None:
-    """Raises LaunchError where a node has lost GPUs that Slurm gave to the job: the CPU would take their place."""
+    """Raises LaunchError where a node has lost GPUs that Slurm gave to the job: the CPU would take their
+    place."""
     given = env.get("SLURM_GPUS_ON_NODE", "")
     if "SLURM_STEP_ID" in env and given.isdecimal() and int(given) > len(seen):
         raise LaunchError(
@@ -102,8 +108,8 @@ def task_counts(text: str) -> tuple[int, ...]:
 def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
     """Tasks of each node, where the job was submitted with a number of them.
 
-    Else SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset, or that of the job from which this one was
-    submitted.
+    Else SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset, or that of the job from which this one
+    was submitted.
     """
     counts = task_counts(env.get("SLURM_TASKS_PER_NODE", "1"))
     return counts if env.get("SLURM_NTASKS") == str(sum(counts)) else None
@@ -116,16 +122,23 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    launcher_command = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
+    launcher_command = [
+        sys.executable,
+        "-u",
+        str(install_root() / "deepy.py"),
+        "--hosts",
+        *map(str, run.nodes),
+    ]
     launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
     return [*words, *launcher_command, *run.command[2:]], {}
 
 
 def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
-    """The run as a job that Slurm has queued again goes on: without `restart` and `iteration` once it has saved.
+    """The run as a job that Slurm has queued again goes on: without `restart` and `iteration` once it has
+    saved.
 
-    These keys say how a run starts, and have had their effect. The first start of a job is noted by a file in log_dir,
-    for later ones to compare; a first start returns the run as it is.
+    These keys say how a run starts, and have had their effect. The first start of a job is noted by a file in
+    log_dir, for later ones to compare; a first start returns the run as it is.
     """
     note = run.log_dir / f"slurm-{env['SLURM_JOB_ID']}.started"
     if not _restarts(env) or not note.exists():
@@ -150,12 +163,16 @@ def read_status(args: "NeoXArgs") -> dict[str, Any]:
 
 
 def job_exit_code(
-    args: "NeoXArgs", code: int, stop_requested: bool, status_before: Mapping[str, Any], env: Mapping[str, str]
+    args: "NeoXArgs",
+    code: int,
+    stop_requested: bool,
+    status_before: Mapping[str, Any],
+    env: Mapping[str, str],
 ) -> int:
     """deepy.py's exit code: REQUEUE when the run was told to stop by USR1, has saved and is not finished.
 
-    status_before: `read_status` at the start. A start that came no further than the one before is not repeated: a job
-    whose time is too short would come back for ever.
+    status_before: `read_status` at the start. A start that came no further than the one before is not
+    repeated: a job whose time is too short would come back for ever.
     """
     status = read_status(args)
     if not stop_requested or code != 0 or status.get("status") != "stopped":

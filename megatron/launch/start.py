@@ -45,12 +45,13 @@ def launch(
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
 ) -> int:
-    """Run `script` where and as `args` ask; the exit code of the run. With torchrun this call does not return.
+    """Run `script` where and as `args` ask; the exit code of the run. With torchrun this call does not
+    return.
 
-    A run that failed is started again up to `max_restarts` times, on all machines together; its ranks find the number
-    in NEOX_RESTARTS. The resolved args reach the ranks through a file `<log_dir>/neox_args.<script>.*.json`, named by
-    the flag `--neox-args`. Raises LaunchError for machines, GPUs, ports and folders that cannot be had, ConfigError for
-    a layout that does not fit.
+    A run that failed is started again up to `max_restarts` times, on all machines together; its ranks find
+    the number in NEOX_RESTARTS. The resolved args reach the ranks through a file
+    `<log_dir>/neox_args.<script>.*.json`, named by the flag `--neox-args`. Raises LaunchError for machines,
+    GPUs, ports and folders that cannot be had, ConfigError for a layout that does not fit.
     """
     run = plan(script, args, script_args, node_rank, hosts)
     make_folders(run)
@@ -81,26 +82,32 @@ def dry_run(
 ) -> list[str]:
     """What `launch` would start, a line a machine, quoted for a shell; nothing is started or written.
 
-    words: what was typed behind the flags of starting: with `hosts` and no node_rank the lines are those to type on
-    each machine. Raises as `launch`.
+    words: what was typed behind the flags of starting: with `hosts` and no node_rank the lines are those to
+    type on each machine. Raises as `launch`.
     """
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
         address = args.master_addr or os.environ.get("MAIN_NODE_IP") or nodes[0].host
-        return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]
+        return [
+            f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)
+        ]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
         how = f"{count} rank{'s' * (count > 1)}" + (f", GPUs {gpus}" if gpus else "")
         if run.launcher == "nodes":
-            how += f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
+            how += (
+                f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
+            )
         return [f"{run.node.host} ({how}): {shlex.join(run.command)}"]
     command, env = _renderer(run)(run)
     return [" ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])]
 
 
 def _renderer(run: Run) -> Renderer:
-    return {"pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun}[run.launcher]
+    return {"pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun}[
+        run.launcher
+    ]
 
 
 def _start(run: Run) -> int:
@@ -120,7 +127,9 @@ def _start(run: Run) -> int:
             _check_ssh(run.nodes[0].host)
         write_text(Path(hostfile_path(run)), hostfile_of(run))
     with signals_kept() as received:
-        code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
+        code = _watch(
+            command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received
+        )
     if run.launcher == "slurm":
         return job_exit_code(run.args, code, signal.SIGUSR1 in received, status_before, os.environ)
     return code
@@ -129,7 +138,8 @@ def _start(run: Run) -> int:
 def _watch(
     command: Sequence[str], env: Mapping[str, str], supervisor: SshSupervisor | None, received: list[int]
 ) -> int:
-    """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends all.
+    """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends
+    all.
 
     received: the signals, as they come.
     """
@@ -150,7 +160,8 @@ def _watch(
                 elif supervisor is not None:
                     supervisor.send(received[0])
                 else:
-                    process.send_signal(signal.SIGUSR1)  # mpirun and srun hand it on, and end at the other two
+                    # mpirun and srun hand it on, and end at the other two
+                    process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)
         return 128 - process.returncode if process.returncode < 0 else process.returncode
     finally:

@@ -1,4 +1,5 @@
-"""Run one process per rank to the end: stream rank 0, keep every rank's output, end all when one fails or is stuck."""
+"""Run one process per rank to the end: stream rank 0, keep every rank's output, end all when one fails or is
+stuck."""
 
 import os
 import selectors
@@ -28,14 +29,22 @@ STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
 # A rank does this to itself, perhaps because a peer has gone. Any other signal came from outside.
-CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
+CRASHES = (
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. code: 0, or that of the rank that failed first; reason: which and how, in words; repeatable:
-    whether the same command may fare better. It will not after a refusal, where the rank said itself what is wrong and
-    ended with code 1, nor shall it after a signal from outside."""
+    """How a run ended. code: 0, or that of the rank that failed first; reason: which and how, in words;
+    repeatable: whether the same command may fare better. It will not after a refusal, where the rank said
+    itself what is wrong and ended with code 1, nor shall it after a signal from outside."""
 
     code: int
     reason: str = ""
@@ -51,7 +60,8 @@ class PeerLaunchers(Protocol):
         ...
 
     def outcome(self) -> Outcome | None:
-        """How the run ended: well when all machines said so, else as the first that failed; None while it goes on."""
+        """How the run ended: well when all machines said so, else as the first that failed; None while it
+        goes on."""
         ...
 
     def report(self, outcome: Outcome) -> None:
@@ -84,10 +94,11 @@ def watch_ranks(
 ) -> Outcome:
     """Run `command` once per environment, each with its RANK.
 
-    Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails all are
-    ended with their children, and its traceback is shown last; when one was killed, is stopped or ended because nothing
-    moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
-    signal N counts as exit code 128 + N. With `peers` the run ends when it has ended on every machine.
+    Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails
+    all are ended with their children, and its traceback is shown last; when one was killed, is stopped or
+    ended because nothing moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to
+    every rank. A rank killed by signal N counts as exit code 128 + N. With `peers` the run ends when it has
+    ended on every machine.
     """
     ranks: list[Rank] = []
     complaints: set[str] = set()
@@ -111,7 +122,8 @@ def watch_ranks(
 
 
 class _Screen:
-    """Our stdout, written as bytes. When its reader goes away or its disk is full, the run goes on, only unseen."""
+    """Our stdout, written as bytes. When its reader goes away or its disk is full, the run goes on, only
+    unseen."""
 
     def __init__(self) -> None:
         with suppress(OSError):
@@ -177,7 +189,8 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 if rank.stopped_for() > STOPPED_S:
                     return _report_to(peers, _report_stopped(rank, ranks, screen, bool(received)))
             suspect = _suspect(ranks)
-            if suspect is None or suspect.index == 0:  # else rank 0 may be about to complain of what another did
+            # Else rank 0 may be about to complain of what another did
+            if suspect is None or suspect.index == 0:
                 screen.show(ranks[0])
 
 
@@ -203,13 +216,16 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     _end(ranks)
     screen.show(ranks[0])
     if outcome.code:
-        say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
+        say(
+            f"deepy.py: error: {outcome.reason}"
+            + (f"; its output is in {outcome.log} there" if outcome.log else "")
+        )
     return outcome
 
 
 def _too_early(ranks: list[Rank], number: int, began: float) -> bool:
-    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting, or Ctrl-C meet a Python that
-    is: it answers with a traceback until `begin_process`, which takes up both."""
+    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting, or Ctrl-C meet a
+    Python that is: it answers with a traceback until `begin_process`, which takes up both."""
     patience = {signal.SIGUSR1: STARTING_S, signal.SIGINT: PYTHON_S}.get(signal.Signals(number), 0.0)
     return time.monotonic() - began < patience and any(rank.would_die(signal.SIGUSR1) for rank in ranks)
 
@@ -226,8 +242,8 @@ def _suspect(ranks: list[Rank]) -> Rank | None:
 
 
 def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
-    """Whom to blame: a rank that was ended from outside or refused in one line, of which others complain, else the one
-    that printed a traceback first, if it does end of it."""
+    """Whom to blame: a rank that was ended from outside or refused in one line, of which others complain,
+    else the one that printed a traceback first, if it does end of it."""
     suspect = _suspect(ranks)
     if suspect is not None:
         deadline = time.monotonic() + GRACE_S
@@ -246,7 +262,8 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     """End every rank and show why one failed. asked_for: signals that were passed on."""
     culprit.read_all()
     code = culprit.process.poll() or 1
-    if culprit.ended_by() in asked_for:  # before it could take it for the wish to save and stop, or for a second one
+    # Before it could take it for the wish to save and stop, or for a second one
+    if culprit.ended_by() in asked_for:
         _end(ranks)
         screen.show(ranks[0])
         name = _signal_name(culprit.ended_by())
@@ -274,7 +291,8 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
 def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_asked: bool) -> Outcome:
     """End every rank because one is stopped and the others wait for it."""
     reason = (
-        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
+        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on "
+        f"for {STOPPED_S:.0f} s"
     )
     _show_stacks(culprit, ranks, screen)
     _end(ranks, politely=False)
@@ -284,7 +302,8 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
-    """Show where every rank is, or what it said last, the culprit last of all. Its own end is shown by the report."""
+    """Show where every rank is, or what it said last, the culprit last of all. Its own end is shown by the
+    report."""
     before = {rank.index: rank.tail.count(STACK) for rank in ranks}
     for rank in ranks:
         rank.signal(STACKS_SIGNAL)

@@ -112,7 +112,8 @@ def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
-    """Whether what was compiled for another torch or CUDA still loads; each is imported in a process of its own."""
+    """Whether what was compiled for another torch or CUDA still loads; each is imported in a process of its
+    own."""
     checks = []
     for name, module in COMPILED.items():
         number = find(name)
