@@ -15,7 +15,7 @@ from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.manual_nodes import ManualNode, find_manual_node
 from megatron.launch.run import Run, log_dir_of
 from megatron.launch.slurm import allocation, check_gpus, has_slurm, job_port, step_node
-from megatron.neox_arguments.neox_names import ARGS_FLAG
+from megatron.neox_arguments.compat.methods import ARGS_FLAG
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

@@ -61,7 +61,10 @@ def on_one_machine() -> list[float]:
     return run_ranks(curves, 3, [VALUES], STEPS)[0][0].losses
 
 
-@pytest.mark.parametrize("words", [(), ("--launcher", "torchrun")], ids=["deepy", "torchrun"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param((), id="deepy"), pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.more)],
+)
 def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
     (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": str(tmp_path / "logs")}))
     ends = run_two_launchers(tmp_path, ROOT / "train.py", *words)
