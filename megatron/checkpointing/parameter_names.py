@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.specs import AttentionSpec, is_tied, rotary_spec
+from megatron.model.specs import AttentionSpec, has_one_norm, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
@@ -184,7 +184,7 @@ def to_file_names(
 def _check_names(mlp: str, args: NeoXArgs) -> None:
     if mlp == "llama" and not args.is_gated:
         raise CheckpointError(f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}")
-    if mlp == "te" and is_tied(args):
+    if mlp == "te" and has_one_norm(args):
         raise CheckpointError("Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none")
 
 

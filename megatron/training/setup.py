@@ -34,9 +34,9 @@ from megatron.model import (
     Stage,
     build_stage,
     for_inference,
+    inference_mode,
     init_stage,
     lowest_trained,
-    reading,
     trained_parameters,
 )
 from megatron.mpu import ParallelGroups, init_model_parallel
@@ -83,7 +83,7 @@ class Training:
         rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage):
+            with inference_mode(engine.stage):
                 yield Model(
                     args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
                 )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.model import block_specs
-from megatron.model.specs import AttentionSpec, DenseSpec, RotarySpec, is_tied, norm_kind, norm_spec, rotary_spec
+from megatron.model.specs import AttentionSpec, DenseSpec, RotarySpec, has_one_norm, norm_kind, norm_spec, rotary_spec
 from megatron.neox_arguments import NeoXArgs
 
 _PLAIN = {"swish": "silu"}
@@ -38,7 +38,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         "activation": activation,
         "pos_emb": args.pos_emb,
         "gpt_j_residual": args.gpt_j_residual,
-        "gpt_j_tied": is_tied(args),
+        "gpt_j_tied": has_one_norm(args),
         "no_weight_tying": args.no_weight_tying,
         "use_qk_layernorm": args.use_qk_layernorm,
         "use_bias_in_attn_linear": args.use_bias_in_attn_linear,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron.data import Batch
 from megatron.model import Stage, forward_only
-from megatron.model.init import initial_value, specified, stage_parameters
+from megatron.model.init import initial_value, parameters_with_specs, stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, answer_sums, label_logprobs
@@ -116,7 +116,7 @@ class DeepSpeedEngine:
 
     def _mark(self) -> None:
         """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
-        for _, _, param, spec in specified(self.stage, self.args):
+        for _, _, param, spec in parameters_with_specs(self.stage, self.args):
             param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
             param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
@@ -252,7 +252,7 @@ class DeepSpeedEngine:
     def _master_from_init(self) -> None:
         # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
         rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
-        for layer, _, param, spec in specified(self.stage, self.args):
+        for layer, _, param, spec in parameters_with_specs(self.stage, self.args):
             if param.requires_grad:
                 whole = initial_value(spec, layer, self.args, self.groups.device)
                 safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())
