@@ -4,10 +4,11 @@ import hashlib
 from typing import Any
 
 from megatron.data.blending import normalized
-from megatron.data.datasets import SampleSet, beside, blend_weights, data_prefixes
+from megatron.data.datasets import SampleSet
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preferences.preference_sets import answer_files
+from megatron.data.preferences.preference_sets import preference_files
 from megatron.data.sampler import data_seed
+from megatron.data.set_config import blend_weights, companion_paths, data_prefixes
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
@@ -49,7 +50,7 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     `train_1`, ..., each with its normalised weight."""
     found: dict[str, dict[str, Any]] = {}
     if args.dataset_impl == "pairwise":
-        files = answer_files(args).items()
+        files = preference_files(args).items()
         listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
         return {name: fingerprint(path, args.data_impl) for name, path in listed}
     for name, prefixes in data_prefixes(args).items():
@@ -68,7 +69,7 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
 
 
 def _beside_fingerprint(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
-    kinds = zip(("labels", "rewards"), beside(args, name), strict=True)
+    kinds = zip(("labels", "rewards"), companion_paths(args, name), strict=True)
     return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
 
 

@@ -32,7 +32,7 @@ ALIGNMENT = 64
 TAIL = struct.Struct("<QQ")
 
 Maps = TypeVar("Maps")
-Makers = Mapping["CacheKey", Callable[[], Any]]
+MapBuilders = Mapping["CacheKey", Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CacheKey:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class CachedMaps:
     """A file of the cache, mapped once. places: type, shape and first byte of every array of a key, by its name;
     checksums: the CRC-32 of every BLOCK bytes of `content`, which ends where the arrays do."""
 
@@ -62,21 +62,21 @@ class Entry:
         return self.content[start : start + size].view(dtype).reshape(shape)
 
 
-def cached(cache_dir: Path, makers: Makers) -> None:
-    """See that one file of cache_dir holds the arrays of all keys, undamaged: the fields of what each maker returns.
+def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
+    """See that one file of cache_dir holds the arrays of all keys, undamaged: the fields of what each builder returns.
 
     It is written under a temporary name, then renamed; what other processes have mapped stays what it was.
     """
-    path = _path(cache_dir, makers)
+    path = _path(cache_dir, builders)
     if path.is_file():
-        damage = _damage(path, makers)
+        damage = _damage(path, builders)
         if damage is None:
             return
         logging.getLogger("megatron").warning(f"{path}: damaged ({damage}); these index maps are made again")
     unfinished = temporary(path)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        _write(unfinished, makers)
+        _write(unfinished, builders)
         os.replace(unfinished, path)
     except OSError as problem:
         raise DataError(
@@ -87,7 +87,7 @@ def cached(cache_dir: Path, makers: Makers) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARED_FILE_SYSTEM_DELAY) -> Entry:
+def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARED_FILE_SYSTEM_DELAY) -> CachedMaps:
     """Map the file of `keys`, which some process has checked and made sure of; waits for it up to `wait` seconds."""
     path = _path(cache_dir, keys)
     deadline = time.monotonic() + wait
@@ -113,28 +113,28 @@ def _path(cache_dir: Path, keys: Collection[CacheKey]) -> Path:
     return cache_dir / f"{_digest(_described(keys))}.maps"
 
 
-def _write(path: Path, makers: Makers) -> None:
+def _write(path: Path, builders: MapBuilders) -> None:
     places: list[dict[str, tuple[str, tuple[int, ...], int]]] = []
     with open(path, "wb") as file:
-        for maps in _made(list(makers.values())):
+        for maps in _made(list(builders.values())):
             places.append({})
             for name, array in vars(maps).items():
                 file.write(bytes(-file.tell() % ALIGNMENT))
                 places[-1][name] = (array.dtype.str, array.shape, file.tell())
                 file.write(np.ascontiguousarray(array).data)
         file.flush()
-        keys = _described(makers)
+        keys = _described(builders)
         facts = {"digest": _digest(keys), "places": places, "crc32": _checksums(map_file(path, np.uint8))}
         text = json.dumps({"keys": json.loads(keys), **facts}).encode()
         file.write(text + TAIL.pack(len(text), zlib.crc32(text)))
     sync(path)
 
 
-def _made(makers: list[Callable[[], Any]]) -> Iterator[Any]:
-    """What the makers return, in their order, a few at a time: the maps of large sets need not all fit into memory."""
+def _made(builders: list[Callable[[], Any]]) -> Iterator[Any]:
+    """What the builders return, in order and a few at a time: maps of large sets need not all fit into memory."""
     with ThreadPoolExecutor(THREADS) as pool:
-        for start in range(0, len(makers), THREADS):
-            yield from pool.map(lambda make: make(), makers[start : start + THREADS])
+        for start in range(0, len(builders), THREADS):
+            yield from pool.map(lambda make: make(), builders[start : start + THREADS])
 
 
 def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
@@ -146,7 +146,7 @@ def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
     return None if _checksums(entry.content) == entry.checksums else "its checksums do not fit"
 
 
-def _open(path: Path, keys: Collection[CacheKey]) -> Entry:
+def _open(path: Path, keys: Collection[CacheKey]) -> CachedMaps:
     """Raises ValueError for a file whose end does not describe the arrays of `keys`; they themselves are not read."""
     content = map_file(path, np.uint8)
     length, checksum = TAIL.unpack(content[-TAIL.size :].tobytes().ljust(TAIL.size, b"\0"))
@@ -156,7 +156,7 @@ def _open(path: Path, keys: Collection[CacheKey]) -> Entry:
     facts = json.loads(text)
     if facts["digest"] != _digest(_described(keys)):
         raise ValueError("it holds other maps")
-    return Entry(content[: -TAIL.size - length], dict(zip(keys, facts["places"], strict=True)), facts["crc32"])
+    return CachedMaps(content[: -TAIL.size - length], dict(zip(keys, facts["places"], strict=True)), facts["crc32"])
 
 
 def _checksums(content: np.ndarray) -> list[int]:

@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from megatron.data.datasets import beside, data_prefixes, holds_answers
 from megatron.data.labels import unlisted_labels
-from megatron.data.packing import packing_of
+from megatron.data.packing import packing_from_args
+from megatron.data.set_config import companion_paths, data_prefixes, trains_preferences
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
 
-def data_notes(args: NeoXArgs) -> list[str]:
+def data_log_lines(args: NeoXArgs) -> list[str]:
     """Labels that lie beside a set but are not listed; documents that are cut or left out. Reads whole files."""
     found: list[str] = []
-    if holds_answers(args):
-        return found  # `Datasets.notes` has theirs
+    if trains_preferences(args):
+        return found  # `Datasets.log_lines` has theirs
     for name, prefixes in data_prefixes(args).items():
-        unlisted = beside(args, name)[0] is None
+        unlisted = companion_paths(args, name)[0] is None
         key = "train_label_data_paths (with train_data_paths)" if name == "all" else f"{name}_label_data_paths"
         for prefix in prefixes:
             found += [note for note in (unlisted and unlisted_labels(prefix, key), _cut(args, prefix)) if note]
@@ -24,7 +24,7 @@ def data_notes(args: NeoXArgs) -> list[str]:
 
 def _cut(args: NeoXArgs, prefix: str) -> str | None:
     """A line on the documents that are too long for a sample."""
-    packing = packing_of(args)
+    packing = packing_from_args(args)
     limits = [packing.truncate_documents] if packing.truncate_documents is not None else []
     if packing.whole_documents:
         limits.append(packing.width(args.seq_length))

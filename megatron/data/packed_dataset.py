@@ -9,11 +9,11 @@ from megatron.data.errors import DataError
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
-from megatron.data.slices import AfterPrompt, DocumentsView
+from megatron.data.slices import PromptMaskedLabels, SlicedDocuments
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class TokenSample:
     """One row of a batch, seq_length + 1 places wide."""
 
     tokens: np.ndarray  # int64; 0 in padding
@@ -25,7 +25,7 @@ class Sample:
 
 
 class PackedDataset:
-    """Item i: the `Sample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards beside it.
+    """Item i: the `TokenSample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards beside it.
 
     `len()` counts every row; upstream leaves the last one out. Raises DataError for a row with a token or label that is
     not below vocab_size (None: any goes).
@@ -34,13 +34,13 @@ class PackedDataset:
     def __init__(
         self,
         name: str,
-        indexed: IndexedDataset | DocumentsView,
+        indexed: IndexedDataset | SlicedDocuments,
         maps: IndexMaps,
         seq_length: int,
         vocab_size: int | None = None,
         *,
         packing: Packing | None = None,
-        labels: IndexedDataset | DocumentsView | AfterPrompt | None = None,
+        labels: IndexedDataset | SlicedDocuments | PromptMaskedLabels | None = None,
         rewards: IndexedDataset | None = None,
     ):
         self.name, self.indexed, self.maps, self.seq_length = name, indexed, maps, seq_length
@@ -50,7 +50,7 @@ class PackedDataset:
     def __len__(self) -> int:
         return len(self.maps.shuffle_idx)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         tokens = np.zeros(self.seq_length + 1, np.int64)
@@ -73,7 +73,7 @@ class PackedDataset:
             # Read as unsigned, a negative id is a large one
             if tokens.view(np.uint64).max() >= self.vocab_size or labels.max() >= self.vocab_size:
                 raise self._foreign_token(index, self.vocab_size)
-        return Sample(tokens, labels, begins, self.labels is not None, reward, filled)
+        return TokenSample(tokens, labels, begins, self.labels is not None, reward, filled)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
         """(document, its token to begin at, how many tokens) of a sample."""
@@ -101,7 +101,7 @@ class PackedDataset:
             if len(bad := np.flatnonzero((row >= vocab_size) | ((row < 0) & (data is self.indexed))))
         )
         file = data.data_file
-        if isinstance(data, DocumentsView):
+        if isinstance(data, SlicedDocuments):
             file, document, place = data.origin(document, place)
         return DataError(
             f"{file}: document {document} holds token id {token} (its token {place}), but the "

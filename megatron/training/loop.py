@@ -9,8 +9,8 @@ from tqdm import tqdm
 from megatron.data import (
     Batch,
     DataError,
-    cause_of,
     has_curriculum,
+    root_cause,
     row_length,
     rows_per_sample,
     step_length,
@@ -143,7 +143,7 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
         write_history(training, facts, "failed", str(problem), time.monotonic() - begun)
         raise
     except Exception as problem:
-        cause = cause_of(problem, args)
+        cause = root_cause(problem, args)
         if is_chief:
             note_failure(training, f"{type(cause).__name__}: {cause}".splitlines()[0])
         if cause is not problem:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.data import DataError, build_blend, build_packed
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps
-from megatron.data.index_cache import TAIL, cached, load
+from megatron.data.index_cache import TAIL, ensure_cached, load_cached
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from tests.data.samples import write_dataset
 from tests.data.test_datasets import build, make_blend
@@ -30,7 +30,7 @@ def _blend() -> BlendMaps:
     return build_blend((1.0, 2.0), 20)
 
 
-MAKERS = {KEY: _maps, BLEND: _blend}
+BUILDERS = {KEY: _maps, BLEND: _blend}
 
 
 def _equal(found: object, expected: object) -> None:
@@ -48,9 +48,11 @@ def _file(folder: Path) -> Path:
 def test_it_is_written_once_whole_and_mapped(tmp_path: Path):
     made = []
     for _ in range(3):
-        cached(tmp_path / "cache", {key: lambda make=make: made.append(1) or make() for key, make in MAKERS.items()})
+        ensure_cached(
+            tmp_path / "cache", {key: lambda make=make: made.append(1) or make() for key, make in BUILDERS.items()}
+        )
     assert len(made) == 2
-    entry = load(tmp_path / "cache", MAKERS, wait=0)
+    entry = load_cached(tmp_path / "cache", BUILDERS, wait=0)
     maps = entry.maps(KEY, IndexMaps)
     assert not maps.sample_idx.flags.owndata and not maps.sample_idx.flags.writeable
     assert all(array.ctypes.data % 64 == 0 for array in vars(maps).values())
@@ -66,32 +68,32 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(DataError, match="No space left on device.*set index_cache_dir"):
-        cached(tmp_path, {BLEND: _blend, KEY: make})
+        ensure_cached(tmp_path, {BLEND: _blend, KEY: make})
     assert not list(tmp_path.iterdir())
 
 
 def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path):
     def make_while_another_finishes() -> IndexMaps:
-        other = multiprocessing.get_context("fork").Process(target=cached, args=(tmp_path, {KEY: _maps}))
+        other = multiprocessing.get_context("fork").Process(target=ensure_cached, args=(tmp_path, {KEY: _maps}))
         other.start()
         other.join()
-        mapped.append(load(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps))
+        mapped.append(load_cached(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps))
         return _maps()
 
     mapped: list[IndexMaps] = []
-    cached(tmp_path, {KEY: make_while_another_finishes})
+    ensure_cached(tmp_path, {KEY: make_while_another_finishes})
     _equal(mapped[0], _maps())
-    _equal(load(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps), _maps())
+    _equal(load_cached(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps), _maps())
     assert _file(tmp_path).suffix == ".maps"
 
 
 def test_other_ranks_wait_for_the_file(tmp_path: Path):
-    writer = threading.Timer(0.3, cached, (tmp_path, MAKERS))
+    writer = threading.Timer(0.3, ensure_cached, (tmp_path, BUILDERS))
     writer.start()
-    assert len(load(tmp_path, MAKERS, wait=10).maps(KEY, IndexMaps).shuffle_idx) == len(_maps().shuffle_idx)
+    assert len(load_cached(tmp_path, BUILDERS, wait=10).maps(KEY, IndexMaps).shuffle_idx) == len(_maps().shuffle_idx)
     writer.join()
     with pytest.raises(DataError, match="index_cache_dir must be a folder that every node sees"):
-        load(tmp_path, [replace(KEY, seed=3)], wait=0)
+        load_cached(tmp_path, [replace(KEY, seed=3)], wait=0)
 
 
 def _array(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
@@ -130,35 +132,35 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_said_and_made_again(damage: Callable[[Path], None], tmp_path: Path, caplog):
-    cached(tmp_path, MAKERS)
+    ensure_cached(tmp_path, BUILDERS)
     whole = _file(tmp_path).read_bytes()
     damage(_file(tmp_path))
     assert _file(tmp_path).read_bytes() != whole
     with caplog.at_level(logging.WARNING, "megatron"):
-        cached(tmp_path, MAKERS)
+        ensure_cached(tmp_path, BUILDERS)
     (said,) = caplog.messages
     assert said.startswith(f"{_file(tmp_path)}: damaged (") and said.endswith("these index maps are made again")
     assert _file(tmp_path).read_bytes() == whole and "\n" not in said
 
 
 def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):
-    cached(tmp_path / "a", MAKERS)
-    cached(tmp_path / "b", {KEY: _maps})
+    ensure_cached(tmp_path / "a", BUILDERS)
+    ensure_cached(tmp_path / "b", {KEY: _maps})
     expected = _file(tmp_path / "a").read_bytes()
     _file(tmp_path / "a").write_bytes(_file(tmp_path / "b").read_bytes())
     with pytest.raises(DataError, match=r"damaged index maps \(it holds other maps\); delete this file"):
-        load(tmp_path / "a", MAKERS, wait=0)
+        load_cached(tmp_path / "a", BUILDERS, wait=0)
     with caplog.at_level(logging.WARNING, "megatron"):
-        cached(tmp_path / "a", MAKERS)
+        ensure_cached(tmp_path / "a", BUILDERS)
     assert "it holds other maps" in caplog.text and _file(tmp_path / "a").read_bytes() == expected
 
 
 def test_ranks_that_only_map_refuse_a_file_without_an_end(tmp_path: Path):
-    cached(tmp_path, {KEY: _maps})
+    ensure_cached(tmp_path, {KEY: _maps})
     file = _file(tmp_path)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(DataError, match=r"\.maps: damaged index maps.*delete this file"):
-        load(tmp_path, [KEY], wait=0)
+        load_cached(tmp_path, [KEY], wait=0)
 
 
 def test_a_blend_of_many_sets_maps_each_file_once(tmp_path: Path):

@@ -41,7 +41,8 @@ class Run:
         self.args = with_vocabulary(args, self.tokenizer)
 
     def record(self, manifest: Manifest | None = None, consumed: int = 40) -> dict[str, Any]:
-        datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), begun=begun_of(manifest))
+        state = begun_of(manifest)
+        datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), data_state=state)
         return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, consumed)
 
     def manifest(self) -> Manifest:

@@ -41,7 +41,7 @@ LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the ver
 
 
 @dataclass
-class Progress:
+class PreprocessProgress:
     """What is done, of all the runs of a job. text_bytes: read as rows; disk_bytes: share of the input files."""
 
     shards: int = 0
@@ -66,11 +66,11 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Result:
+class PreprocessResult:
     """All that a job made; counts: what it counted, by name."""
 
     outputs: list[Output]
-    progress: Progress
+    progress: PreprocessProgress
     counts: dict[str, int]
 
 
@@ -84,8 +84,8 @@ def preprocess(
     errors_file: str | Path | None = None,
     metadata_file: str | Path | None = None,
     arguments: dict[str, Any] | None = None,
-    progress: Callable[[Progress], None] = lambda state: None,
-) -> Result:
+    progress: Callable[[PreprocessProgress], None] = lambda state: None,
+) -> PreprocessResult:
     """Write one `.bin/.idx` pair for each of the job's outputs; they appear at the end, or not at all.
 
     on_error: `stop` raises DataError at the first bad row; `skip` leaves it out and writes it to errors_file.
@@ -124,20 +124,20 @@ class _Run:
         self.journal: dict[str, Any] = {
             "published": False,
             "sizes": dict.fromkeys(self.names, 0),
-            "progress": asdict(Progress(total_bytes=sum(file.bytes_read for file in files))),
+            "progress": asdict(PreprocessProgress(total_bytes=sum(file.bytes_read for file in files))),
             "part": asdict(Part(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))),
         }
         path = folder / "journal.json"
         if path.is_file():
             self.journal = json.loads(path.read_text())
-        self.state = Progress(**self.journal["progress"])
+        self.state = PreprocessProgress(**self.journal["progress"])
         self.state.resumed = self.state.shards
         self.total = Part(**self.journal["part"])
         self.start = time.monotonic() - self.state.seconds
         self.saved = time.monotonic()
         self.handles: dict[str, IO[bytes]] = {}
 
-    def shards(self, workers: int, progress: Callable[[Progress], None]) -> None:
+    def shards(self, workers: int, progress: Callable[[PreprocessProgress], None]) -> None:
         """Every shard that is not done yet."""
         for left_over in self.folder.glob("part-*"):
             left_over.unlink(missing_ok=True)
@@ -217,13 +217,15 @@ class _Run:
                 handle.close()
         self.handles = {}
 
-    def finish(self, errors_file: str | Path | None, metadata_file: str | Path | None, arguments: dict) -> Result:
+    def finish(
+        self, errors_file: str | Path | None, metadata_file: str | Path | None, arguments: dict
+    ) -> PreprocessResult:
         """Write the indexes, then give all files their names; may be called again where it was cut short."""
         outputs = [
             Output(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
             for i, prefix in enumerate(self.prefixes)
         ]
-        result = Result(outputs, self.state, self.total.counts)
+        result = PreprocessResult(outputs, self.state, self.total.counts)
         if not self.journal["published"]:
             self._check_result(outputs)
             try:
@@ -258,7 +260,7 @@ class _Run:
             (self.folder / "journal.json").unlink(missing_ok=True)  # nothing of it is worth keeping
             raise DataError(problem)
 
-    def _metadata(self, result: Result, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _metadata(self, result: PreprocessResult, arguments: dict[str, Any]) -> dict[str, Any]:
         """The fork's names, and what tells how the files came to be."""
         names = [Path(prefix).name for prefix in self.prefixes]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
-from megatron.data import SampleSet, has_curriculum, holds_answers, rows_per_sample
+from megatron.data import SampleSet, has_curriculum, rows_per_sample, trains_preferences
 from megatron.training.checkpoint.writer import is_hf_due
 from megatron.training.engine import StepResult
 from megatron.training.evaluation import evaluate, evaluate_objective
@@ -246,7 +246,7 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     """The loss on a set, and the metrics of the objective or of language modelling, by name."""
     args, engine, eod = training.args, training.engine, training.tokenizer.eod
     samples = args.eval_iters * args.train_batch_size
-    if holds_answers(args):
+    if trains_preferences(args):
         loss, means = evaluate_objective(engine, dataset, samples, eod)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None

@@ -17,7 +17,7 @@ from megatron.checkpointing import (
     read_manifest,
     responsible_key,
 )
-from megatron.data import Begun, Datasets, order_sha256, path_key
+from megatron.data import Datasets, DataState, order_sha256, path_key
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.declare import keys_of
 from megatron.tokenizer import Tokenizer
@@ -38,22 +38,22 @@ def continued(args: NeoXArgs, source: Source) -> Manifest | None:
     return manifest if manifest is not None and manifest.data else None
 
 
-def begun_of(manifest: Manifest | None) -> Begun:
+def begun_of(manifest: Manifest | None) -> DataState:
     """How far a run is in its data, and how its order was laid out."""
     if manifest is None:
-        return Begun()
+        return DataState()
     found = manifest.data.get("laid_out")
     if found is None:
         found = _earlier_layout(manifest.data["order"])
-    laid_out = {name: tuple(tuple(ends) for ends in members) for name, members in found.items()}
-    return Begun(manifest.iteration, manifest.consumed_samples, laid_out)
+    segment_ends = {name: tuple(tuple(ends) for ends in members) for name, members in found.items()}
+    return DataState(manifest.iteration, manifest.consumed_samples, segment_ends)
 
 
 def data_record(files: Mapping[str, Any], order: Mapping[str, Any], datasets: Datasets, consumed: int) -> dict:
     """What a manifest says of the data. files: `data_fingerprint`; order: `order_keys`."""
     known = datasets.train is not None and consumed <= len(datasets.train)
     looked = order_sha256(datasets.train, consumed) if known and datasets.train is not None else None
-    return {"files": files, "order": order, "laid_out": datasets.laid_out, "consumed_sha256": looked}
+    return {"files": files, "order": order, "laid_out": datasets.segment_ends, "consumed_sha256": looked}
 
 
 def check_same_run(

@@ -12,9 +12,10 @@ import numpy as np
 
 from megatron.checkpointing import ConfigChange, config_key, model_keys, read_manifest, replace_file
 from megatron.data import DataError
-from megatron.data.datasets import MadeOf, index_cache_dir
-from megatron.data.files import known_sha256, sha256
+from megatron.data.datasets import SetContents
+from megatron.data.files import cached_sha256, sha256
 from megatron.data.preferences.reference_scores import SCORES
+from megatron.data.set_config import index_cache_dir
 from megatron.distributed import run_on_all_ranks
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups
@@ -136,11 +137,11 @@ def add_scores(folder: Path, about: Mapping[str, Any], rows: np.ndarray) -> None
         ) from problem
 
 
-def find_whole(folder: Path, made_of: MadeOf, size: int) -> tuple[Path, int | None]:
+def find_whole(folder: Path, set_contents: SetContents, size: int) -> tuple[Path, int | None]:
     """The note that all rows of the first `size` samples of a set are in the folder, and how many they are; None where
     it is not noted, or a file that held them is gone."""
-    contents = [known_sha256(file, made_of.notes) for file in made_of.files]
-    name = hashlib.sha256(json.dumps([made_of.layout, contents, size]).encode()).hexdigest()[:32]
+    contents = [cached_sha256(file, set_contents.hash_cache) for file in set_contents.files]
+    name = hashlib.sha256(json.dumps([set_contents.layout, contents, size]).encode()).hexdigest()[:32]
     note = folder / f"whole-{name}.json"
     if not note.is_file():
         return note, None

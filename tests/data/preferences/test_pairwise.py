@@ -9,8 +9,8 @@ from trl.data_utils import extract_prompt
 
 from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.blending import BlendedDataset
-from megatron.data.index_maps import Begun
-from megatron.data.preferences.preference_sets import build_answer_sets
+from megatron.data.index_maps import DataState
+from megatron.data.preferences.preference_sets import build_preference_sets
 from tests.data.samples import DATASET, INDEXMAPS, golden_maps
 
 PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}
@@ -47,12 +47,12 @@ CACHE: dict[str, str] = {}
 
 def build(samples: int = 40, **changes):
     args = make_args(**CACHE, **changes)
-    return build_answer_sets(args, train_batch_size=samples, once=lambda work: work(), epochs=None, begun=Begun()).train
+    return build_preference_sets(args, samples, lambda work: work(), None, DataState()).train
 
 
 def notes(**changes):
     args = make_args(**CACHE, **changes)
-    return build_answer_sets(args, train_batch_size=4, once=lambda work: work(), epochs=None, begun=Begun()).notes
+    return build_preference_sets(args, 4, lambda work: work(), None, DataState()).log_lines
 
 
 def test_order_and_samples_equal_neox_with_its_error():
@@ -157,7 +157,7 @@ def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
 
 def test_references_for_tokens_and_sums(tmp_path: Path):
     args = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]]) | {"seq_length": 8}
-    assert build(2, **args)[0].reference is None
+    assert build(2, **args)[0].reference_logprobs is None
     write(tmp_path / "p_base", [[7, -1.5, -2.5], [7, -3.5]], np.float32)
     write(tmp_path / "n_base", [[7, -4.5], [7, -5.5, -6.5, -7.5]], np.float32)
     write(tmp_path / "p_sums", [[-4], [-3.5]], np.float32)
@@ -168,10 +168,10 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
             for i in range(2):
                 sums = {0: [-4, -4.5], 1: [-3.5, -19.5]}
                 pairs = dataset.documents(i)[::2]
-                assert dataset[i].reference.dtype == np.float32
-                assert dataset[i].reference.tolist() == [value for pair in pairs for value in sums[pair // 2]]
+                assert dataset[i].reference_logprobs.dtype == np.float32
+                assert dataset[i].reference_logprobs.tolist() == [value for pair in pairs for value in sums[pair // 2]]
     args["seq_length"] = 2
-    assert sorted(build(2, precompute_model_name="base", **args)[i].reference.tolist() for i in (0, 1)) == [
+    assert sorted(build(2, precompute_model_name="base", **args)[i].reference_logprobs.tolist() for i in (0, 1)) == [
         [-4, -4.5], [-3.5, -12]
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"n_sums\.bin: sums over whole documents, but document 1 .* cut to 3 tokens"):

@@ -18,9 +18,9 @@ from megatron.data import (
 )
 from megatron.data import train_loader as loader
 from megatron.data.index_maps import Packing
-from megatron.data.labels import first_labelled
-from megatron.data.preferences.kto import partners
-from megatron.data.preferences.preference_dataset import COUNTS, Limits, lay_out
+from megatron.data.labels import first_labelled_token
+from megatron.data.preferences.kto import mismatched_documents
+from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -73,8 +73,8 @@ def answers_of(batch) -> dict[int, tuple[list[int], list[int]]]:
     """Answer -> (tokens, trained labels), read as a model reads them: each in one piece of one row."""
     found = {}
     for row in range(len(batch.tokens)):
-        for number in batch.answers[row].unique().tolist():
-            places = torch.where(batch.answers[row] == number)[0]
+        for number in batch.response_ids[row].unique().tolist():
+            places = torch.where(batch.response_ids[row] == number)[0]
             assert torch.equal(places, torch.arange(places[0], places[-1] + 1))
             weights = batch.loss_weights[row, places] > 0
             if number < 0:
@@ -85,7 +85,7 @@ def answers_of(batch) -> dict[int, tuple[list[int], list[int]]]:
             if batch.positions is not None:
                 assert torch.equal(batch.positions[row, places], torch.arange(len(places)))
                 assert int(places[0]) in batch.cu_seqlens[row].tolist()
-    assert set(found) == set(range(len(batch.signs)))
+    assert set(found) == set(range(len(batch.preference_labels)))
     return found
 
 
@@ -111,7 +111,7 @@ def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path:
         assert batch.tokens.shape == (1 if pack_impl == "best_fit" else 2, SEQ)
         assert (batch.positions is None) == (batch.cu_seqlens is None) == (pack_impl == "unpacked")
         found = answers_of(batch)
-        assert batch.signs.tolist() == [1.0] * len(found)
+        assert batch.preference_labels.tolist() == [1.0] * len(found)
         for number in range(0, len(found), 2):
             (chosen, trained), (rejected, other) = found[number], found[number + 1]
             pair = next(p for p in pairs if p[1] == trained)
@@ -130,8 +130,10 @@ def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path:
 @pytest.mark.parametrize("train_impl", ["dpo", "kto"])
 def test_a_run_goes_on_exactly_and_ranks_share_its_samples(train_impl: str, pack_impl: str, tmp_path: Path):
     def flat(found) -> list:
-        parts = ("tokens", "labels", "loss_weights", "answers", "signs", "positions", "cu_seqlens")
-        values = [[getattr(batch, part) for part in parts] + [batch.kl and batch.kl.tokens] for batch in found]
+        parts = ("tokens", "labels", "loss_weights", "response_ids", "preference_labels", "positions", "cu_seqlens")
+        values = [
+            [getattr(batch, part) for part in parts] + [batch.kl_batch and batch.kl_batch.tokens] for batch in found
+        ]
         return [[None if value is None else value.tolist() for value in row] for row in values]
 
     changes = {"train_impl": train_impl, "pack_impl": pack_impl, **write_pairs(tmp_path, random_pairs(3))}
@@ -156,7 +158,7 @@ def test_lengths_left_and_right(tmp_path: Path):
                              train_micro_batch_size_per_gpu=1, **paths, **changes)  # fmt: skip
         datasets = build(args)
         found = [answers_of(batch) for batch in batches(args, datasets.train)]
-        return {answers[0][1][0]: answers for answers in found}, datasets.notes
+        return {answers[0][1][0]: answers for answers in found}, datasets.log_lines
 
     found, notes = texts(max_prompt_length=4, max_length=10)
     assert found[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
@@ -172,9 +174,9 @@ def test_lengths_left_and_right(tmp_path: Path):
 
 def test_pairs_longer_than_a_row_are_cut_evenly():
     sizes, first = np.array([[30, 40], [3, 60], [10, 10]]), np.full((3, 2), 2)
-    maps = lay_out(sizes, first, 3, 48, 0, Packing("best_fit"), Limits())
+    maps = build_preference_maps(sizes, first, 3, 48, 0, Packing("best_fit"), LengthLimits())
     assert maps.size.tolist() == [24, 24, 3, 46, 10, 10]
-    kept = lay_out(sizes, first, 3, 48, 0, Packing("best_fit", allow_chopped=False), Limits())
+    kept = build_preference_maps(sizes, first, 3, 48, 0, Packing("best_fit", allow_chopped=False), LengthLimits())
     assert kept.doc_idx.tolist() == [4, 5] and kept.counts[COUNTS.index("too_long")] == 2
 
 
@@ -184,7 +186,8 @@ def test_padding_of_lengths_like_olmo_3(median: int, p95: int, seq: int):
     random = np.random.default_rng(0)
     sizes = np.exp(random.normal(np.log(median / 8), np.log(p95 / median) / 1.6449, (4000, 2)))
     sizes = np.maximum(4, sizes.astype(np.int64))
-    maps = lay_out(sizes, np.full_like(sizes, 2), 1, seq // 8, 0, Packing("best_fit"), Limits(seq // 16))
+    first, limits = np.full_like(sizes, 2), LengthLimits(seq // 16)
+    maps = build_preference_maps(sizes, first, 1, seq // 8, 0, Packing("best_fit"), limits)
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     assert count["units"] == 4000
     assert 1 - count["tokens"] / (count["samples"] * (seq // 8 + 1)) < 0.03
@@ -205,15 +208,15 @@ def test_kto_compares_with_answers_to_other_prompts(pack_impl: str, tmp_path: Pa
     seen, compared = Counter(), Counter()
     for batch in batches(args, dataset):
         for number, (tokens, trained) in answers_of(batch).items():
-            assert tuple(trained) in (good if batch.signs[number] > 0 else bad)
+            assert tuple(trained) in (good if batch.preference_labels[number] > 0 else bad)
             assert tokens[: len(prompts[tokens[0]])] == prompts[tokens[0]]
             seen[tuple(trained)] += 1
-        for tokens, trained in answers_of(batch.kl).values():
+        for tokens, trained in answers_of(batch.kl_batch).values():
             prompt = prompts[tokens[0]]
             assert tokens[: len(prompt)] == prompt and trained[0] - 10 not in range(prompt[0] - 10, prompt[0] - 7)
             compared[tuple(trained)] += 1
         if pack_impl == "unpacked":
-            assert batch.kl.tokens[0, 0] == batch.tokens[0, 0]
+            assert batch.kl_batch.tokens[0, 0] == batch.tokens[0, 0]
     assert seen == dict.fromkeys(good | bad, 1)
     assert set(compared) <= good | bad and max(compared.values()) <= 2
 
@@ -227,13 +230,13 @@ def test_examples_with_rewards_and_no_kl(tmp_path: Path):
     changes = {"train_impl": "kto", "dataset_impl": "gpt2", "gradient_accumulation_steps": 1, "train_iters": 1}
     args = configuration(tmp_path, **changes, train_micro_batch_size_per_gpu=1, **paths)
     (batch,) = batches(args, build(args).train)
-    answers = zip(answers_of(batch).values(), batch.signs.tolist(), strict=True)
+    answers = zip(answers_of(batch).values(), batch.preference_labels.tolist(), strict=True)
     assert {trained[0]: sign for (_, trained), sign in answers} == {2: 1.0, 6: -1.0, 8: 1.0}
-    assert len(batch.kl.signs) == 3
+    assert len(batch.kl_batch.preference_labels) == 3
     free = args.replace(kto_loss_type="apo_zero_unpaired")
-    assert batches(free, build(free).train)[0].kl is None
+    assert batches(free, build(free).train)[0].kl_batch is None
     few = args.replace(limit_samples=2)
-    assert batches(few, build(few).train)[0].signs.tolist() == [1.0, -1.0]
+    assert batches(few, build(few).train)[0].preference_labels.tolist() == [1.0, -1.0]
     with pytest.raises(DataError, match="KTO compares with answers to other prompts, but 1 answers to 1 prompts"):
         build(args.replace(limit_samples=1))
     write(tmp_path / "r", [[1], [0], [1]], np.float32)
@@ -256,12 +259,12 @@ def test_rotated_answers_equal_trl(tmp_path: Path):
             example["KL_completion_ids"] = examples[i - 1]["completion_ids"]
         theirs = trl.DataCollatorForUnpairedPreference(pad_token_id=0, max_length=20)(examples)
         width = theirs["KL_input_ids"].shape[1]
-        assert torch.equal(batch.kl.tokens[:, :width], theirs["KL_input_ids"])
-        assert not batch.kl.tokens[:, width:].any()
+        assert torch.equal(batch.kl_batch.tokens[:, :width], theirs["KL_input_ids"])
+        assert not batch.kl_batch.tokens[:, width:].any()
         # A place predicts the next one
         shifted = theirs["KL_completion_mask"][:, 1:]
-        assert torch.equal(batch.kl.loss_weights[:, : width - 1], shifted)
-        assert int(batch.kl.loss_weights.sum()) == int(shifted.sum())
+        assert torch.equal(batch.kl_batch.loss_weights[:, : width - 1], shifted)
+        assert int(batch.kl_batch.loss_weights.sum()) == int(shifted.sum())
 
 
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
@@ -273,12 +276,12 @@ def test_validation_counts_every_pair_once(train_impl: str, pack_impl: str, tmp_
     for rank in range(4):
         for batch in eval_batches(dataset, 5, 2, rank, 4, collation(args, None)):
             shapes.add(batch.tokens.shape)
-            count += int((batch.signs != 0).sum())
+            count += int((batch.preference_labels != 0).sum())
             weights += int(batch.loss_weights.sum())
-            if batch.kl is not None:
-                assert (batch.kl.signs != 0).sum() == 0 or (batch.signs != 0).any()
+            if batch.kl_batch is not None:
+                assert (batch.kl_batch.preference_labels != 0).sum() == 0 or (batch.preference_labels != 0).any()
     (batch,) = eval_batches(dataset, 5, 5, 0, 1, collation(args, None))
-    assert (count, weights) == (len(batch.signs), int(batch.loss_weights.sum())) and len(shapes) == 1
+    assert (count, weights) == (len(batch.preference_labels), int(batch.loss_weights.sum())) and len(shapes) == 1
 
 
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
@@ -289,7 +292,7 @@ def test_a_small_set_is_validated_with_once(pack_impl: str, tmp_path: Path):
     args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, **train, **valid)
     dataset = build(args).valid
     found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
-    assert sum(int((batch.signs != 0).sum()) for batch in found) == 2 * 7
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in found) == 2 * 7
 
 
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
@@ -301,7 +304,7 @@ def test_a_blend_is_validated_with_once_each_pair_by_weight(pack_impl: str, tmp_
                          **train, **valid)  # fmt: skip
     dataset = build(args).valid
     found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
-    assert sum(int((batch.signs != 0).sum()) for batch in found) == 2 * (7 + 30)
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in found) == 2 * (7 + 30)
     assert dataset.maps.dataset_index[:4].sum() == 1, "three of the first set for one of the second"
 
 
@@ -327,13 +330,13 @@ def test_first_labelled_of_many_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     rows = [np.where(random.random(size) < 0.2, 5, -100) for size in random.integers(1, 30, 200)]
     expected = [next((i for i in range(1, len(row)) if row[i] >= 0), len(row)) for row in rows]
     monkeypatch.setattr("megatron.data.labels.CHUNK", 64)
-    assert first_labelled(open_dataset(write(tmp_path / "l", rows))).tolist() == expected
+    assert first_labelled_token(open_dataset(write(tmp_path / "l", rows))).tolist() == expected
 
 
 @pytest.mark.parametrize("count, per_prompt", [(9, 1), (40, 2), (5, 2), (4, 2)])
 def test_partners(count: int, per_prompt: int):
     documents = np.arange(count) + 10
-    found = partners(documents, per_prompt, 3)
+    found = mismatched_documents(documents, per_prompt, 3)
     assert sorted(found) == documents.tolist() and (found // per_prompt != documents // per_prompt).all()
 
 

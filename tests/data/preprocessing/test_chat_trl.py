@@ -175,12 +175,12 @@ def test_judged_answers_from_jsonl(tmp_path):
     def answers(of):
         found = []
         for number in range(4):
-            places = of.answers[number] == number
+            places = of.response_ids[number] == number
             labels = np.where(of.loss_weights[number] > 0, of.labels[number], -100)[places]
             found.append((of.tokens[number][places].tolist(), [-100, *labels[:-1].tolist()]))
         return found
 
-    got = list(zip(answers(batch), batch.signs.tolist(), answers(batch.kl), strict=True))
+    got = list(zip(answers(batch), batch.preference_labels.tolist(), answers(batch.kl_batch), strict=True))
     order = [next(i for i, row in enumerate(trl_kto(rows, CHATML, 4)) if row[0] == item[0]) for item in got]
     theirs = trl_kto([rows[i] for i in order], CHATML, 4)
     assert got == [(row[0], 1.0 if row[1] else -1.0, row[2]) for row in theirs] and sorted(order) == [0, 1, 2, 3]

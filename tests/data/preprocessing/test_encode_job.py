@@ -20,7 +20,8 @@ import datasets
 import numpy as np
 import pytest
 
-from megatron.data import DataError, EncodeJob, IndexedDataset, preprocess
+from megatron.data import DataError, IndexedDataset
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, TOKENIZER
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
@@ -225,8 +226,8 @@ def test_skipped_rows_are_reported(tmp_path: Path):
 
 ENDLESS = """
 import multiprocessing, sys, time
-from megatron.data import EncodeJob
-from megatron.data import preprocess
+from megatron.data.preprocessing import EncodeJob
+from megatron.data.preprocessing import preprocess
 from megatron.tokenizer import make_tokenizer
 
 def wait(state):

@@ -15,8 +15,8 @@ from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard, DatasetCardData
 from pyarrow import parquet
 
-from megatron.data import DataError, EncodeJob
-from megatron.data.preprocessing import readers
+from megatron.data import DataError
+from megatron.data.preprocessing import EncodeJob, readers
 from megatron.data.preprocessing.inputs import resolve
 from megatron.data.preprocessing.job_runner import preprocess
 from megatron.tokenizer import make_tokenizer

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import DataError, EncodeJob, IndexedDataset, preprocess
-from megatron.data.preprocessing import job_runner, readers
+from megatron.data import DataError, IndexedDataset
+from megatron.data.preprocessing import EncodeJob, job_runner, preprocess, readers
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, ROOT, TOKENIZER, write_dataset
 
@@ -38,9 +38,9 @@ def content(prefix: Path) -> tuple[bytes, bytes]:
 
 DRIVER = """
 import sys
-from megatron.data import EncodeJob
+from megatron.data.preprocessing import EncodeJob
 from megatron.data.preprocessing import job_runner
-from megatron.data import preprocess
+from megatron.data.preprocessing import preprocess
 from megatron.data.preprocessing import readers
 from megatron.tokenizer import make_tokenizer
 
@@ -340,8 +340,8 @@ def test_input_without_text_writes_nothing(tmp_path: Path):
 
 MEMORY = """
 import re, sys
-from megatron.data import EncodeJob
-from megatron.data import preprocess
+from megatron.data.preprocessing import EncodeJob
+from megatron.data.preprocessing import preprocess
 from megatron.tokenizer import make_tokenizer
 preprocess([sys.argv[1]], [sys.argv[2]], EncodeJob(make_tokenizer, ("CharLevelTokenizer",)))
 print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from megatron.data import EncodeJob, IndexedDataset, preprocess
+from megatron.data import IndexedDataset
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import HFTokenizer, make_tokenizer
 from tests.data.samples import TOKENIZER
 
