@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         blocks = (3 * query,) if spec.kv_heads == spec.heads else (query, kv, kv)
         return (
             LinearSpec(spec.hidden, query + 2 * kv, "column", spec.bias, blocks),
-            LinearSpec(query, spec.hidden, "row", spec.bias, parallel_residual=spec.parallel_residual),
+            LinearSpec(query, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual),
         )
 
     @classmethod

@@ -27,7 +27,7 @@ from megatron.model import Stage, forward_only
 from megatron.model.init import initial_value, parameters_with_specs, stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, answer_sums, label_logprobs
+from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
@@ -163,8 +163,8 @@ class DeepSpeedEngine:
         batches = [batch.to(self.groups.device) for batch in batches]
         if self._fill_reference is not None:
             batches = self._fill_reference(batches)
-        if self.objective.couple is not None:
-            batches = self.objective.couple(batches, self.scores, self.groups.group("data"))
+        if self.objective.step_baselines is not None:
+            batches = self.objective.step_baselines(batches, self.scores, self.groups.group("data"))
         return batches
 
     def _mean_metrics(self) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ class DeepSpeedEngine:
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
-        return [answer_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
+        return [response_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
