@@ -40,7 +40,9 @@ class CompanionFiles:
     card: str = ""
 
 
-def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+def read_companion_files(
+    folder: str | Path, tokenizer: Mapping[str, bytes] | None = None
+) -> dict[str, bytes]:
     """Of a HuggingFace folder: what a checkpoint keeps of it. tokenizer: files of the one that a run uses; where it is
     another than the folder's, that one's files are left out."""
     path = Path(folder)
@@ -68,7 +70,12 @@ def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
 
 
 def companion_files_of(
-    source: Path, args: NeoXArgs, *, tokenizer: bool = True, vocab_is_hf: bool = False, pad_token_id: int | None = None
+    source: Path,
+    args: NeoXArgs,
+    *,
+    tokenizer: bool = True,
+    vocab_is_hf: bool = False,
+    pad_token_id: int | None = None,
 ) -> CompanionFiles:
     """For the checkpoint `source`: what it carries from its import, else made from its own tokenizer or `vocab_file`.
 
@@ -90,12 +97,16 @@ def companion_files_of(
     if not tokenizer:
         files = {name: content for name, content in files.items() if name not in TOKENIZER}
     if carried or not ids:  # config.json may name several ends
-        ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
+        ids |= {
+            key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None
+        }
     if pad_token_id is not None:
         ids["pad_token_id"] = pad_token_id
         files = _with_pad(files, pad_token_id)
     if GENERATION not in files:
-        files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
+        files[GENERATION] = _json(
+            {"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}}
+        )
     return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
 
 
@@ -148,7 +159,9 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
         try:
             return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
         except TokenizerError as problem:
-            raise CheckpointError(f"tokenizer: {problem}; or leave it out with --no_save_tokenizer") from problem
+            raise CheckpointError(
+                f"tokenizer: {problem}; or leave it out with --no_save_tokenizer"
+            ) from problem
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:

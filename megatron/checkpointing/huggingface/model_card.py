@@ -11,11 +11,20 @@ import yaml
 from megatron.checkpointing.manifest import read_manifest
 from megatron.neox_arguments import NeoXArgs
 
-_OURS: Mapping[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-neox"]}
+_OURS: Mapping[str, Any] = {
+    "library_name": "transformers",
+    "pipeline_tag": "text-generation",
+    "tags": ["gpt-neox"],
+}
 
 
 def model_card(
-    source: Path, args: NeoXArgs, config: Mapping[str, Any], parameters: int, dtype: torch.dtype, before: str = ""
+    source: Path,
+    args: NeoXArgs,
+    config: Mapping[str, Any],
+    parameters: int,
+    dtype: torch.dtype,
+    before: str = "",
 ) -> bytes:
     """README.md: what the model is and how it was trained. before: the card of the model that was imported, whose front
     matter (license, languages, terms) stays; scores of it (`model-index`) do not, once it is trained on."""
