@@ -40,7 +40,7 @@ class Model:
     declared_eos_ids: tuple[int, ...] = ()
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that end a text, in ascending order."""
         return tuple(sorted({self.tokenizer.eod, *self.declared_eos_ids}))
 

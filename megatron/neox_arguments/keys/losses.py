@@ -7,10 +7,7 @@ responses (`pair_losses.PairLoss`) or a judged response (`kto.ResponseLoss`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -82,32 +79,3 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
     ),
     "reinforce": TrainImpl("texts", later="training with rewards"),
 }
-
-
-def sample_kind(args: "NeoXArgs") -> Literal["texts", "pairs", "answers"]:
-    """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
-    return TRAIN_IMPLS[args.train_impl].reads
-
-
-def losses_of(args: "NeoXArgs") -> dict[str, Loss]:
-    """The losses that a run sums, by name."""
-    impl = TRAIN_IMPLS[args.train_impl]
-    chosen = getattr(args, impl.key) if impl.key else ()
-    return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
-
-
-def needs_reference(args: "NeoXArgs") -> bool:
-    """Whether batches have a reference's log-probabilities."""
-    return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
-
-
-def scores_reference(args: "NeoXArgs") -> bool:
-    """Whether the run makes these itself; sets of pairs may have them beside."""
-    given = args.precompute_model_name is not None and sample_kind(args) == "pairs"
-    return needs_reference(args) and not given
-
-
-def needs_step_baselines(args: "NeoXArgs") -> bool:
-    """Whether the loss compares examples with values of all examples of the optimizer step; GPT-NeoX's KTO
-    compares only those of one micro-batch."""
-    return any(loss.needs_step_baselines for loss in losses_of(args).values()) and not args.compat_kto
