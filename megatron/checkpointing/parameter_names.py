@@ -156,10 +156,11 @@ def to_our_names(
 def to_file_names(
     layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> dict[str, Tensor]:
-    """One layer (by its NeoX index) of one tensor rank as GPT-NeoX writes it, unused norms and buffers too.
+    """The tensors of one layer (by its NeoX index) of one tensor rank as GPT-NeoX writes them, with its unused
+    norms and buffers.
 
-    naming: of GENERATIONS; None: those that this configuration has in GPT-NeoX. Raises CheckpointError where
-    it has none of these names.
+    naming: a key of `WEIGHT_NAMINGS`; None: the naming that this configuration has in GPT-NeoX. Raises
+    CheckpointError where the model has no names in it.
     """
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha

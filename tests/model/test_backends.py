@@ -79,10 +79,10 @@ MEAN = '''"""Attention that looks at nothing: the mean of the values so far."""
 
 import torch
 
-from megatron.model.attention.backends import Backend
+from megatron.model.attention.backends import AttentionBackend
 
 
-class Mean(Backend):
+class Mean(AttentionBackend):
     def supports(self, call):
         return "it has no mask" if call.masked or call.documents else super().supports(call)
 

@@ -36,7 +36,7 @@ from megatron.neox_arguments import NeoXArgs
 
 LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
-# What an earlier conversion may have left, which a new one replaces.
+# Files that an earlier conversion may have written, which a new one replaces.
 _OWN = re.compile(
     r".*\.(safetensors|json|jinja|txt|md)|tokenizer\.model|pytorch_model.*\.bin|(LICEN[CS]E|COPYING|NOTICE|.*USE_POLICY).*"
 )
@@ -153,7 +153,7 @@ def _read(
 
 
 def _grouped(problems: Iterable[str]) -> list[str]:
-    """One line for all layers of which the same is said."""
+    """The problems with one line for all layers that have the same."""
     groups: dict[str, list[str]] = {}
     for line in dict.fromkeys(problems):
         found = re.fullmatch(r"(?:(\S+\.pt), )?layer (\d+)(:? .*)", line)
@@ -206,12 +206,12 @@ def _begin(output: Path, needed: int) -> Path:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raises CheckpointError before anything is written that will not fit."""
+    """Raise CheckpointError where `needed` bytes and some more do not fit on the disk of `folder`."""
     need_free(folder, needed + _SPARE, "the result takes up to")
 
 
 def recover(output: Path) -> None:
-    """Give a folder back its name that an interrupted call had set aside."""
+    """Give a folder that an interrupted call had set aside its name back."""
     aside = output.with_name(f".old_{output.name}")
     if aside.exists() and not output.exists():
         os.rename(aside, output)

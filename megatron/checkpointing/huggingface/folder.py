@@ -1,7 +1,8 @@
 """Folders in HuggingFace's format: found, read one tensor at a time, and written one tensor at a time.
 
-Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's length, a
-JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as safetensors.
+Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's
+length, a JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as
+safetensors.
 """
 
 import json
@@ -39,8 +40,9 @@ def is_hf(name: str | Path) -> bool:
 
 
 def find_hf(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not), downloaded
-    unless it is in the Hub's local cache. Raises CheckpointError with what to do without a network."""
+    """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not),
+    downloaded unless it is in the Hub's local cache. Raises CheckpointError with what to do without a
+    network."""
     text = str(name)
     if Path(text).is_dir():
         return Path(text)
@@ -76,7 +78,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor stands. begin, end: bytes in a safetensors file; 0, 0 in another."""
+    """Where a tensor is stored. begin, end: its bytes in a safetensors file; 0, 0 in a file of another
+    kind."""
 
     file: Path
     dtype: torch.dtype | None
@@ -86,9 +89,10 @@ class _Entry:
 
 
 class HFFolder:
-    """config: of config.json; shapes: of all tensors; origin: what its user calls it, where that is not the path;
-    dtype: that its weights are read in, None: each in its own.
+    """A folder in HuggingFace's format, whose tensors are read one at a time.
 
+    config: the content of config.json. shapes: of all tensors, by name. origin: what errors call the folder,
+    where that is not its path. dtype: weights are cast to it when they are read; None: each keeps its own.
     Raises CheckpointError for what is missing or damaged.
     """
 
@@ -130,7 +134,7 @@ class HFFolder:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
-        """As they are read; None: a dtype that no weight has."""
+        """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
         return {name: entry.dtype and (self.dtype or entry.dtype) for name, entry in self._entries.items()}
 
     @property
@@ -141,8 +145,10 @@ class HFFolder:
         return found
 
     def get(self, name: str) -> Tensor:
-        """One tensor, in the file until it is used (memory map of its own) or cast. Raises CheckpointError where fp16
-        cannot hold it."""
+        """One tensor, which stays in the file until it is used (memory map) or cast.
+
+        Raises CheckpointError where fp16 cannot hold its values.
+        """
         tensor = self._stored(name)
         return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
 
