@@ -166,7 +166,8 @@ def test_cancelling_frees_blocks_at_once() -> None:
     for id in ids[10:70]:
         batcher.cancel(id)
     batcher.cancel(ids[10]), batcher.cancel(12345)
-    assert batcher.blocks.total - batcher.blocks.free_blocks == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
+    blocks = batcher.blocks
+    assert blocks.total - blocks.free_blocks == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
     gone = [event for event in batcher.step() if event.finish_reason == "cancelled"]
     assert sorted(event.id for event in gone) == ids[10:70]
 
