@@ -29,6 +29,6 @@ def scores_reference(args: ResolvedArgs) -> bool:
     return needs_reference(args) and not precomputed
 
 
-def depends_on_batch(args: ResolvedArgs) -> bool:
-    """Whether an example's loss depends on the others of its step (in GPT-NeoX's KTO: of its micro-batch)."""
-    return any(loss.depends_on_batch for loss in losses_of(args).values()) and not args.compat_kto
+def needs_step_baselines(args: ResolvedArgs) -> bool:
+    """Whether the loss compares examples with all examples of the optimizer step; GPT-NeoX's KTO does not."""
+    return any(loss.needs_step_baselines for loss in losses_of(args).values()) and not args.compat_kto
