@@ -12,7 +12,7 @@ from megatron.data.errors import DataError
 from megatron.data.inspection.statistics import FITS, share
 from megatron.data.preprocessing.chat_rows import PAIR, question, shared_prompt
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, check_characters, conversation, template_settings
-from megatron.data.preprocessing.readers import Row
+from megatron.data.preprocessing.shards import InputRow
 
 ROWS_AT_ONCE = 256
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -97,7 +97,9 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     return row[name]
 
 
-def measure(rows: Iterable[Row], chat: ChatTokenizer, text_column: str = "text") -> tuple[str, dict[str, np.ndarray]]:
+def measure(
+    rows: Iterable[InputRow], chat: ChatTokenizer, text_column: str = "text"
+) -> tuple[str, dict[str, np.ndarray]]:
     """(kind of the rows, part -> its tokens [rows] int32); whole: the prompt with the longer of the answers.
 
     Raises DataError, naming the row. Memory: 4 bytes a row and part.

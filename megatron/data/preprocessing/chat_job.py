@@ -15,7 +15,7 @@ from megatron.data.preprocessing.chat_masks import delimiter_labels
 from megatron.data.preprocessing.chat_rows import ChatOptions, Prepared, encode_rows, prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from megatron.data.preprocessing.encode_job import Column, EncodeJob, joined
-from megatron.data.preprocessing.readers import Row
+from megatron.data.preprocessing.shards import InputRow
 
 TRAINED = "trained tokens"  # how this is called among the counts of a job
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
@@ -50,7 +50,7 @@ class ChatJob:
     def dtypes(self) -> tuple[np.dtype, ...]:
         return tuple(FLOAT32 if name.endswith("reward_document") else INT32 for name in self.names())
 
-    def prepare(self, row: Row) -> Prepared:
+    def prepare(self, row: InputRow) -> Prepared:
         return prepare(row.value(), self.tokenizer(), self.options, row.where)
 
     def encode(self, prepared: Sequence[Prepared]) -> tuple[list[Column], dict[str, int]]:
@@ -102,7 +102,7 @@ class DelimiterJob:
     def dtypes(self) -> tuple[np.dtype, ...]:
         return (INT32, INT32)
 
-    def prepare(self, row: Row) -> tuple[str, ...] | None:
+    def prepare(self, row: InputRow) -> tuple[str, ...] | None:
         return self.text.prepare(row)
 
     def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[Column], dict[str, int]]:

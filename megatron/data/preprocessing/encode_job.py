@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import best_fitting_dtype
-from megatron.data.preprocessing.readers import Row, texts_of
+from megatron.data.preprocessing.shards import InputRow, row_texts
 from megatron.neox_arguments.installed import package
 
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
@@ -41,7 +41,7 @@ class Job(Protocol):
 
     def dtypes(self) -> tuple[np.dtype, ...]: ...
 
-    def prepare(self, row: Row) -> Any | None:
+    def prepare(self, row: InputRow) -> Any | None:
         """What `encode` needs of one row, None for a row to leave out. Raises DataError, naming the row."""
 
     def encode(self, prepared: Sequence[Any]) -> tuple[Sequence[Column], dict[str, int]]:
@@ -85,8 +85,8 @@ class EncodeJob:
     def dtypes(self) -> tuple[np.dtype, ...]:
         return (best_fitting_dtype(self.tokenizer().vocab_size),) * len(self.keys)
 
-    def prepare(self, row: Row) -> tuple[str, ...] | None:
-        texts = texts_of(row, self.keys)
+    def prepare(self, row: InputRow) -> tuple[str, ...] | None:
+        texts = row_texts(row, self.keys)
         if self.ftfy:
             texts = tuple(fix_text(text) for text in texts)
         return texts if any(texts) else None  # a row without text is left out, as in NeoX

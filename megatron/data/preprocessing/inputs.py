@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.data.errors import DataError
-from megatron.data.preprocessing import columnar, readers
-from megatron.data.preprocessing.readers import SUFFIXES, Row, Shard, file_shards, kind_of
-from megatron.data.preprocessing.splits import WHOLE, asked, rows_of, split_of
+from megatron.data.preprocessing import columnar
+from megatron.data.preprocessing.compression import COMPRESSED
+from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
+from megatron.data.preprocessing.shards import InputRow, Shard
+from megatron.data.preprocessing.splits import WHOLE, requested_splits, split_of, split_rows
 from megatron.neox_arguments.installed import package
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"
 # Kinds whose rows are here what they are in `datasets`; it copies all others into its cache, as Arrow
 READ_IN_PLACE = ("parquet", "arrow", "lines", "json")
-_ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *readers.COMPRESSED))
+_ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
 _FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)\n---", re.DOTALL)
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Rows [first, last) of a file that has `total`."""
 
     first: int
@@ -41,10 +43,10 @@ class InputFile:
     path: Path
     size: int
     modified: int
-    rows: Rows | None = None
+    rows: RowRange | None = None
 
     @classmethod
-    def of(cls, path: Path, rows: Rows | None = None) -> "InputFile":
+    def of(cls, path: Path, rows: RowRange | None = None) -> "InputFile":
         state = path.stat()
         return cls(path, state.st_size, state.st_mtime_ns, rows)
 
@@ -60,19 +62,19 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Cut(Shard):
+class ShardSlice(Shard):
     """Rows [first, last) of a shard."""
 
     shard: Shard
     first: int
     last: int
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         return itertools.islice(self.shard.rows(), self.first, self.last)
 
 
 def _shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
-    match kind_of(path)[0]:
+    match file_kind(path)[0]:
         case "parquet":
             return columnar.parquet_shards(path, columns)
         case "arrow":
@@ -81,7 +83,7 @@ def _shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
             return file_shards(path)
 
 
-def _cut(shards: Iterator[Shard], rows: Rows) -> Iterator[Shard]:
+def _cut(shards: Iterator[Shard], rows: RowRange) -> Iterator[Shard]:
     before = 0
     for shard in shards:
         if before >= rows.last:
@@ -89,7 +91,7 @@ def _cut(shards: Iterator[Shard], rows: Rows) -> Iterator[Shard]:
         count = shard.count()
         first, last = max(rows.first - before, 0), min(rows.last - before, count)
         if first < last:
-            yield Cut(shard.source, shard.disk_bytes * (last - first) // count, shard, first, last)
+            yield ShardSlice(shard.source, shard.disk_bytes * (last - first) // count, shard, first, last)
         before += count
 
 
@@ -101,9 +103,9 @@ def resolve(
 ) -> list[InputFile]:
     """The files behind paths, globs, folders and names on the hub.
 
-    split: as `datasets` means it (`splits.asked`); None: there is only one. subset: the configuration of a dataset that
-    has several. `hub`: further arguments of `datasets.load_dataset`. Raises DataError for what cannot be read, and
-    where there is a choice that is not made.
+    split: in the words of `datasets` (see `splits.requested_splits`); None: the only one there is. subset: the
+    configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`.
+    Raises DataError for what cannot be read, and where there is a choice that is not made.
     """
     files: list[InputFile] = []
     for item in map(str, inputs):
@@ -163,7 +165,7 @@ def _named(files: Sequence[Path], split: str | None, subset: str | None, where: 
     """Files of one folder or glob, whose names may tell splits: they are not merged unless it is asked for."""
     _without_subsets(where, subset)
     for path in files:
-        kind_of(path)  # raises for one that is not read
+        file_kind(path)  # raises for one that is not read
     by_split: dict[str, list[Path]] = {}
     base = Path(os.path.commonpath([path.parent for path in files]))
     for path in files:
@@ -230,7 +232,7 @@ def _plain(config: Any) -> bool:
 
 def _in_place(path: Path) -> bool:
     try:
-        return path.is_file() and kind_of(path)[0] in READ_IN_PLACE
+        return path.is_file() and file_kind(path)[0] in READ_IN_PLACE
     except DataError:
         return False
 
@@ -269,17 +271,17 @@ def _chosen(
 ) -> list[InputFile]:
     """The files of the splits that are asked for, or the rows of them. names: None where `files_of` knows them."""
     found = []
-    for name, part in asked(split, names, where):
+    for name, part in requested_splits(split, names, where):
         files = [_file(path) for path in files_of(name)]
         if part == name:
             found += files
             continue
         counts = [sum(shard.count() for shard in file.shards(None)) for file in files]
-        first, last = rows_of(part, name, sum(counts))
+        first, last = split_rows(part, name, sum(counts))
         for file, count, end in zip(files, counts, itertools.accumulate(counts), strict=True):
             begin = end - count
             if max(first, begin) < min(last, end):
-                rows = Rows(max(first, begin) - begin, min(last, end) - begin, count)
+                rows = RowRange(max(first, begin) - begin, min(last, end) - begin, count)
                 found.append(InputFile.of(file.path, rows))
     if not found:
         raise DataError(f"{where}: --split {split} has no rows")

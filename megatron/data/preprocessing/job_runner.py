@@ -29,10 +29,10 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, sync, temporary
 from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
-from megatron.data.preprocessing import readers
+from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve
-from megatron.data.preprocessing.workers import BadRow, Part, encode_shard, in_order
+from megatron.data.preprocessing.workers import BadRow, ShardCounts, encode_shard, in_order
 
 FORMAT = 1  # of the journal and its files
 JOURNAL_SECONDS = 2.0  # the most work that a crash can cost
@@ -55,7 +55,7 @@ class PreprocessProgress:
 
 
 @dataclass(frozen=True)
-class Output:
+class WrittenPair:
     """One written dataset. `empty`: documents without a single token, which are boundaries only, without an EOD."""
 
     prefix: str
@@ -69,7 +69,7 @@ class Output:
 class PreprocessResult:
     """All that a job made; counts: what it counted, by name."""
 
-    outputs: list[Output]
+    outputs: list[WrittenPair]
     progress: PreprocessProgress
     counts: dict[str, int]
 
@@ -125,14 +125,16 @@ class _Run:
             "published": False,
             "sizes": dict.fromkeys(self.names, 0),
             "progress": asdict(PreprocessProgress(total_bytes=sum(file.bytes_read for file in files))),
-            "part": asdict(Part(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))),
+            "part": asdict(
+                ShardCounts(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))
+            ),
         }
         path = folder / "journal.json"
         if path.is_file():
             self.journal = json.loads(path.read_text())
         self.state = PreprocessProgress(**self.journal["progress"])
         self.state.resumed = self.state.shards
-        self.total = Part(**self.journal["part"])
+        self.total = ShardCounts(**self.journal["part"])
         self.start = time.monotonic() - self.state.seconds
         self.saved = time.monotonic()
         self.handles: dict[str, IO[bytes]] = {}
@@ -161,7 +163,7 @@ class _Run:
         # Named after this run: a worker of a killed one may still write for a moment
         return str(self.folder / f"part-{os.getpid()}-{number}")
 
-    def _append(self, number: int, part: Part) -> None:
+    def _append(self, number: int, part: ShardCounts) -> None:
         for name, handle in self.handles.items():
             with open(f"{self._part(number)}.{name}", "rb") as source:
                 shutil.copyfileobj(source, handle, 1 << 20)
@@ -222,7 +224,7 @@ class _Run:
     ) -> PreprocessResult:
         """Write the indexes, then give all files their names; may be called again where it was cut short."""
         outputs = [
-            Output(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
+            WrittenPair(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
             for i, prefix in enumerate(self.prefixes)
         ]
         result = PreprocessResult(outputs, self.state, self.total.counts)
@@ -246,7 +248,7 @@ class _Run:
             os.replace(self.folder / "metadata.json", metadata_file)
         return result
 
-    def _check_result(self, outputs: list[Output]) -> None:
+    def _check_result(self, outputs: list[WrittenPair]) -> None:
         problem = ""
         for file in self.files:
             if not file.path.exists() or InputFile.of(file.path, file.rows) != file:
@@ -302,7 +304,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
     Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go first.
     """
     versions = [[str(file.path), file.size, file.modified, file.rows] for file in files]
-    identity = [FORMAT, readers.CHUNK_BYTES, prefixes, job.describe(), versions]
+    identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), versions]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     target = data_path(prefixes[0]).absolute()
     folder = target.with_name(f".{Path(prefixes[0]).name}.parts-{digest}")

@@ -31,7 +31,7 @@ def split_of(path: Path, base: Path) -> str | None:
     return sharded[1] if sharded and of_repository else None
 
 
-def asked(split: str | None, names: Collection[str] | None, where: object) -> list[tuple[str, str]]:
+def requested_splits(split: str | None, names: Collection[str] | None, where: object) -> list[tuple[str, str]]:
     """The splits that `split` asks for among `names`: each as (name, its part of `split`, which may cut rows out).
 
     None asks for the only one; `names` None takes any. Raises DataError where there are several, or not the one.
@@ -51,7 +51,7 @@ def asked(split: str | None, names: Collection[str] | None, where: object) -> li
     return chosen
 
 
-def rows_of(part: str, name: str, rows: int) -> tuple[int, int]:
+def split_rows(part: str, name: str, rows: int) -> tuple[int, int]:
     """[first, last) of the rows of a split that a part of `--split` asks for, `train[:10%]`, rounded as `datasets`."""
     if part == name:
         return 0, rows
