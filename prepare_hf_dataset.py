@@ -22,7 +22,8 @@ from typing import Any
 from megatron.data import DataError
 from megatron.data.files import sync, temporary
 from megatron.data.preprocessing import EncodeJob, preprocess
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, conversation, load_chat_tokenizer
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.conversations import conversation
 from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order

@@ -18,13 +18,14 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Message, Span, roles_of, texts_of
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
+from megatron.data.preprocessing.conversations import Message, message_texts, roles_of
 
 _WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedText:
     """A rendered conversation and the character ranges that are trained; unstopped: answers without a stop token."""
 
     text: str
@@ -41,16 +42,16 @@ def trained_spans(
     tools: list | None = None,
     variables: Mapping[str, Any] | None = None,
     unanswered: bool = False,
-) -> Trained:
+) -> TrainedText:
     """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails a check,
     and for a conversation without a message of `role`, unless `unanswered`.
 
     An answer that opens the conversation, without a prompt, is not trained unless the template marks it.
     """
-    render = _Renders(chat, tools, variables)
+    render = _TemplateRenderer(chat, tools, variables)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
-        return Trained(chat.render(messages, tools, variables), ())
+        return TrainedText(chat.render(messages, tools, variables), ())
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
     wanted = [i for i in answers if i == len(messages) - 1] if only_last else answers
@@ -64,11 +65,11 @@ def trained_spans(
             raise DataError(_unstable(index, prompt, text))
         render.check_answer(messages, index, text, span, marked, prompt)
         unstopped += check_stop(chat, text, span, messages[index], index)
-    return Trained(text, tuple(spans.values()), unstopped)
+    return TrainedText(text, tuple(spans.values()), unstopped)
 
 
-class _Renders:
-    """The renders of one row."""
+class _TemplateRenderer:
+    """Renders of the conversations of one row, which share tools and template variables."""
 
     def __init__(self, chat: ChatTokenizer, tools: list | None, variables: Mapping[str, Any] | None):
         self.chat, self.settings = chat, (tools, variables)
@@ -103,7 +104,7 @@ class _Renders:
         self, messages: Sequence[Message], index: int, text: str, span: Span, marked: bool, prompt: str
     ) -> None:
         body = text[slice(*span)]
-        for said in texts_of(messages[index]):
+        for said in message_texts(messages[index]):
             if said.strip() not in body:
                 raise DataError(
                     f"message {index} cannot be verified: what is trained, {_short(body)}, does not hold its text "

@@ -1,9 +1,9 @@
-"""Conversations: the shapes they come in, and their text and tokens through a tokenizer's own chat template."""
+"""Conversations as text and tokens, through the chat template of a tokenizer."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -11,74 +11,14 @@ from typing import Any
 import numpy as np
 
 from megatron.data.errors import DataError
+from megatron.data.preprocessing.conversations import Message, message_texts
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.neox_arguments.installed import package
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # how `from` names the two speakers
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
-
-
-def conversation(value: object, name: str) -> list[Message]:
-    """`role`/`content` messages from these or from ShareGPT's `from`/`value`. Raises DataError, naming the message."""
-    if not isinstance(value, list):
-        raise DataError(f'"{name}" is {type(value).__name__}, not a list of messages')
-    if not value:
-        raise DataError(f'"{name}" is an empty conversation')
-    return [_message(item, f'"{name}" message {number}') for number, item in enumerate(value)]
-
-
-def _message(item: object, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise DataError(f"{where} is {type(item).__name__}, not an object with role and content")
-    message = {key: value for key, value in item.items() if value is not None}  # as transformers; tables fill with None
-    if "from" in message and "role" not in message:
-        speaker = message.pop("from")
-        message["role"] = SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    if "value" in message and "content" not in message:
-        message["content"] = message.pop("value")
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise DataError(f"{where} has no role (found: {', '.join(map(str, item)) or 'nothing'})")
-    content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        raise DataError(f"{where} has no content (found: {', '.join(map(str, item))})")
-    if not isinstance(content, str | list | None):
-        raise DataError(f"{where}: content is {type(content).__name__}, not text")
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function") or {}, dict) for call in calls
-    ):
-        raise DataError(f"{where}: tool_calls is no list of objects with a function, an object too")
-    return message
-
-
-def texts_of(message: Message) -> list[str]:
-    """What a message says: its content, or the text parts of it, and the names of the tools it calls."""
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else content or []
-    texts = [part.get("text", "") if isinstance(part, dict) else part for part in parts]
-    calls = message.get("tool_calls") or []
-    names = [(call.get("function") or call).get("name") for call in calls]
-    return [text for text in [*texts, *names] if isinstance(text, str)]
-
-
-def template_settings(row: Mapping[str, Any]) -> tuple[list | None, dict[str, Any]]:
-    """(tools, template variables) of a row, from its columns `tools` (a list, or JSON of one) and
-    `chat_template_kwargs`."""
-    tools, variables = row.get("tools"), row.get("chat_template_kwargs")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as problem:
-            raise DataError(f'"tools" is not valid JSON ({problem.msg} at column {problem.colno})') from None
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f'"tools" is {type(tools).__name__}, not a list')
-    if variables is not None and not isinstance(variables, dict):
-        raise DataError(f'"chat_template_kwargs" is {type(variables).__name__}, not an object')
-    return tools or None, variables or {}
 
 
 class ChatTokenizer:
@@ -187,8 +127,8 @@ class ChatTokenizer:
         bare, eos = text.rstrip(), self.hf.eos_token
         if eos and bare.endswith(eos):
             return True
-        own = tuple(said.strip() for said in texts_of(last) if said.rstrip().endswith(self.added))
-        return bare.endswith(self.added) and not bare.endswith(own)
+        message_ends = tuple(part.strip() for part in message_texts(last) if part.rstrip().endswith(self.added))
+        return bare.endswith(self.added) and not bare.endswith(message_ends)
 
     def need_eos(self) -> int:
         if self.eos is None:
@@ -257,16 +197,3 @@ def _freeze(template: str, day: date) -> str:
             "the chat template gives strftime_now a format that is no plain text: its date cannot be frozen"
         )
     return frozen
-
-
-def check_characters(text: str) -> None:
-    """Raise DataError for text that no tokenizer can read."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError("the text holds half of a surrogate pair, which is no character") from None
-
-
-def roles_of(messages: Iterable[Message]) -> str:
-    """The roles that occur, for messages to people."""
-    return ", ".join(dict.fromkeys(message["role"] for message in messages))

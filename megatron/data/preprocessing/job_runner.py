@@ -42,7 +42,10 @@ LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the ver
 
 @dataclass
 class PreprocessProgress:
-    """What is done, of all the runs of a job. text_bytes: read as rows; disk_bytes: share of the input files."""
+    """How much of a job is done, by all of its runs. The names of the fields are those in its journal.
+
+    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards done before this run.
+    """
 
     shards: int = 0
     documents: int = 0
@@ -51,12 +54,12 @@ class PreprocessProgress:
     disk_bytes: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
-    resumed: int = 0  # shards that were there already
+    resumed: int = 0
 
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """One written dataset. `empty`: documents without a single token, which are boundaries only, without an EOD."""
+    """One written `.bin/.idx` pair. empty: documents without a single token, which are boundaries without an EOD."""
 
     prefix: str
     documents: int
@@ -67,7 +70,7 @@ class WrittenPair:
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """All that a job made; counts: what it counted, by name."""
+    """All that a job made. counts: what it counted, by the words of its report."""
 
     outputs: list[WrittenPair]
     progress: PreprocessProgress
@@ -102,7 +105,7 @@ def preprocess(
         if not run.journal["published"]:
             run.check_space(first=True)
             try:
-                run.shards(workers, progress)
+                run.encode_shards(workers, progress)
             except BrokenProcessPool:
                 raise DataError(f"a worker process died (out of memory?){run.how_to_go_on()}") from None
             except OSError as problem:
@@ -125,9 +128,7 @@ class _Run:
             "published": False,
             "sizes": dict.fromkeys(self.names, 0),
             "progress": asdict(PreprocessProgress(total_bytes=sum(file.bytes_read for file in files))),
-            "part": asdict(
-                ShardCounts(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))
-            ),
+            "part": asdict(ShardCounts.of_outputs(len(prefixes))),
         }
         path = folder / "journal.json"
         if path.is_file():
@@ -139,8 +140,8 @@ class _Run:
         self.saved = time.monotonic()
         self.handles: dict[str, IO[bytes]] = {}
 
-    def shards(self, workers: int, progress: Callable[[PreprocessProgress], None]) -> None:
-        """Every shard that is not done yet."""
+    def encode_shards(self, workers: int, progress: Callable[[PreprocessProgress], None]) -> None:
+        """Encode every shard that is not done yet, and append its parts in the order of the input."""
         for left_over in self.folder.glob("part-*"):
             left_over.unlink(missing_ok=True)
         for name in self.names:  # cut back to what the journal vouches for
@@ -148,8 +149,8 @@ class _Run:
             self.handles[name].truncate(self.journal["sizes"][name])
             self.handles[name].seek(0, os.SEEK_END)
         progress(self.state)
-        shards = (shard for file in self.files for shard in file.shards(self.job.fields))
-        todo = itertools.islice(enumerate(shards), self.state.shards, None)
+        all_shards = (shard for file in self.files for shard in file.shards(self.job.fields))
+        todo = itertools.islice(enumerate(all_shards), self.state.shards, None)
         tasks = ((self.job, shard, self._part(number), self.on_error, len(self.prefixes)) for number, shard in todo)
         for part in in_order(encode_shard, tasks, workers):
             self._append(self.state.shards, part)

@@ -19,6 +19,7 @@ from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, shards
 from megatron.data.preprocessing.inputs import resolve
 from megatron.data.preprocessing.job_runner import preprocess
+from megatron.data.preprocessing.shards import row_texts
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import ROOT, TOKENIZER
 from tools.datasets import convert
@@ -30,7 +31,7 @@ SPLITS = {"train": range(13), "validation": range(13, 15), "test": range(15, 20)
 
 def read(*inputs: Path | str, **options) -> list[str]:
     shards = [shard for file in resolve(inputs, **options) for shard in file.shards(("text",))]
-    return [shards.row_texts(row, ("text",))[0] for shard in shards for row in shard.rows()]
+    return [row_texts(row, ("text",))[0] for shard in shards for row in shard.rows()]
 
 
 def texts(split: str) -> list[str]:

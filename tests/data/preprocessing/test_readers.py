@@ -19,6 +19,7 @@ from pyarrow import parquet
 from megatron.data import DataError
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.inputs import resolve
+from megatron.data.preprocessing.shards import row_texts
 
 ROWS = [{"text": f'row {i}, "quoted",\nsecond line ü {i * "x"}', "n": i} for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -27,7 +28,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 def read(*inputs: Path | str, key: str = "text", **options) -> list[str]:
     """All texts under `key`, whatever holds them."""
     shards = [shard for file in resolve(inputs, **options) for shard in file.shards((key,))]
-    return [shards.row_texts(row, (key,))[0] for shard in shards for row in shard.rows()]
+    return [row_texts(row, (key,))[0] for shard in shards for row in shard.rows()]
 
 
 def _csv(delimiter: str) -> bytes:
@@ -178,7 +179,7 @@ def test_behind_a_bad_element_an_array_goes_on(bad: bytes, tmp_path: Path):
     texts, problems = [], []
     for row in (row for file in resolve([tmp_path / "a.json"]) for shard in file.shards(None) for row in shard.rows()):
         try:
-            texts += shards.row_texts(row, ("text",))
+            texts += row_texts(row, ("text",))
         except DataError as problem:
             problems.append(str(problem))
     assert texts == (["a", "d", "b"] if b'"d"' in bad else ["a", "b"])
