@@ -44,7 +44,7 @@ LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the ver
 class PreprocessProgress:
     """How much of a job is done, by all of its runs. The names of the fields are those in its journal.
 
-    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards done before this run.
+    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards of earlier runs.
     """
 
     shards: int = 0
