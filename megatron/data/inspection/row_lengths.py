@@ -92,11 +92,13 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
 
 
 def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> RowTexts:
-    chat.need_template()
+    chat.require_template()
     settings = template_settings(row)
     asked = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
     wholes = [chat.render([*prompt, *answer], *settings) for answer in answers]
-    ended = [chat.ends_itself(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)]
+    ended = [
+        chat.ends_with_stop_token(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)
+    ]
     end = chat.hf.eos_token or ""
     return RowTexts(asked, tuple(w if done else w + end for w, done in zip(wholes, ended, strict=True)), False)
 

@@ -133,10 +133,10 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDatas
 
 def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
     for name in ("doc_idx", "sizes"):
-        ours, theirs = getattr(label, name), getattr(text, name)
-        n = min(len(ours), len(theirs))
-        differ = np.flatnonzero(ours[:n] != theirs[:n])
-        if len(differ) or len(ours) != len(theirs):
+        of_label, of_text = getattr(label, name), getattr(text, name)
+        n = min(len(of_label), len(of_text))
+        differ = np.flatnonzero(of_label[:n] != of_text[:n])
+        if len(differ) or len(of_label) != len(of_text):
             i = int(differ[0]) if len(differ) else n
             document = i - 1 if name == "doc_idx" else document_of(text, i)
             lengths = [_tokens(dataset, document) for dataset in (label, text)]

@@ -1,4 +1,4 @@
-"""PreparedRow rows of chat data -> documents: their tokens and labels, cut to a length."""
+"""Prepared rows of chat data -> documents: their tokens and labels, cut to a length."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ from megatron.data.preprocessing.conversations import PAIR
 
 @dataclass(frozen=True)
 class LabelledDocument:
-    """ids [n] int32; labels [n] int32, not shifted, MASKED where not trained; None with --no-mask."""
+    """The tokens of one document. ids [n] int32; labels [n] int32, not shifted, MASKED where not trained; None with
+    --no-mask."""
 
     ids: np.ndarray
     labels: np.ndarray | None
@@ -25,35 +26,39 @@ class LabelledDocument:
 
 @dataclass(frozen=True)
 class ChatDocuments:
-    """Documents of one row: per key, all lists of one length (several after a split); its reward."""
+    """The documents of one row: a list for each key, all of one length (several after a split); and its reward."""
 
     documents: tuple[list[LabelledDocument], ...]
     reward: float | None
 
 
+# (text, whether the tokenizer adds its own special tokens) -> (ids, character ranges), as of `ChatTokenizer.encode`.
 Encoded = Mapping[tuple[str, bool], tuple[np.ndarray, np.ndarray]]
 
 
 def tokenize(items: Sequence[TextToEncode], chat: ChatTokenizer) -> Encoded:
-    """(ids, ranges) of every text in the items, each tokenised once, by (text, special)."""
-    found: dict[tuple[str, bool], tuple[np.ndarray, np.ndarray]] = {}
+    """The tokens of all texts and prompts in the items, each tokenised once."""
+    encoded: dict[tuple[str, bool], tuple[np.ndarray, np.ndarray]] = {}
     for special, ranges in ((False, False), (True, False), (False, True)):
         wanted = [item for item in items if (item.special, item.spans is not None) == (special, ranges)]
         texts = list(dict.fromkeys(text for item in wanted for text in (item.text, item.prompt) if text is not None))
         rows = chat.encode(texts, special=special, ranges=ranges)
-        found.update({(text, special): row for text, row in zip(texts, rows, strict=True)})
-    return found
+        encoded.update({(text, special): row for text, row in zip(texts, rows, strict=True)})
+    return encoded
 
 
 def encode_rows(
     rows: Sequence[PreparedRow], chat: ChatTokenizer, options: ChatOptions
 ) -> tuple[list[ChatDocuments | None], Counter]:
-    """The documents of rows, None for a row that is left out; and what happened, counted."""
+    """(documents of each row, None for one that is left out; what happened, counted by the words of the report).
+
+    Raises DataError, naming the row, for a row that cannot be used.
+    """
     encoded = tokenize([item for row in rows for item in row.items], chat)
     counts: Counter = Counter()
     documents = []
     for row in rows:
-        counts.update(row.notes)
+        counts.update(row.counts)
         try:
             documents.append(_documents(row, encoded, chat, options, counts))
         except DataError as problem:
@@ -62,14 +67,15 @@ def encode_rows(
 
 
 def _documents(
-    row: PreparedRow, encoded: "Encoded", chat: ChatTokenizer, options: ChatOptions, counts: Counter
+    row: PreparedRow, encoded: Encoded, chat: ChatTokenizer, options: ChatOptions, counts: Counter
 ) -> ChatDocuments | None:
+    """The documents of one row, None where nothing of it is left."""
     documents = []
-    for item, boundary in zip(row.items, _completions(row.items, encoded, options), strict=True):
+    for item, after_prompt in zip(row.items, _completions(row.items, encoded, options), strict=True):
         ids, ranges = encoded[item.text, item.special]
         labels = None
-        if boundary is not None:
-            labels = boundary
+        if after_prompt is not None:
+            labels = after_prompt
             prompt = encoded[str(item.prompt), item.special][0]
             if (labels[: len(prompt)] != MASKED).any():
                 counts["prompts whose last tokens differ in the whole"] += 1
@@ -97,7 +103,7 @@ def _documents(
 
 
 def _completions(items: Sequence[TextToEncode], encoded: Encoded, options: ChatOptions) -> list[np.ndarray | None]:
-    """Labels of the items that complete a prompt; those of a pair begin at the same token."""
+    """Labels of the items that complete a prompt, None for the others; those of a pair begin at the same token."""
     labels: list[np.ndarray | None] = [None] * len(items)
     groups = [[i] for i, item in enumerate(items) if item.prompt is not None]
     if set(PAIR) <= set(options.keys) and not options.only_last:
@@ -119,7 +125,10 @@ def _untrained(document: LabelledDocument) -> bool:
 def _fit(
     documents: list[LabelledDocument], bos: int | None, options: ChatOptions, counts: Counter
 ) -> tuple[list[LabelledDocument], ...] | None:
-    """Each document as a list of pieces no longer than max_length; one that loses its beginning keeps its `bos`."""
+    """Each document as a list of pieces no longer than max_length, None where the row is left out.
+
+    A document that loses its beginning keeps its token `bos`. Raises DataError with `overlong: refuse`.
+    """
     limit = options.max_length
     longest = max(len(document.ids) for document in documents)
     if limit is None or longest <= limit:

@@ -26,7 +26,7 @@ _WORD = re.compile(r"\S")
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A rendered conversation and the character ranges that are trained; unstopped: answers without a stop token."""
+    """A rendered conversation and its character ranges that are trained. unstopped: answers without a stop token."""
 
     text: str
     spans: tuple[Span, ...]
@@ -79,6 +79,7 @@ class _TemplateRenderer:
         return self.chat.render(messages[:index], *self.settings, generation_prompt=True) if index else ""
 
     def marked(self, messages: Sequence[Message], answers: list[int], wanted: list[int]) -> tuple[str, dict[int, Span]]:
+        """The text, and the span of each wanted answer that the template marks with `{% generation %}`."""
         text, spans = self.chat.render_generations(messages, *self.settings)
         if len(spans) != len(answers):
             raise DataError(
@@ -88,6 +89,7 @@ class _TemplateRenderer:
         return text, {index: span for index, span in zip(answers, spans, strict=True) if index in wanted}
 
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
+        """The text, and the span by which each answer lengthens its prompt."""
         text = self.chat.render(messages, *self.settings)
         spans = {}
         for index, prompt in prompts.items():
@@ -103,12 +105,13 @@ class _TemplateRenderer:
     def check_answer(
         self, messages: Sequence[Message], index: int, text: str, span: Span, marked: bool, prompt: str
     ) -> None:
+        """Raise DataError unless the span of message `index` holds its answer, and nothing of other messages."""
         body = text[slice(*span)]
-        for said in message_texts(messages[index]):
-            if said.strip() not in body:
+        for part in message_texts(messages[index]):
+            if part.strip() not in body:
                 raise DataError(
                     f"message {index} cannot be verified: what is trained, {_short(body)}, does not hold its text "
-                    f"{_short(said.strip())}"
+                    f"{_short(part.strip())}"
                 )
         content = messages[index].get("content")
         around = None
@@ -138,17 +141,17 @@ class _TemplateRenderer:
             self.chat.verified.add(around)
 
     def _around(self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str) -> tuple[str, str]:
-        """What the template puts around an answer; around one without words, what it puts around some words."""
-        said = messages[index]["content"].strip()
-        if not said and not marked:
+        """(what the template puts before an answer, what behind it); around other words where the answer is empty."""
+        answer = messages[index]["content"].strip()
+        if not answer and not marked:
             other = _other_words(messages[index], index)
             text, spans = self.compared([*messages[:index], other], {index: prompt})
-            said, body = other["content"], text[slice(*spans[index])]
-        lead, _, rest = body.partition(said) if said else ("", "", body)
+            answer, body = other["content"], text[slice(*spans[index])]
+        lead, _, rest = body.partition(answer) if answer else ("", "", body)
         return lead, rest
 
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
-        """The template's own words before an answer are the generation prompt's, thus not trained."""
+        """Raise DataError where the template writes words before an answer that its generation prompt lacks."""
         silent = prompt == self.chat.render(messages[:index], *self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
@@ -165,7 +168,7 @@ def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, ind
 
     Raises DataError when one stands right behind what is trained: the model would never learn to stop.
     """
-    if chat.ends_itself(text[slice(*span)], message):
+    if chat.ends_with_stop_token(text[slice(*span)], message):
         return False
     behind = text[span[1] :].lstrip()
     for token in chat.added:

@@ -30,7 +30,8 @@ PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, w
 
 @dataclass(frozen=True)
 class TextToEncode:
-    """One document to be tokenised: of a span-labelled conversation, of a prompt's completion, or all of it."""
+    """One document to be tokenised. spans: the character ranges that are trained; prompt: the beginning that is not
+    trained; without either, all of it is."""
 
     text: str
     prompt: str | None = None
@@ -41,11 +42,12 @@ class TextToEncode:
 
 @dataclass(frozen=True)
 class PreparedRow:
-    """A row's text for each key, its reward, what happened to it (to be counted), and its name for messages."""
+    """A row with its text for each key. counts: what happened to it, by the words of the report; where: gives the name
+    of the row in messages."""
 
     items: tuple[TextToEncode, ...]
     reward: float | None
-    notes: Counter
+    counts: Counter
     where: Callable[[], str]
 
 
@@ -53,25 +55,26 @@ def prepare(
     row: Any, chat: ChatTokenizer, options: ChatOptions, where: Callable[[], str] = lambda: "row"
 ) -> PreparedRow:
     """Render a row and find what of it is trained. Raises DataError, naming the row."""
-    notes: Counter = Counter()
+    counts: Counter = Counter()
     try:
         if not isinstance(row, dict):
             raise DataError(f"a row is {type(row).__name__}, not an object with columns")
         if options.ftfy:
-            row = _mended(row)
-        items = tuple(_item(row, key, chat, options, notes) for key in options.keys)
+            row = _repaired(row)
+        items = tuple(_item(row, key, chat, options, counts) for key in options.keys)
         for item in items:
             check_characters(item.text + (item.prompt or ""))
-            chat.one_bos(item.text, special=item.special)
+            chat.check_single_bos(item.text, special=item.special)
             if not item.text:
                 raise DataError("renders to no text")
         reward = None if options.reward_key is None else _reward(row, options)
     except DataError as problem:
         raise DataError(f"{where()}: {problem}") from None
-    return PreparedRow(items, reward, notes, where)
+    return PreparedRow(items, reward, counts, where)
 
 
 def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOptions, counts: Counter) -> TextToEncode:
+    """The text of one key of a row, and what of it is trained. Raises DataError for what cannot be verified."""
     prompt, rest = _parts(row, key, options, counts)
     if options.all_turns and isinstance(rest, str):
         raise DataError(f'"{key}" is plain text: --loss-scope all_assistant is for conversations')
@@ -79,7 +82,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         raise DataError(f'"{key}" has no prompt before it: --loss-scope completion needs a column "prompt" or a pair')
     if isinstance(rest, str):
         return _plain(str(prompt), rest, chat, options)
-    chat.need_template()
+    chat.require_template()
     tools, variables = template_settings(row)
     if options.all_turns:
         prompt, rest = None, [*(prompt if isinstance(prompt, list) else []), *rest]
@@ -105,19 +108,19 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
             return TextToEncode(text, spans=(), eos=_eos(text, rest, chat))
         raise DataError(f'no message of "{key}" has the role "{options.role}"; see --generation-role')
     counts["turns of others trained, as they follow the prompt (see --loss-scope)"] += others
-    asked = chat.render(before, tools, variables, generation_prompt=True)
-    start = len(os.path.commonprefix([asked, text]))
+    rendered_prompt = chat.render(before, tools, variables, generation_prompt=True)
+    start = len(os.path.commonprefix([rendered_prompt, text]))
     for number, message in enumerate(rest):
-        for said in message_texts(message):
-            if said.strip() not in text[start:]:
+        for part in message_texts(message):
+            if part.strip() not in text[start:]:
                 raise DataError(f'"{key}" message {number} cannot be verified: the template does not render its text')
-    return TextToEncode(text, prompt=asked, eos=_eos(text[start:], rest, chat))
+    return TextToEncode(text, prompt=rendered_prompt, eos=_eos(text[start:], rest, chat))
 
 
 def _parts(
     row: Mapping[str, Any], key: str, options: ChatOptions, counts: Counter
 ) -> tuple[list[Message] | str | None, list[Message] | str]:
-    """(prompt or None, the rest) of one key: both texts, or both messages."""
+    """(prompt or None, what follows it) of one key: both are texts, or both are messages."""
     if options.maps:
         return None, _with_system([_mapped(row, role, text) for role, text in options.maps], options, counts)
     value = _column(row, key)
@@ -146,15 +149,15 @@ def _parts(
     messages = conversation(value, key)
     if prompt is None:
         return None, _with_system(messages, options, counts)
-    asked = conversation(prompt, "prompt")
-    if messages[: len(asked)] == asked:
+    prompt_messages = conversation(prompt, "prompt")
+    if messages[: len(prompt_messages)] == prompt_messages:
         raise DataError(f'"{key}" begins with the messages of "prompt", which would be there twice; drop that column')
-    return _with_system(asked, options, counts), messages
+    return _with_system(prompt_messages, options, counts), messages
 
 
 def _plain(prompt: str, rest: str, chat: ChatTokenizer, options: ChatOptions) -> TextToEncode:
-    """Plain text is tokenised as one, and ends in the eos_token (as TRL)."""
-    chat.need_eos()
+    """Prompt and completion of plain text, tokenised as one, with the eos_token at the end (as TRL)."""
+    chat.require_eos()
     end = "" if rest.endswith(chat.hf.eos_token) else chat.hf.eos_token
     masked = options.mask and not options.for_rm
     return TextToEncode(prompt + rest + end, prompt=prompt if masked else None, special=True)
@@ -162,8 +165,8 @@ def _plain(prompt: str, rest: str, chat: ChatTokenizer, options: ChatOptions) ->
 
 def _column(row: Mapping[str, Any], key: str) -> Any:
     if row.get(key) is None:
-        found = ", ".join(map(str, row))
-        raise DataError(f'no key "{key}" (found: {found}); name the right one with --jsonl-keys')
+        present = ", ".join(map(str, row))
+        raise DataError(f'no key "{key}" (found: {present}); name the right one with --jsonl-keys')
     return row[key]
 
 
@@ -187,8 +190,8 @@ def _with_system(messages: list[Message], options: ChatOptions, counts: Counter)
 
 
 def _eos(text: str, messages: Sequence[Message], chat: ChatTokenizer) -> int | None:
-    """The token to add: none where the template ends the conversation itself (as TRL)."""
-    return None if chat.ends_itself(text, messages[-1]) else chat.need_eos()
+    """The eos_token to add at the end; None where the template ends the conversation itself (as TRL)."""
+    return None if chat.ends_with_stop_token(text, messages[-1]) else chat.require_eos()
 
 
 def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:
@@ -205,14 +208,15 @@ def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:
     raise DataError(f'"{key}" is {"missing" if key not in row else repr(value)}: a reward is a finite number')
 
 
-def _mended(value: Any) -> Any:
-    """All text in a row, repaired by ftfy."""
+def _repaired(value: Any) -> Any:
+    """The value of a row with all text in it repaired by ftfy."""
     if isinstance(value, str):
         return fix_text(value)
     if isinstance(value, dict):
-        return {key: _mended(item) for key, item in value.items()}
-    return [_mended(item) for item in value] if isinstance(value, list) else value
+        return {key: _repaired(item) for key, item in value.items()}
+    return [_repaired(item) for item in value] if isinstance(value, list) else value
 
 
 def trained_to_the_end(item: TextToEncode) -> bool:
+    """Whether the last character of a text that is no white space is trained."""
     return item.prompt is not None or bool(item.spans and not item.text[item.spans[-1][1] :].strip())

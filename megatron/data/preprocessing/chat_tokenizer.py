@@ -22,10 +22,10 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 
 
 class ChatTokenizer:
-    """A fast tokenizer of `transformers` and its chat template, whose idea of today is frozen.
+    """A fast tokenizer of `transformers` and its chat template, in which the date of today is frozen.
 
-    date: day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added tokens.
-    source: where the template is from, for messages to people.
+    date: the day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added
+    tokens. source: where the template is from, for messages to people.
     """
 
     def __init__(self, hf: Any, day: date, template: str | None = None, source: str | None = None):
@@ -52,7 +52,8 @@ class ChatTokenizer:
         self.adds_bos = self.bos is not None and hf.backend_tokenizer.encode("x").ids[:1] == [self.bos]
         self.verified: set[tuple[str, str]] = set()  # what stands around an answer, once checked: see chat_masks.py
 
-    def need_template(self) -> None:
+    def require_template(self) -> None:
+        """Raise DataError where there is no chat template."""
         if not self.hf.chat_template:
             raise DataError(
                 f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
@@ -115,13 +116,13 @@ class ChatTokenizer:
         encode = backend.encode_batch if ranges else backend.encode_batch_fast
         pairs = []
         for encoding in encode(list(texts), add_special_tokens=special):
-            held = np.asarray(encoding.offsets if ranges else [], dtype=np.int64).reshape(-1, 2)
+            offsets = np.asarray(encoding.offsets if ranges else [], dtype=np.int64).reshape(-1, 2)
             # A tokenizer may leave blanks out of its ranges: they belong to the token that follows
-            held[1:, 0] = np.minimum(held[1:, 0], np.maximum.accumulate(held[:-1, 1]))
-            pairs.append((np.asarray(encoding.ids, dtype=np.int32), held))
+            offsets[1:, 0] = np.minimum(offsets[1:, 0], np.maximum.accumulate(offsets[:-1, 1]))
+            pairs.append((np.asarray(encoding.ids, dtype=np.int32), offsets))
         return pairs
 
-    def ends_itself(self, text: str, last: Message) -> bool:
+    def ends_with_stop_token(self, text: str, last: Message) -> bool:
         """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token of the
         template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`, is none."""
         bare, eos = text.rstrip(), self.hf.eos_token
@@ -130,12 +131,13 @@ class ChatTokenizer:
         message_ends = tuple(part.strip() for part in message_texts(last) if part.rstrip().endswith(self.added))
         return bare.endswith(self.added) and not bare.endswith(message_ends)
 
-    def need_eos(self) -> int:
+    def require_eos(self) -> int:
+        """The id of the eos_token. Raises DataError where the tokenizer has none."""
         if self.eos is None:
             raise DataError("the text does not end in a stop token, and the tokenizer has no eos_token to add")
         return self.eos
 
-    def one_bos(self, text: str, *, special: bool) -> None:
+    def check_single_bos(self, text: str, *, special: bool) -> None:
         """Raise DataError where a document would begin with two; special as in `encode`."""
         bos = self.hf.bos_token
         if not bos:

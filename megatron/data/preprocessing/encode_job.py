@@ -151,7 +151,7 @@ def pieces(text: str, tokenizer: Encoder) -> list[str]:
 def _seams(text: str, start: int, stop: int) -> Iterator[int]:
     """Places to cut text[start:stop], the best first, each kind from behind."""
     for kind in SEAMS:
-        last = deque((found.start() for found in kind.finditer(text[start:stop])), SEAMS_TRIED)
+        last = deque((match.start() for match in kind.finditer(text[start:stop])), SEAMS_TRIED)
         yield from (start + place for place in reversed(last))
     yield from range(stop, stop - SEAMS_TRIED, -1)  # writing without blanks: anywhere
 

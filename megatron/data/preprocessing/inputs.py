@@ -52,11 +52,11 @@ class InputFile:
 
     @property
     def bytes_read(self) -> int:
-        """Of the file, about."""
+        """About how many bytes of the file are read."""
         return self.size if self.rows is None else self.size * (self.rows.last - self.rows.first) // self.rows.total
 
     def shards(self, columns: Sequence[str] | None) -> Iterator[Shard]:
-        """columns: those that are needed of a table; None for all."""
+        """The shards of the file. columns: those that are needed of a table; None for all."""
         whole = _shards(self.path, columns)
         return whole if self.rows is None else _cut(whole, self.rows)
 
@@ -116,15 +116,15 @@ def resolve(
             files += _folder(path, split, subset, hub)
         else:
             matches = [path] if path.is_file() else sorted(map(Path, glob.glob(item, recursive=True)))
-            found = [match for match in matches if match.is_file()]
-            if not found:
+            paths = [match for match in matches if match.is_file()]
+            if not paths:
                 raise DataError(f"{path}: no such file")
-            files += _named(found, split, subset, item)
+            files += _named(paths, split, subset, item)
     return files
 
 
 def _looks_like_hub(name: str) -> bool:
-    """`organisation/name`, where no folder of the first part's name lies here."""
+    """Whether a name is `organisation/name`, and no folder of the name `organisation` lies here."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).parent.exists()
 
 
@@ -138,18 +138,18 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or WHOLE)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
     readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(_ENDINGS))
-    found = sorted(path for path in readable if path.name not in _ABOUT)
+    paths = sorted(path for path in readable if path.name not in _ABOUT)
     shards = (path for path in (folder / "data").glob("*") if path.name.endswith(_ENDINGS))
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
-    if as_on_the_hub or not found and any(path.is_dir() for path in folder.iterdir()):
+    if as_on_the_hub or not paths and any(path.is_dir() for path in folder.iterdir()):
         return _repository(folder, split, subset, hub)
-    if not found:
+    if not paths:
         raise DataError(f"{folder}: neither a dataset folder nor a folder with {', '.join(SUFFIXES)} files")
-    return _named(found, split, subset, folder)
+    return _named(paths, split, subset, folder)
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The files of one split that `save_to_disk` wrote."""
+    """The files of one split that `save_to_disk` wrote. Raises DataError where an index file chooses rows."""
     state = json.loads((folder / "state.json").read_text())
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(f"{folder}: rows are chosen by an index file; call flatten_indices() and save it again")
@@ -162,7 +162,7 @@ def _without_subsets(where: object, subset: str | None) -> None:
 
 
 def _named(files: Sequence[Path], split: str | None, subset: str | None, where: object) -> list[InputFile]:
-    """Files of one folder or glob, whose names may tell splits: they are not merged unless it is asked for."""
+    """Files of one folder or glob, whose names may tell splits; these are merged only where that is asked for."""
     _without_subsets(where, subset)
     for path in files:
         file_kind(path)  # raises for one that is not read
@@ -186,7 +186,7 @@ def _has_configurations(folder: Path) -> bool:
 
 
 def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[str, Any]) -> list[InputFile]:
-    """Of a folder as on the hub: `datasets` says which subsets and splits there are, and which files they have."""
+    """The files of a folder as on the hub: `datasets` says which subsets and splits there are, and their files."""
     datasets = _datasets(folder)
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
@@ -199,7 +199,7 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
         by_split = {str(name): [Path(file) for file in files] for name, files in (config.data_files or {}).items()}
         in_place = _plain(config) and all(_in_place(file) for files in by_split.values() for file in files)
         if not _has_configurations(folder):
-            _say_left_out(folder, {file for files in by_split.values() for file in files})
+            _log_left_out(folder, {file for files in by_split.values() for file in files})
         files_of = by_split.__getitem__ if in_place else partial(_converted, str(folder), subset, hub=hub)
         return _chosen(by_split, split, folder, files_of)
     except DataError:
@@ -208,8 +208,8 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
         raise DataError(f"{folder}: no dataset that the datasets package can read ({_reason(problem)})") from None
 
 
-def _say_left_out(folder: Path, read: Collection[Path]) -> None:
-    """One line where data lies beside the splits, under names that tell of none."""
+def _log_left_out(folder: Path, read: Collection[Path]) -> None:
+    """Log one line where data lies beside the splits, in files whose names tell of no split."""
     beside = (path for place in (folder, folder / "data") for path in place.glob("*") if path.name.endswith(_ENDINGS))
     resolved = {path.resolve() for path in read}
     left = sorted(path.name for path in beside if path.name not in _ABOUT and path.resolve() not in resolved)
@@ -269,12 +269,13 @@ def _reason(problem: Exception) -> str:
 def _chosen(
     names: Collection[str] | None, split: str | None, where: object, files_of: Callable[[str], Sequence[Path]]
 ) -> list[InputFile]:
-    """The files of the splits that are asked for, or the rows of them. names: None where `files_of` knows them."""
-    found = []
+    """The files, or rows of files, of the splits that are asked for. names: of all splits; None where only `files_of`
+    knows them. where: what messages name."""
+    chosen = []
     for name, part in requested_splits(split, names, where):
         files = [_file(path) for path in files_of(name)]
         if part == name:
-            found += files
+            chosen += files
             continue
         counts = [sum(shard.count() for shard in file.shards(None)) for file in files]
         first, last = split_rows(part, name, sum(counts))
@@ -282,10 +283,10 @@ def _chosen(
             begin = end - count
             if max(first, begin) < min(last, end):
                 rows = RowRange(max(first, begin) - begin, min(last, end) - begin, count)
-                found.append(InputFile.of(file.path, rows))
-    if not found:
+                chosen.append(InputFile.of(file.path, rows))
+    if not chosen:
         raise DataError(f"{where}: --split {split} has no rows")
-    return found
+    return chosen
 
 
 def _file(path: Path) -> InputFile:

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, sync, temporary
-from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
+from megatron.data.indexed_dataset import DocumentBlock, data_path, documents_of, publish, write_index
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve
@@ -292,7 +292,7 @@ class _Run:
         }
 
 
-def _documents(path: Path) -> Iterator[Documents]:
+def _documents(path: Path) -> Iterator[DocumentBlock]:
     with open(path, "rb") as file:
         while block := file.read(4 * LENGTHS_AT_ONCE):
             yield documents_of(np.frombuffer(block, "<i4"))
@@ -316,7 +316,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
                 if other != folder:
                     _remove(other)
         folder.mkdir(exist_ok=True)
-        held = _locked(folder, prefixes[0])
+        lock = _locked(folder, prefixes[0])
     except OSError as problem:
         raise DataError(f"{_os_error(problem, folder)}; choose another --output-prefix") from None
     done = False
@@ -326,7 +326,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
     finally:
         if done or not (folder / "journal.json").exists():
             _remove(folder)
-        held.close()
+        lock.close()
 
 
 def _locked(folder: Path, prefix: str) -> IO[str]:

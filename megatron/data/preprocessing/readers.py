@@ -141,16 +141,16 @@ def _member_shards(name: str, stream: IO[bytes], source: str, consumed: Callable
 
 def _record_shards(records: Iterator[Record], source: str, unit: str, consumed: Callable[[], int]) -> Iterator[Shard]:
     """Shards of about CHUNK_BYTES of records. unit: see `RecordShard`."""
-    held: list[Record] = []
+    records_held: list[Record] = []
     size = 0
     for record in records:
-        held.append(record)
+        records_held.append(record)
         size += sum(map(len, record[1].values())) if isinstance(record[1], dict) else len(record[1])
         if size >= shards.CHUNK_BYTES:
-            yield RecordShard(source, consumed(), unit, tuple(held))
-            held, size = [], 0
-    if held:
-        yield RecordShard(source, consumed(), unit, tuple(held))
+            yield RecordShard(source, consumed(), unit, tuple(records_held))
+            records_held, size = [], 0
+    if records_held:
+        yield RecordShard(source, consumed(), unit, tuple(records_held))
 
 
 def _lines(stream: IO[bytes]) -> Iterator[Record]:

@@ -36,10 +36,10 @@ def requested_splits(split: str | None, names: Collection[str] | None, where: ob
 
     None asks for the only one; `names` None takes any. Raises DataError where there are several, or not the one.
     """
-    found = ", ".join(names or ())
+    present = ", ".join(names or ())
     if split is None and names is not None and len(names) > 1:
         raise DataError(
-            f"{where}: holds several splits ({found}); choose one with --split, or several as "
+            f"{where}: holds several splits ({present}); choose one with --split, or several as "
             f"--split {'+'.join(list(names)[:2])}"
         )
     whole = names is not None and (split is None or split == "all" and "all" not in names)
@@ -47,7 +47,7 @@ def requested_splits(split: str | None, names: Collection[str] | None, where: ob
     chosen = [(re.split(r"[\[(]", part)[0].strip(), part) for part in parts]
     for name, _ in chosen:
         if names is not None and name not in names:
-            raise DataError(f"{where}: no split {name}; there are {found} (--split)")
+            raise DataError(f"{where}: no split {name}; there are {present} (--split)")
     return chosen
 
 
