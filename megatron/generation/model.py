@@ -102,8 +102,8 @@ def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Toke
 
 def _with_its_ends(model: Model, logger: logging.Logger) -> Model:
     """The model, after saying what ends its texts where that is more than the end of document."""
-    if len(model.ends) > 1:
-        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.ends]
+    if len(model.stop_token_ids) > 1:
+        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
         logger.info(f"texts end at the tokens {', '.join(named)}")
     return model
 

@@ -34,7 +34,7 @@ class Model:
     declared_eos_ids: tuple[int, ...] = ()
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text."""
         return tuple(sorted({self.tokenizer.eod, *self.declared_eos_ids}))
 
@@ -52,7 +52,7 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
 
 
 @contextmanager
-def reading(stage: Stage) -> Iterator[None]:
+def inference_mode(stage: Stage) -> Iterator[None]:
     """A stage that is being trained, as `for_inference` would have built it, until the end of the context: compiled
     blocks run as they are written."""
     was_training = stage.training

@@ -34,15 +34,15 @@ from megatron.model import (
     Stage,
     build_stage,
     for_inference,
+    inference_mode,
     init_stage,
     lowest_trained,
-    reading,
     trained_parameters,
 )
 from megatron.mpu import ParallelGroups, init_model_parallel
-from megatron.neox_arguments import NeoXArgs, ProgramArgs, arguments_dump
+from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.objectives import build_objective
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
 from megatron.training.callbacks.best_model import check_best
@@ -83,7 +83,7 @@ class Training:
         rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage):
+            with inference_mode(engine.stage):
                 yield Model(
                     args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
                 )
@@ -146,7 +146,9 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
-def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[Engine] = DeepSpeedEngine) -> Training:
+def start(
+    configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] = DeepSpeedEngine
+) -> Training:
     """Build a run up to its first step, on every rank."""
     logger = configure_logging(process.rank)
     args = configuration.frozen().check_training().for_world(process.world_size)

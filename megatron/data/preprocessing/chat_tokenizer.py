@@ -13,7 +13,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.conversations import Message, message_texts
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 Span = tuple[int, int]
 

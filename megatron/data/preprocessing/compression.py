@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from megatron.data.errors import DataError
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 COMPRESSED = (".gz", ".zst")
 ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousands of times as many

@@ -18,7 +18,7 @@ from megatron.data.preprocessing.compression import COMPRESSED
 from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.splits import WHOLE, requested_splits, split_of, split_rows
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"

@@ -73,7 +73,7 @@ class ChatTemplate:
                 raise RequestError(f"the chat template leaves out {what}, so that the model would not see them")
 
     @cached_property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the tokenizer's, and the special token that the template writes after one."""
         found = {self.tokenizer.eod, self.tokenizer.eos}
         try:

@@ -1,0 +1,182 @@
+"""Values that follow from others, made before the configuration is frozen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.neox_arguments.errors import Problems, format_value
+from megatron.neox_arguments.frozen import freeze
+from megatron.neox_arguments.keys.declaration import Key
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.model import DROPOUT_KEYS
+from megatron.neox_arguments.keys.sections import Bf16, Fp16, Optimizer, ZeroOptimization
+from megatron.neox_arguments.validation.types import check_value, resolve_section
+
+_ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+_OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "Adam": _ADAM, "AdamW": _ADAM, "CPU_Adam": _ADAM, "CPU_Torch_Adam": _ADAM, "SGD": {"momentum": 0.0},
+    "Lion": {"betas": (0.9, 0.99)},
+}  # fmt: skip
+_OVERRIDES = ("--", "program")
+_LAYER_KINDS = (
+    "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
+    "mamba",
+)  # fmt: skip
+
+
+def derive(
+    values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems
+) -> dict[str, Any]:
+    """`values` with everything filled in that does not need the world size."""
+    values = dict(values)
+    _precision(values, problems)
+    _optimizer(values, problems)
+    if values["zero_optimization"] is None:
+        values["zero_optimization"] = resolve_section(ZeroOptimization, {}, problems)
+    if values["lr_decay_iters"] is None and values["train_iters"] is not None:
+        values["lr_decay_iters"] = max(1, int(values["train_iters"] * (values["lr_decay_fraction"] or 1)))
+    if values["te_backend"] == "auto":
+        values["te_backend"] = "native"  # the only one there is; what a run says at its start names the choice
+    if values["text_gen_type"] is None:
+        values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
+    for name in ("comms_logger", "dump_state"):
+        if name in (values["deepspeed_extra_args"] or {}):
+            check_value(keys[name], f"deepspeed_extra_args.{name}", values["deepspeed_extra_args"][name], problems)
+    _repeated(values, keys, given, problems)
+    values["world_size"] = None  # for_world says it
+    if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
+        values["gradient_clipping"] = 0.0
+    _dropout(values)
+    if values["num_layers"] is not None:
+        values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
+        for name in ("layer_types", "no_rope_layers", "num_kv_heads", "intermediate_size"):
+            if isinstance(values[name], tuple):
+                values[name] = _each_layer(name, values[name], values["num_layers"], problems)
+        for name in ("num_kv_heads", "intermediate_size"):
+            if isinstance(values[name], tuple) and len(set(values[name])) == 1:
+                values[name] = values[name][0]  # the model that the number makes
+    if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
+        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+    return values
+
+
+def _dropout(values: dict[str, Any]) -> None:
+    """None in preference training, unless it is asked for: the reference has none either."""
+    if values["disable_dropout"] is None:
+        values["disable_dropout"] = TRAIN_IMPLS[values["train_impl"]].reads != "texts"
+    if values["disable_dropout"]:
+        values |= dict.fromkeys(DROPOUT_KEYS, 0.0)
+
+
+def _repeated(values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems) -> None:
+    """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a contradiction."""
+    for name, key in keys.items():
+        if key.same_as is None:
+            continue
+        value, place = _at(values, key.same_as), problems.origin(key.same_as)
+        # An override of the one is meant for both.
+        overridden = (place or "").startswith(_OVERRIDES) and not (problems.origin(name) or "").startswith(_OVERRIDES)
+        if name in given and not overridden and not _same(values[name], value):
+            problems.add(
+                name,
+                f"{format_value(values[name])}, but {key.same_as}, which it is made from, is {format_value(value)}"
+                f"{f' ({place})' if place else ' by default'}; write {key.same_as} and remove {name}",
+            )
+        values[name] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return one.lower() == other.lower()
+    return one == other
+
+
+def _at(values: Any, path: str) -> Any:
+    for part in path.split("."):
+        values = values[part]
+    return values
+
+
+def _precision(values: dict[str, Any], problems: Problems) -> None:
+    """`precision` from the fp16 and bf16 sections, and the other way round; contradictions are problems."""
+    for name, precision, section in (("fp16", "fp16", values["fp16"]), ("bf16", "bfloat16", values["bf16"])):
+        if section is None:
+            continue
+        if section["enabled"] is None:
+            if values["precision"] is None:
+                problems.add(f"{name}.enabled", f"is required; write {name}: {{enabled: true}}")
+            section = freeze({**section, "enabled": values["precision"] == precision})
+            values[name] = section
+        if section["enabled"] and values["precision"] not in (None, precision):
+            other = problems.origin("precision")
+            by = f"precision is {values['precision']} ({other})" if other else "bf16 and fp16 are both enabled"
+            problems.add(f"{name}.enabled", f"{by}; remove one, as in --set {name}=null")
+        elif section["enabled"]:
+            values["precision"] = precision
+        elif values["precision"] == precision:
+            problems.add(f"{name}.enabled", f"false, but precision is {precision}; remove one of them")
+    values["precision"] = values["precision"] or "fp32"
+    for name, precision, declaration in (("fp16", "fp16", Fp16), ("bf16", "bfloat16", Bf16)):
+        if values["precision"] == precision and values[name] is None:
+            values[name] = resolve_section(declaration, {"enabled": True}, problems)
+
+
+def _optimizer(values: dict[str, Any], problems: Problems) -> None:
+    """Fill in the parameters of the chosen optimizer; a parameter of another one is a problem."""
+    if values["optimizer"] is None:
+        values["optimizer"] = resolve_section(Optimizer, {"params": {"lr": 1e-3}}, problems)
+    kind, params = values["optimizer"]["type"], values["optimizer"]["params"]
+    if params is None:
+        return
+    if params["weight_decay"] is not None:  # DeepSpeed's place for it
+        own = problems.origin("weight_decay")
+        if own and values["weight_decay"] != params["weight_decay"]:
+            problems.add("optimizer.params.weight_decay", f"{params['weight_decay']}, but weight_decay is "
+                f"{values['weight_decay']} ({own}); remove one of them")  # fmt: skip
+        values["weight_decay"] = params["weight_decay"]
+    params = {name: value for name, value in params.items() if name != "weight_decay"}
+    defaults: dict[str, Any] = _OPTIMIZERS.get(kind, params)
+    for name, value in params.items():
+        if value is not None and name != "lr" and name not in defaults:
+            path = f"optimizer.params.{name}"
+            problems.add(path, f"{kind} has no {name}, only lr, {', '.join(defaults)}; remove it (--set {path}=null)")
+    filled = {name: default if params[name] is None else params[name] for name, default in defaults.items()}
+    betas = filled.get("betas") or (0, 0)
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        problems.add("optimizer.params.betas", f"expected two numbers in [0, 1), got {format_value(filled['betas'])}")
+    values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
+
+
+def _each_layer(name: str, given: tuple[Any, ...], num_layers: int, problems: Problems) -> tuple[Any, ...] | None:
+    """A pattern repeated for every layer."""
+    if not 0 < len(given) <= num_layers:
+        problems.add(name, f"has {len(given)} layers, but num_layers is {num_layers}")
+        return None
+    return tuple(given[i % len(given)] for i in range(num_layers))
+
+
+def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, ...]:
+    """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of kinds."""
+    if given is None:
+        return ("global",) * num_layers
+    if all(isinstance(item, str) for item in given):
+        kinds = list(given)
+    else:
+        kinds = []
+        for item in given:
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple) and item[0]):
+                problems.add("attention_config", f"expected items like [[flash], 12], got {format_value(item)}")
+                return ("global",) * num_layers
+            pattern, count = item
+            if count == "all":
+                kinds = [pattern[i % len(pattern)] for i in range(num_layers)]
+            elif isinstance(count, int) and not isinstance(count, bool) and count > 0:
+                kinds += list(pattern) * min(count, num_layers + 1)
+            else:
+                problems.add("attention_config", f'expected a count or "all", got {format_value(count)}')
+                return ("global",) * num_layers
+    for kind in dict.fromkeys(kinds):
+        if kind not in _LAYER_KINDS:
+            problems.add("attention_config", f"expected global or flash, got {format_value(kind)}")
+    if len(kinds) != num_layers:
+        problems.add("attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}")
+    return tuple(kinds)

@@ -1,0 +1,117 @@
+"""The inner width of the MLP: one meaning here, three in GPT-NeoX and its fork."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from megatron.neox_arguments.keys.declaration import keys_of
+
+GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
+READINGS: Final = ("none", "upstream", "fork")
+# Widths of gated MLPs by hidden_size, from the published model configurations.
+PUBLISHED: Final = {
+    576: {1536: "SmolLM 135M"},
+    896: {4864: "Qwen2 0.5B"},
+    960: {2560: "SmolLM 360M"},
+    1536: {8960: "Qwen2 1.5B"},
+    2048: {5632: "TinyLlama 1.1B", 8192: "Llama 3.2 1B", 11008: "SmolLM3 3B", 16384: "Gemma 2B"},
+    3072: {8192: "Llama 3.2 3B", 24576: "Gemma 7B"},
+    3584: {18944: "Qwen2 7B"},
+    4096: {11008: "LLaMA 7B", 12288: "Qwen3 8B", 14336: "Mistral 7B"},
+    5120: {13824: "LLaMA 13B", 27648: "OLMo 2 32B"},
+    6656: {17920: "LLaMA 30B"},
+    7168: {20480: "Yi 34B"},
+    8192: {22016: "LLaMA 65B", 28672: "Llama 2 70B", 29568: "Qwen2 72B"},
+    16384: {53248: "Llama 3.1 405B"},
+}
+
+
+def ffn_width(values: Any, reading: str | None = None) -> int | tuple[int, ...]:
+    """`_width`, of each layer where intermediate_size is a list."""
+    given = values.intermediate_size
+    if isinstance(given, tuple):
+        return tuple(_width(values, one, reading) for one in given)
+    return _width(values, given, reading)
+
+
+def _width(values: Any, given: int | None, reading: str | None) -> int:
+    """True inner width: rows of the up projection, columns of the down projection, as `reading` has it.
+
+    none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated activations
+    two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256 -> 11008).
+    upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset: compat_ffn_width's, or
+    the fork's where a key that only it has shows that the file was written for it.
+    Raises ValueError when the keys contradict each other.
+    """
+    reading = reading or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
+    multiple = values.mlp_multiple_of
+    gated = values.activation in GATED
+    base = given or int((values.expansion_factor or 4) * values.hidden_size)
+    if reading != "none" and (values.te_layernorm_mlp or (given and reading == "fork")):
+        return base
+    if reading != "none":
+        return _upstream_width(base, multiple, gated)
+    if given is None:
+        return _round_up(int(base * 2 / 3) if gated else base, multiple)
+    if given % multiple:
+        raise ValueError(
+            f"intermediate_size {given} is the true width and is not a multiple of mlp_multiple_of {multiple}; write "
+            f"{_round_up(given, multiple)}, drop mlp_multiple_of, or say compat_ffn_width: upstream"
+        )
+    return given
+
+
+def ffn_problem(values: Any) -> str | None:
+    """Why nobody can tell which model is meant, with the line to add; None when there is one reading, or one is named.
+
+    A reading that cannot run (upstream's two linears may not fit) is nobody's.
+    """
+    cannot = None
+    try:
+        ffn_width(values)
+    except ValueError as cause:
+        cannot = str(cause)
+    if values.compat_ffn_width is not None or _written_for_the_fork(values):
+        return cannot
+    widths: dict[str, int | tuple[int, ...]] = {}
+    for reading in READINGS:
+        try:
+            widths[reading] = ffn_width(values, reading)
+        except ValueError:
+            continue
+    if len(set(widths.values())) < 2:
+        return cannot
+    names = {"none": "as it is", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
+    told = ", ".join(f"{width} {names[reading]}" for reading, width in widths.items())
+    published: Mapping[Any, str] = PUBLISHED.get(values.hidden_size, {})
+    fitting = [reading for reading, width in widths.items() if width in published]
+    if fitting:
+        width = widths[fitting[0]]
+        advice = f"{width} is {published[width]}'s: add the line `compat_ffn_width: {fitting[0]}`"
+    else:
+        advice = (
+            "add the line `compat_ffn_width: none` for a new model, upstream or fork for one that was trained there"
+        )
+    return f"the MLP would be {told} wide; {advice}"
+
+
+def _written_for_the_fork(values: Any) -> bool:
+    """Whether intermediate_size stands beside a key that only the fork has, so that it is the fork's true width."""
+    keys = keys_of(type(values))
+    return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.given)
+
+
+def _upstream_width(base: int, multiple: int, gated: bool) -> int:
+    """ParallelMLP: the first linear is rounded to 2 * multiple, the input of the second to multiple."""
+    rows = int(base * 2 / 3) if gated else base
+    columns = _round_up(rows // 2 if gated else rows, multiple)
+    rows = _round_up(rows, 2 * multiple)
+    if (rows // 2 if gated else rows) != columns:
+        raise ValueError(
+            f"GPT-NeoX makes a first linear of {rows} rows and a second of {columns} columns from {base}, which cannot "
+            "run; drop compat_ffn_width and write the true width as intermediate_size"
+        )
+    return columns
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

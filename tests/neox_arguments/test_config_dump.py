@@ -1,0 +1,120 @@
+"""`--print-config`, the dump at the start of a run, and the generated documentation."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.neox_arguments import NeoXArgs, arguments_dump, load
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.reading.files import ConfigLoader
+from megatron.neox_arguments.reports.config_dump import diff_config, print_config
+
+ROOT = Path(__file__).parents[2]
+TEXT = """\
+num_layers: 2
+hidden_size: 64
+num_attention_heads: 4
+seq_length: 32
+max_position_embeddings: 32
+prompt_end: "\\n\\n"
+attention_config: [[[flash], 2]]
+optimizer: {type: Adam, params: {lr: 1e-2}}
+rope_fusion: true
+"""
+
+
+@pytest.fixture
+def args(write):
+    return load(write(a=TEXT), ["bf16.enabled=true"])
+
+
+def test_every_value_is_printed_with_its_origin_set_values_first(args):
+    text = print_config(args)
+    lines = text.splitlines()
+    found = dict(re.findall(r"^([^#\s]+): .*  # (.*)$", text, re.MULTILINE))
+    assert found["num_layers"] == "a.yml:1" and found["bf16.enabled"] == "--set" and found["seed"] == "default"
+    assert found["optimizer.params.lr"] == "a.yml:8" and found["optimizer.params.eps"] == "default"
+    assert found["precision"] == "derived"
+    for name, key in keys_of(NeoXArgs).items():
+        if name == "config_files":
+            continue
+        assert name in found or key.section is not None and any(path.startswith(name + ".") for path in found), name
+    order = [found[line.split(":")[0]] == "default" for line in lines if not line.startswith("#")]
+    assert order == sorted(order)
+    assert lines[-1].startswith("# note: no effect here: rope_fusion (")
+
+
+def test_what_a_run_would_refuse_is_marked_and_told(write):
+    text = print_config(load(write(a=TEXT + "moe_num_experts: 8\nfp16: {enabled: false}\namp: {enabled: true}\n")))
+    assert re.search(r"^moe_num_experts: +8 +# a.yml:10 \(REFUSED by a run, see below\)$", text, re.MULTILINE)
+    *_, first, second = text.splitlines()
+    assert {first.split(":")[0], second.split(":")[0]} == {"# a run refuses moe_num_experts", "# a run refuses amp"}
+    assert "mixture of experts is not built yet" in text and "write bf16: {enabled: true}" in text
+
+
+def test_what_differs_between_two_runs(write):
+    one, two = write(
+        a=TEXT, b=TEXT.replace("1e-2", "2e-2").replace("hidden_size: 64", "hidden_size: 128") + "seed: 5\n"
+    )
+    text = diff_config(load([one]), load([two]))
+    assert text.splitlines() == [
+        "hidden_size: 64 (a.yml:2) -> 128 (b.yml:2)",
+        "head_dim: 16 (derived) -> 32 (derived)",
+        "optimizer.params.lr: 0.01 (a.yml:8) -> 0.02 (b.yml:8)",
+        "seed: 1234 (default) -> 5 (b.yml:10)",
+        "lr: 0.01 (derived) -> 0.02 (derived)",
+    ]
+    assert diff_config(load([one]), load([one])) == ""
+
+
+def test_what_is_printed_is_a_configuration(args, tmp_path):
+    """The printed text, read as YAML and resolved, gives the same values."""
+    printed = {
+        path: value for path, value in yaml.load(print_config(args), Loader=ConfigLoader).items() if value is not None
+    }
+    again = NeoXArgs.from_dict(printed)
+    (tmp_path / "printed.yml").write_text(print_config(args))
+    again = load([tmp_path / "printed.yml"])
+    for name in set(keys_of(NeoXArgs)) - {"config_files"}:
+        assert getattr(again, name) == getattr(args, name), name
+
+
+def test_the_dump_is_that_of_neox(args):
+    lines = arguments_dump(args).splitlines()
+    assert lines[0] == "-------------------- arguments --------------------"
+    assert lines[-1] == "---------------- end of arguments ----------------"
+    assert "  num_layers ...................... 2...........................updated" in lines
+    assert "  seed ............................ 1234........................default" in lines
+    marks = [line[-7:] for line in lines[1:-1]]
+    assert marks == sorted(marks, reverse=True) and set(marks) == {"updated", "default"}
+    assert len(lines) == 2 + len(keys_of(NeoXArgs)) - 1, "all but config_files"
+
+
+def test_the_reference_is_up_to_date_and_its_check_can_fail(tmp_path):
+    tool = [sys.executable, str(ROOT / "tools/docs/config_reference.py")]
+    assert subprocess.run([*tool, "--check"]).returncode == 0
+    check, folder = [*tool, "--check", "--output", str(tmp_path)], tmp_path
+    assert subprocess.run(check, capture_output=True).returncode == 1
+    subprocess.run([*tool, "--output", str(folder)], check=True)
+    assert subprocess.run(check).returncode == 0
+    for name in ("configuration.md", "configuration.schema.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text + "x")
+        assert subprocess.run(check, capture_output=True).returncode == 1
+        (folder / name).write_text(text)
+
+
+def test_every_key_is_documented():
+    text = (ROOT / "docs/configuration.md").read_text()
+    assert [name for name in keys_of(NeoXArgs) if f"| `{name}` |" not in text] == []
+
+
+def test_no_key_or_value_is_spelt_like_a_failure():
+    """Logs are searched for the word `error`."""
+    keys = keys_of(NeoXArgs).values()
+    assert not [key.name for key in keys if "error" in key.name.lower()]
+    assert not [key.name for key in keys if any("error" in str(choice).lower() for choice in key.choices)]
