@@ -108,9 +108,11 @@ def _stream_shards(
 
 def _json_shards(kind: str, stream: IO[bytes], source: str, consumed: Callable[[], int]) -> Iterator[Shard]:
     buffered = io.BufferedReader(stream, 1 << 20)  # type: ignore[type-var]
+    # A generator, as `buffered` must live until all is read: it takes the file with it when it goes
     if kind == "json" and begins_array(buffered.peek(1)):
-        return _record_shards(array_elements(buffered, source), source, ": element ", consumed)
-    return _record_shards(_lines(buffered), source, ":", consumed)
+        yield from _record_shards(array_elements(buffered, source), source, ": element ", consumed)
+    else:
+        yield from _record_shards(_lines(buffered), source, ":", consumed)
 
 
 def _zip_shards(raw: IO[bytes], source: str, consumed: Callable[[], int]) -> Iterator[Shard]:
