@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.checkpointing.huggingface import find_hf, is_hf
 from megatron.checkpointing.remote_staging import with_local_model
 from megatron.data.files import sync, temporary
-from megatron.distributed import Process, configure_logging, meet, on_rank_zero, run_on_all_ranks
+from megatron.distributed import Process, configure_logging, on_rank_zero, rendezvous_and_check, run_on_all_ranks
 from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
 from megatron.generation.interactive import converse
@@ -60,7 +60,7 @@ def generate(args: NeoXArgs, process: Process) -> None:
     """
     logger = configure_logging(process.rank)
     args = args.check_generation().for_reading(process.world_size)
-    store = meet(args, process, logger)
+    store = rendezvous_and_check(args, process, logger)
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
     args = with_local_model(args)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.generation.batching.requests import Logprob
 from megatron.generation.sampling import TokenSampler
-from megatron.model import Hidden, InferenceContext, KVCache, Model, forward_only
+from megatron.model import HiddenStates, InferenceContext, KVCache, Model, forward_only
 from megatron.mpu import HeadInput, gather_from_tensor
 
 
@@ -63,10 +63,12 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
             tokens = current.tokens
             yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
 
-    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
+    def stage(
+        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
+    ) -> HiddenStates | Tensor:
         rows = torch.arange(len(current.last), device=current.last.device)
         wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
-        context = InferenceContext(cache=current.cache, last=current.last, wanted=wanted)
+        context = InferenceContext(cache=current.cache, last_tokens=current.last, logit_positions=wanted)
         return model.stage(hidden, batch, finish, context)
 
     numbers = forward_only(

@@ -16,7 +16,7 @@ from megatron.data import Batch
 from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.memory_budget import ForwardBudget, forward_budget
 from megatron.generation.scoring.tree_rows import PADDING, ScoreRequest, TreeRow, make_tree_rows, rolling_windows
-from megatron.model import Hidden, InferenceContext, Model, forward_only
+from megatron.model import HiddenStates, InferenceContext, Model, forward_only
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import HeadInput
 from megatron.neox_arguments import ConfigError
@@ -247,9 +247,12 @@ def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
     """`[2, m]` of each batch, on every rank of the model: log-probabilities, and 1 where no token is more
     likely."""
 
-    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
+    def stage(
+        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
+    ) -> HiddenStates | Tensor:
         assert isinstance(batch, _Batch)
-        return model.stage(hidden, batch, finish, InferenceContext(branches=batch.branches, wanted=batch.wanted))
+        context = InferenceContext(branch_ids=batch.branches, logit_positions=batch.wanted)
+        return model.stage(hidden, batch, finish, context)
 
     return forward_only(
         stage, batches, model.args, model.groups, partial(_read, model), dtype=model.dtype, shape=_shape

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron.checkpointing.remote_staging import with_local_model
-from megatron.distributed import Process, configure_logging, meet, run_on_each_rank
+from megatron.distributed import Process, configure_logging, rendezvous_and_check, run_on_each_rank
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model
 from megatron.generation.prompts.chat import ChatTemplate, find_template
@@ -53,7 +53,7 @@ def serve(args: NeoXArgs, process: Process) -> None:
     logger = configure_logging(process.rank)
     name = model_name(args)  # not that of a local copy
     args = args.check_serving().for_reading(process.world_size)
-    store = meet(args, process, logger)
+    store = rendezvous_and_check(args, process, logger)
     args = with_local_model(args)
     groups = init_model_parallel(args, process, logger, store)
     for note in args.notes():
