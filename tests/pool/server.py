@@ -62,6 +62,7 @@ def main() -> None:
     address = listener.getsockname()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     os.environ.update(ENVIRONMENT)
+    os.fsync = lambda fd: None  # as in tests/conftest.py
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     listener.settimeout(1.0)
