@@ -25,8 +25,8 @@ from megatron.distributed import (
     Watchdog,
     check_transport,
     configure_logging,
-    meet,
     on_rank_zero,
+    rendezvous_and_check,
     run_on_all_ranks,
 )
 from megatron.model import (
@@ -156,7 +156,7 @@ def start(
     check_curriculum(args)
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
-    store = meet(args, process, logger, shared=None if is_remote(args.save) else args.save)
+    store = rendezvous_and_check(args, process, logger, shared=None if is_remote(args.save) else args.save)
     stage(args)
     groups = init_model_parallel(args, process, logger, store)
     check_transport(args, groups, process, logger)
