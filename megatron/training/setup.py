@@ -1,18 +1,13 @@
 """Building a run, in order and once: groups, tokenizer, datasets, model, engine, then a checkpoint if there is one."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron.checkpointing import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.huggingface import declared_ends, exported_rows
+from megatron.checkpointing import seed_generators
 from megatron.data import (
     DataError,
-    Datasets,
     build_datasets,
     check_curriculum,
     data_fingerprint,
@@ -28,15 +23,13 @@ from megatron.distributed import (
     meet,
     on_rank_zero,
     run_on_all_ranks,
+    run_on_each_rank,
 )
 from megatron.model import (
-    Model,
     Stage,
     build_stage,
-    for_inference,
     init_stage,
     lowest_trained,
-    reading,
     trained_parameters,
 )
 from megatron.mpu import ParallelGroups, init_model_parallel
@@ -44,10 +37,11 @@ from megatron.neox_arguments import NeoXArgs, ProgramArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.reading.locations import is_remote
 from megatron.objectives import build_objective
-from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
+from megatron.tokenizer import build_tokenizer, describe, with_vocabulary
 from megatron.training.callbacks.best_model import check_best
+from megatron.training.callbacks.from_file import load_callbacks
 from megatron.training.callbacks.profiling import record_memory_history
-from megatron.training.checkpoint.resume import Checkpointer, Progress
+from megatron.training.checkpoint.resume import Checkpointer
 from megatron.training.checkpoint.same_run import begun_of, continued
 from megatron.training.checkpoint.source import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
 from megatron.training.deepspeed.engine import DeepSpeedEngine
@@ -55,47 +49,8 @@ from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import resume_with_reference
-from megatron.training.schedules import Schedule, build_schedule
-
-
-@dataclass(frozen=True)
-class Training:
-    """Everything a training run is made of."""
-
-    args: NeoXArgs
-    groups: ParallelGroups
-    tokenizer: Tokenizer
-    datasets: Datasets
-    engine: Engine
-    schedule: Schedule
-    checkpointer: Checkpointer
-    progress: Progress
-    logger: logging.Logger
-    watchdog: Watchdog
-
-    @contextmanager
-    def inference(self) -> Iterator[Model]:
-        """The model as it is now, to generate and to score with; training goes on as if it had not been.
-
-        All ranks enter it together. Random generators are what they were afterwards.
-        """
-        carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
-        random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
-        try:
-            with reading(engine.stage):
-                yield Model(
-                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
-                )
-        finally:
-            restore_rng(random, self.groups.device, "before inference")
-
-    def close(self) -> None:
-        """Release the engine and leave the process group."""
-        self.engine.close()
-        self.groups.barrier()
-        dist.destroy_process_group()
-        self.watchdog.close()
+from megatron.training.run import Training
+from megatron.training.schedules import build_schedule
 
 
 def _backward_reach(args: NeoXArgs) -> str:
@@ -158,6 +113,7 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[
     stage(args)
     groups = init_model_parallel(args, process, logger, store)
     check_transport(args, groups, process, logger)
+    user_callbacks = run_on_each_rank(groups, lambda: load_callbacks(args))
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer = build_tokenizer(args)
@@ -203,4 +159,6 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[
     watchdog.now("loading a checkpoint")
     datasets, progress = resume_with_reference(checkpointer, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
-    return Training(args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog)
+    return Training(
+        args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog, user_callbacks
+    )

@@ -11,10 +11,10 @@ from megatron.training.checkpoint.writer import Progress
 from megatron.training.engine import StepResult
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.nonfinite_guard import NonFiniteError, most_skips, on_device, report
-from megatron.training.setup import Training
+from megatron.training.run import Training
 
 
-class Outcomes:
+class StepResults:
     """Steps that were left out are counted and said, and too many in a row end the run. All ranks call every method
     together."""
 

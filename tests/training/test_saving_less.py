@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import Manifest, load_tensors, read_manifest
-from megatron.training.callbacks.step_end import SaveCallback
+from megatron.training.callbacks.saving import SaveCallback
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, bit_equal, config, run_to_end
 from tests.training.test_resume import losses, stop_after

@@ -1,12 +1,10 @@
 """The best model of a run, by a metric of its validations: `<save>/best_model`, in HuggingFace's format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.huggingface import recover
 from megatron.data import SampleSet
@@ -15,10 +13,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.best_metric import Mode, best_metric
 from megatron.objectives import Objective
 from megatron.training.evaluation import validation_metrics
-
-if TYPE_CHECKING:
-    from megatron.training.callbacks.step_end import Step
-    from megatron.training.setup import Training
+from megatron.training.run import Training
 
 FOLDER, NOTE = "best_model", "best.json"
 
@@ -64,7 +59,7 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
             raise args.problem("save_best", f"{metric}: there is no validation data")
 
 
-class BestCallback:
+class BestModelCallback(Callback):
     """After a validation that was better than all before it in this run, the model is kept. The start is none of them:
     what was not trained is there already."""
 
@@ -80,12 +75,7 @@ class BestCallback:
         )  # fmt: skip
         self.best = found if same else None
 
-    def is_due(self, step: Step) -> bool:
-        """Whether this step was followed by a validation."""
-        args = self.training.args
-        return step.iteration == args.train_iters or step.iteration % args.eval_interval == 0
-
-    def on_step_end(self, step: Step) -> None:
+    def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Keep the model if it is the best so far."""
         training = self.training
         better = on_rank_zero(training.groups, lambda: self._better(step))  # where results of eval_tasks are

@@ -214,16 +214,16 @@ def build_loggers(
     args: NeoXArgs,
     iteration: int,
     run_id: str,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     rank: int = 0,
     say: Callable[[str], None] = say,
 ) -> list[MetricLogger]:
     """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with `wandb_init_all_ranks`.
 
-    facts: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
+    metadata: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
     ConfigError for a folder that cannot be written and a tracker that does not start.
     """
-    config = {**json.loads(args.to_json())["given"], **facts}
+    config = {**json.loads(args.to_json())["given"], **metadata}
     if rank > 0:
         return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
     directory = log_directory(args)
