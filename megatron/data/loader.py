@@ -150,15 +150,23 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
+_TRIES = 3  # of looking for what is wrong with the data, each of which the death of a worker may end
+
+
 def cause_of(problem: Exception, args: NeoXArgs) -> Exception:
     """The problem; or, where a worker has died, what is wrong with the data now: a file that is cut off while it is
     mapped ends whoever reads it. Torch, which raises in the middle of whatever is under way, advises more memory; who
     takes over a batch at that moment finds its end of a connection gone."""
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
-        try:
-            data_fingerprint(args)  # opens all files anew
-        except DataError as found:
-            return found
+        for _ in range(_TRIES):
+            try:
+                data_fingerprint(args)  # opens all files anew
+                break
+            except DataError as found:
+                return found
+            except RuntimeError as interruption:  # torch's, which may come a second time, in the middle of this
+                if "DataLoader worker" not in str(interruption):
+                    raise
     return problem
 
 

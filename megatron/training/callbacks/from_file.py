@@ -17,6 +17,8 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
     loaded = []
     for entry in args.callbacks:
         file_name, _, class_name = entry.rpartition(":")
+        if not file_name or not class_name.isidentifier():
+            raise args.problem("callbacks", f"{entry}: expected FILE.py:CLASS")
         path = Path(file_name).expanduser().resolve()
         if path not in modules:
             modules[path] = _import_file(args, entry, path)
