@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.data import DataError, EncodeJob, preprocess
+from megatron.data import DataError
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.data.preprocessing.readers import COMPRESSED, SUFFIXES
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools import quickstart_data

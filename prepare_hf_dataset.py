@@ -19,9 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron.data import DataError, EncodeJob, preprocess
+from megatron.data import DataError
 from megatron.data.files import sync, temporary
-from megatron.data.preprocessing.chat import ChatTokenizer, conversation, load_chat_tokenizer
+from megatron.data.preprocessing import EncodeJob, preprocess
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, conversation, load_chat_tokenizer
 from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.readers import Row, Shard
 from megatron.data.preprocessing.workers import in_order

@@ -62,7 +62,7 @@ def plain(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[]
 
 
 def ours(source: Path, tokenizer: str, folder: Path, cores: int) -> Callable[[], None]:
-    from megatron.data import EncodeJob, preprocess
+    from megatron.data.preprocessing import EncodeJob, preprocess
     from megatron.tokenizer import make_tokenizer
 
     job = EncodeJob(make_tokenizer, ("HFTokenizer", tokenizer, None), append_eod=True)

@@ -26,7 +26,7 @@ from megatron.data import (  # noqa: E402
     build_packed,
     data_fingerprint,
 )
-from megatron.data.cache import cached, load
+from megatron.data.index_cache import ensure_cached, load_cached
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from megatron.data.indexed_dataset import data_path, index_path, write_index
 from megatron.launch import process_info
@@ -91,12 +91,12 @@ def index_maps(documents: int, seq_length: int = 2048) -> None:
             maps = build_packed(indexed.sizes, 0, documents, samples, seq_length, 1234)
         print(f"  {samples:,} samples, maps of {sum(array.nbytes for array in vars(maps).values()) / 1e6:.0f} MB")
         with measured("its writing of them"):
-            cached(Path(folder), {key: partial(IndexMaps, **vars(maps))})
+            ensure_cached(Path(folder), {key: partial(IndexMaps, **vars(maps))})
         with measured("its check of their checksums, at a later start"):
-            cached(Path(folder), {key: partial(IndexMaps, **vars(maps))})
+            ensure_cached(Path(folder), {key: partial(IndexMaps, **vars(maps))})
         with measured("each other rank: open the pair and the maps"):
             IndexedDataset(prefix, digest)
-            load(Path(folder), [key]).maps(key, IndexMaps)
+            load_cached(Path(folder), [key]).maps(key, IndexMaps)
 
 
 def blend(sets: int, samples: int) -> None:

@@ -22,8 +22,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.evaluation.operations import Operations  # noqa: E402
-from megatron.evaluation.progress import Progress  # noqa: E402
+from megatron.evaluation.model_operations import ModelOperations  # noqa: E402
+from megatron.evaluation.progress import EvaluationProgress  # noqa: E402
 from megatron.generation import load_model  # noqa: E402
 from megatron.generation.from_huggingface import hf_model_keys  # noqa: E402
 from megatron.launch import process_info  # noqa: E402
@@ -98,8 +98,8 @@ def ours(folder: str, batch: str) -> Any:
     size = batch if batch == "auto" else int(batch)
     args = NeoXArgs.from_dict({**hf_model_keys(folder), "eval_batch_size": size}).for_world(1)
     model = load_model(args, init_model_parallel(args, process, QUIET), build_tokenizer(args), QUIET)
-    known = Operations(model).names()
-    return NeoXLM(model, lambda name, *arguments: known[name](*arguments), Progress(QUIET))
+    known = ModelOperations(model).names()
+    return NeoXLM(model, lambda name, *arguments: known[name](*arguments), EvaluationProgress(QUIET))
 
 
 def theirs(folder: str, batch: str, model: Any) -> Any:

@@ -113,7 +113,7 @@ def run_sorted(model: Any, jobs: Sequence[Job], rows: int) -> list[list[int]]:
 def run_ours(model: Model, jobs: Sequence[Job], rows: int) -> list[list[int]]:
     batcher = Batcher(model, maximum_rows=rows)
     for prompt, tokens in jobs:
-        batcher.add(Request(prompt, maximum_tokens=tokens, ends=()))
+        batcher.add(Request(prompt, maximum_tokens=tokens, stop_token_ids=()))
     texts: list[list[int]] = [[] for _ in jobs]
     while batcher.busy:
         for event in batcher.step():

@@ -196,11 +196,12 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
         training.close()
     assert training.datasets.train is not None
     samples: list[Any] = [training.datasets.train[i] for i in range(training.progress.consumed_samples)]
-    tokens = sum(int((row >= 0).sum()) for sample in samples for row in sample.numbers)
-    places = sum(row.size for sample in samples for row in sample.numbers)
+    tokens = sum(int((row >= 0).sum()) for sample in samples for row in sample.response_ids)
+    places = sum(row.size for sample in samples for row in sample.response_ids)
+    pairs = sum(len(sample.preference_labels) for sample in samples) // 2
     scores = read_scores(next((folder / "references").iterdir()))["sum"]
     return Turn(
-        seconds, taken[0], sum(len(sample.signs) for sample in samples) // 2, len(losses), tokens, 1 - tokens / places,
+        seconds, taken[0], pairs, len(losses), tokens, 1 - tokens / places,
         float(losses[0].loss), float(losses[-1].loss), float(scores.mean()),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
     from megatron.generation import Completion
-    from megatron.generation.chat_client import Asked
+    from megatron.generation.chat_model import ChatModel
     from megatron.generation.prompts.questions import Question
 
 
@@ -85,7 +85,7 @@ def shown(question: str, names: Sequence[str], answers: Sequence[str], width: in
     return f"> {question}\n{head}\n{rule}-+-{rule}\n{texts}\n"
 
 
-def as_json(question: "Question", models: "Sequence[Asked]", answers: "Sequence[Completion]") -> str:
+def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Sequence[Completion]") -> str:
     """The same for a program."""
     told = [
         {"model": model.name, "answer": one.text, "tokens": len(one.tokens), "finished": one.finished}
@@ -98,8 +98,8 @@ def run(options: argparse.Namespace) -> None:
     """Answer what was given, else what is typed."""
     from torch.distributed import destroy_process_group
 
-    from megatron.generation import Sampling
-    from megatron.generation.chat_client import load_asked
+    from megatron.generation import SamplingParams
+    from megatron.generation.chat_model import load_chat_model
     from megatron.generation.prompts.questions import ask, read_questions, read_text
     from megatron.launch import process_info
 
@@ -111,11 +111,11 @@ def run(options: argparse.Namespace) -> None:
     logger.setLevel(logging.WARNING)
     names = [(options.model, options.iteration), (options.compare, None)]
     models = [
-        load_asked(name, process_info({}), logger, iteration=iteration, chat_template=options.chat_template,
+        load_chat_model(name, process_info({}), logger, iteration=iteration, chat_template=options.chat_template,
                    precision=options.precision)
         for name, iteration in names if name is not None
     ]  # fmt: skip
-    sampling = Sampling(options.temperature, top_p=options.top_p)
+    sampling = SamplingParams(options.temperature, top_p=options.top_p)
     width = shutil.get_terminal_size((120, 40)).columns
 
     def tell(questions: "Sequence[Question]") -> None:

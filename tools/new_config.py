@@ -86,14 +86,14 @@ def write(options: argparse.Namespace) -> Path:
         raise ConfigError([f"--variant {options.variant}: becomes part of names; use letters, digits and _ . + -"])
     if target.exists() and not options.force:
         raise ConfigError([f"{target}: is there already; give --force, or another --variant"])
-    from megatron.checkpointing import CheckpointError, export_args, find_checkpoint, step_of
-    from megatron.checkpointing.files import replace_file
+    from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, step_of
     from megatron.checkpointing.layout import LATEST
+    from megatron.checkpointing.tensor_files import replace_file
 
     if options.source.is_dir() and not (options.source / LATEST).is_file():
         raise CheckpointError(f"{options.source}: no file `{LATEST}`; write the name of a global_stepN there into it")
     checkpoint = find_checkpoint(options.source)
-    args, _ = export_args(checkpoint)
+    args, _ = load_checkpoint_args(checkpoint)
     new = {
         **sft_keys(args, read_files([RECIPE]).values, options.data),
         "load": str(options.source.resolve()),

@@ -17,14 +17,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data import (  # noqa: E402
-    EncodeJob,
     IndexedDataset,
     fingerprint,
-    preprocess,
     split_boundaries,
     unigram_entropy,
 )
 from megatron.data.files import sha256, temporary  # noqa: E402
+from megatron.data.preprocessing import EncodeJob, preprocess  # noqa: E402
 from megatron.tokenizer import make_tokenizer  # noqa: E402
 from megatron.tokenizer.train_tokenizer import read_texts, train_tokenizer  # noqa: E402
 

@@ -70,7 +70,7 @@ class TrainingRun(Protocol):
         """Tokens of the training data read so far, by all ranks."""
 
     @property
-    def carried_files(self) -> Mapping[str, bytes]:
+    def companion_files(self) -> Mapping[str, bytes]:
         """Files that came with an imported model and go out with it again, by name."""
 
     def pause(self) -> AbstractContextManager[None]:

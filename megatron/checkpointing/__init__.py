@@ -3,19 +3,8 @@
 Nothing here talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
 """
 
-from megatron.checkpointing.changes import Change, responsible, told
-from megatron.checkpointing.configuration import export_args
+from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
 from megatron.checkpointing.errors import CheckpointError, DamagedError, NonFiniteStateError
-from megatron.checkpointing.files import (
-    FileRecord,
-    load_tensors,
-    open_own,
-    readable_size,
-    replace_file,
-    save_tensors,
-    write_bytes,
-)
-from megatron.checkpointing.finite import check_finite, verify_finite
 from megatron.checkpointing.layout import (
     find_checkpoint,
     layer_file,
@@ -28,8 +17,8 @@ from megatron.checkpointing.layout import (
     zero_file,
 )
 from megatron.checkpointing.manifest import (
-    Layout,
     Manifest,
+    ParallelLayout,
     check_model,
     config_key,
     model_keys,
@@ -38,33 +27,44 @@ from megatron.checkpointing.manifest import (
     verify,
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
+from megatron.checkpointing.nonfinite import check_finite, verify_finite
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
-from megatron.checkpointing.publish import begin, publish
+from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.resharding import reshard
 from megatron.checkpointing.retention import EPHEMERAL, Retention
 from megatron.checkpointing.rng import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.weights import SourceFacts, describe_files, load_weights, local_layer_state
+from megatron.checkpointing.saved_config import load_checkpoint_args
+from megatron.checkpointing.tensor_files import (
+    FileRecord,
+    load_tensors,
+    open_lock_file,
+    readable_size,
+    replace_file,
+    save_tensors,
+    write_bytes,
+)
+from megatron.checkpointing.weights import CheckpointDescription, describe_layout, load_weights, local_layer_state
 
 __all__ = [
-    "Change",
+    "ConfigChange",
     "CheckpointError",
     "DamagedError",
     "EPHEMERAL",
     "FileRecord",
-    "Layout",
+    "ParallelLayout",
     "MASTER",
     "Manifest",
     "NeoXOptimizer",
     "NonFiniteStateError",
     "OptimizerFiles",
     "Retention",
-    "SourceFacts",
-    "begin",
+    "CheckpointDescription",
+    "begin_checkpoint",
     "check_finite",
     "check_model",
     "config_key",
-    "describe_files",
-    "export_args",
+    "describe_layout",
+    "load_checkpoint_args",
     "find_checkpoint",
     "layer_file",
     "list_checkpoints",
@@ -73,7 +73,7 @@ __all__ = [
     "local_layer_state",
     "model_file",
     "model_keys",
-    "open_own",
+    "open_lock_file",
     "optimizer_file",
     "publish",
     "read_latest",
@@ -81,7 +81,7 @@ __all__ = [
     "readable_size",
     "replace_file",
     "reshard",
-    "responsible",
+    "responsible_key",
     "restore_rng",
     "rng_state",
     "save_tensors",
@@ -89,7 +89,7 @@ __all__ = [
     "seed_generators",
     "step_of",
     "step_tag",
-    "told",
+    "describe_changes",
     "verify",
     "verify_finite",
     "write_bytes",

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import layout as names
-from megatron.checkpointing.configuration import export_args
+from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
-from megatron.checkpointing.publish import begin_in, publish
+from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.saved_config import load_checkpoint_args
+from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors, write_bytes
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
@@ -34,26 +34,26 @@ def average(
     if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
         raise CheckpointError("a mean is of two checkpoints at least, each given once")
     last = paths[-1]
-    manifest, args = _manifest(last), export_args(last)[0]
-    final = save / names.step_tag(manifest.iteration)
+    manifest, args = _manifest(last), load_checkpoint_args(last)[0]
+    final = save / layout.step_tag(manifest.iteration)
     if final.exists():
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     for path in paths:
         found = _manifest(path)
         check_model(found.model, args, str(path))
-        verify(path, [name for name in found.files if not names.is_state(name)])
+        verify(path, [name for name in found.files if not layout.is_optimizer_file(name)])
     specs, cut = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
-    needed = sum(record.size for name, record in manifest.files.items() if not names.is_state(name))
-    temporary = begin_in(save, manifest.iteration, needed)
+    needed = sum(record.size for name, record in manifest.files.items() if not layout.is_optimizer_file(name))
+    temporary = begin_checkpoint_if_space(save, manifest.iteration, needed)
     try:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             mean = _mean(paths, args, layer)
             records += save_layer(temporary, layer, mean, cut)
             del mean
-        for _, file in sorted(names.model_files(last).items()):
+        for _, file in sorted(layout.model_files(last).items()):
             own = {**load_tensors(file), "module": None, "optimizer": None}
-            own.pop(names.LOGITS, None)  # of one checkpoint, not of the mean
+            own.pop(layout.LOGITS, None)  # of one checkpoint, not of the mean
             records.append(save_tensors(own, temporary / file.name))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ def model_files(path: str | Path) -> dict[int, Path]:
     return {int(m[1]): p for m, p in found if m}
 
 
-def is_state(name: str) -> bool:
+def is_optimizer_file(name: str) -> bool:
     """Whether a file holds the optimizer's state alone."""
     return re.match(r"optim_|(bf16_)?zero_", name) is not None
 

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing.changes import Change, responsible, told
+from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.files import FileRecord, describe_tensors, load_tensors
 from megatron.checkpointing.layout import model_file
+from megatron.checkpointing.tensor_files import FileRecord, describe_tensors, load_tensors
 from megatron.data.files import sha256
 from megatron.neox_arguments import NeoXArgs
 
@@ -37,7 +37,7 @@ _LATER = ("config", "optimizer", "validation_loss")  # fields that the first man
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How the run that wrote a checkpoint was laid out. precision: "fp32", "bf16" or "fp16"."""
 
     pipe: int
@@ -57,7 +57,7 @@ class Manifest:
     run_id: str
     iteration: int
     consumed_samples: int
-    layout: Layout
+    layout: ParallelLayout
     model: Mapping[str, Any]
     seed: int
     tokenizer: str | None
@@ -91,7 +91,7 @@ class Manifest:
                 )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
                 raise DamagedError(f"{where}: damaged (its own checksum); load another `iteration`")
-            raw["layout"] = Layout(**raw["layout"])
+            raw["layout"] = ParallelLayout(**raw["layout"])
             raw["files"] = {
                 name: FileRecord(name, int(r["size"]), str(r["sha256"]), dict(r.get("tensors", {})))
                 for name, r in raw["files"].items()
@@ -180,7 +180,7 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
 
 def config_key(name: str, args: NeoXArgs) -> str:
     """The key that an entry of `model_keys` comes from."""
-    return responsible(_MADE_OF.get(name, (name,)), args, {})
+    return responsible_key(_MADE_OF.get(name, (name,)), args, {})
 
 
 def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
@@ -190,9 +190,9 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
     """
     now = model_keys(args)
     wrong = [
-        Change(config_key(key, args), now[key], saved[key])
+        ConfigChange(config_key(key, args), now[key], saved[key])
         for key in _MODEL_KEYS
         if key in saved and saved[key] != now[key]
     ]
     if wrong:
-        raise CheckpointError(f"{told(wrong, args, f'the model of {where}')}; change the config or `load`")
+        raise CheckpointError(f"{describe_changes(wrong, args, f'the model of {where}')}; change the config or `load`")

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import load_tensors
-from megatron.checkpointing.names import GENERATIONS, has_old_rows, to_our_names
 from megatron.checkpointing.optimizer_files import MASTER, State
-from megatron.checkpointing.weights import describe_source
+from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, to_our_names
+from megatron.checkpointing.tensor_files import load_tensors
+from megatron.checkpointing.weights import describe_checkpoint
 from megatron.model.weight_map import attention_of, layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
@@ -46,7 +46,7 @@ class NeoXOptimizer:
 
     def __init__(self, path: str | Path, args: NeoXArgs) -> None:
         self.path, self.args = Path(path), args
-        self._specs, self._facts = layer_params(args), describe_source(self.path)
+        self._specs, self._facts = layer_params(args), describe_checkpoint(self.path)
         self._check_kind()
         self.tensor_size = self._facts.tensor_size
         self._ranks = _groups_of(self.path)
@@ -56,7 +56,7 @@ class NeoXOptimizer:
 
     def _check_kind(self) -> None:
         kinds = {
-            GENERATIONS["te"]: self._facts.names == GENERATIONS["te"],
+            WEIGHT_NAMINGS["te"]: self._facts.names == WEIGHT_NAMINGS["te"],
             "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
         for unknown in (words for words, found in kinds.items() if found):
@@ -141,12 +141,12 @@ def _groups_of(path: Path) -> list[_Groups]:
             zero.setdefault(int(match[3]), {})[int(match[2])] = file
     models = layout.model_files(path)
     if not zero:
-        return [_Tensors(load_tensors(models[rank]).get("optimizer"), str(models[rank])) for rank in sorted(models)]
+        return [_PlainState(load_tensors(models[rank]).get("optimizer"), str(models[rank])) for rank in sorted(models)]
     for rank in sorted(models):
         ranks = zero.get(rank, {})
         if sorted(ranks) != list(range(len(ranks))) or len(ranks) != len(zero[min(zero)]):
             raise CheckpointError(f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}")
-    return [_Flat([zero[rank][data] for data in sorted(zero[rank])]) for rank in sorted(models)]
+    return [_FlatZeroState([zero[rank][data] for data in sorted(zero[rank])]) for rank in sorted(models)]
 
 
 def _steps(states: Iterable[Mapping[str, Any]]) -> float:
@@ -161,7 +161,7 @@ def _moments(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     return {key: state[key] for key in _MOMENTS}
 
 
-class _Tensors:
+class _PlainState:
     """Without ZeRO: parameters are numbered through all groups."""
 
     def __init__(self, saved: Any, where: str) -> None:
@@ -190,7 +190,7 @@ class _Tensors:
         return found
 
 
-class _Flat:
+class _FlatZeroState:
     """ZeRO 1 and 2, and bf16: vectors of each group, cut over data ranks, the last with padding at its end."""
 
     def __init__(self, files: Sequence[Path]) -> None:

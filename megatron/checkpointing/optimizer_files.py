@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import load_tensors
 from megatron.checkpointing.layout import optimizer_file, optimizer_files
+from megatron.checkpointing.tensor_files import load_tensors
 from megatron.mpu import ParamSpec, shard, unshard
 
 MASTER = "master"

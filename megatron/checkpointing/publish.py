@@ -1,7 +1,8 @@
 """A checkpoint appears whole or not at all: written under a temporary name, synced, renamed, `latest` last.
 
-Rank 0 calls `begin` and, when all ranks have written, `publish`. A crash at any point leaves the earlier checkpoints
-and `latest` as they were; what is unfinished begins with a dot and is removed by the next `begin`.
+Rank 0 calls `begin_checkpoint` and, when all ranks have written, `publish`. A crash at any point leaves the
+earlier checkpoints and `latest` as they were; names of unfinished folders begin with a dot, and the next
+`begin_checkpoint` removes them.
 """
 
 import os
@@ -12,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import need_free, replace_file, write_bytes
 from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, size_problems
-from megatron.checkpointing.remote import Store
-from megatron.checkpointing.retention import Retention, superseded
+from megatron.checkpointing.object_store import ObjectStore
+from megatron.checkpointing.retention import Retention, checkpoints_to_delete
+from megatron.checkpointing.tensor_files import need_free, replace_file, write_bytes
 from megatron.data.files import sync
 from megatron.process import say
 
 
-def begin(save: str | Path, iteration: int) -> Path:
+def begin_checkpoint(save: str | Path, iteration: int) -> Path:
     """An empty temporary directory for the files of `iteration`; leftovers of interrupted saves are cleared."""
     save = Path(save)
     save.mkdir(parents=True, exist_ok=True)
@@ -35,13 +36,17 @@ def begin(save: str | Path, iteration: int) -> Path:
     return temporary
 
 
-def begin_in(save: Path, iteration: int, needed: int, check_free: Callable[[Path, int], None] = need_free) -> Path:
-    """`begin`, where `needed` bytes are free. check_free: raises CheckpointError where they are not, as this does for a
-    folder that cannot be written."""
+def begin_checkpoint_if_space(
+    save: Path, iteration: int, needed: int, check_free: Callable[[Path, int], None] = need_free
+) -> Path:
+    """`begin_checkpoint`, once it is known that `needed` bytes are free.
+
+    check_free: raises CheckpointError where they are not. Raises CheckpointError for a folder that cannot be written.
+    """
     try:
         save.mkdir(parents=True, exist_ok=True)
         check_free(save, needed)
-        return begin(save, iteration)
+        return begin_checkpoint(save, iteration)
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
 
@@ -78,10 +83,10 @@ def publish(
     manifest: Manifest,
     configs: Mapping[str, str],
     keep: Retention = Retention(),  # noqa: B008 (frozen)
-    store: Store | None = None,
+    store: ObjectStore | None = None,
     say: Callable[[str], None] = say,
 ) -> Path:
-    """Turn what `begin` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
+    """Turn what `begin_checkpoint` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
 
     manifest.files: records of everything the ranks wrote; configs: file name -> raw text of each config.
     keep: which older checkpoints are deleted, never the new one. store: where the ranks have sent their files; `save`
@@ -121,7 +126,7 @@ def publish(
     if aside.is_symlink() or aside.exists():
         _forget(aside, None, say)
     try:
-        old = superseded(save, final, keep)
+        old = checkpoints_to_delete(save, final, keep)
     except (OSError, CheckpointError) as problem:  # it reads the manifests of older ones
         say(f"{problem}; no older checkpoint was deleted")
         return final
@@ -133,7 +138,7 @@ def publish(
     return final
 
 
-def _forget(path: Path, store: Store | None, say: Callable[[str], None]) -> None:
+def _forget(path: Path, store: ObjectStore | None, say: Callable[[str], None]) -> None:
     try:
         if store is not None:
             store.remove(path.name)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import layout as names
+from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors, write_bytes
-from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest, verify
-from megatron.checkpointing.names import to_file_names
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, verify
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import OptimizerFiles
-from megatron.checkpointing.publish import begin_in, publish
-from megatron.checkpointing.weights import describe_source, gather_layers, load_weights, save_layer
+from megatron.checkpointing.parameter_names import to_file_names
+from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.weights import describe_checkpoint, gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
@@ -35,7 +35,7 @@ def reshard(
     source: str | Path,
     save: str | Path,
     args: NeoXArgs,
-    to: Layout,
+    to: ParallelLayout,
     *,
     optimizer: bool = True,
     sequential: bool = False,
@@ -52,7 +52,7 @@ def reshard(
     """
     source, save = Path(source), Path(save)
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
-    final = save / names.step_tag(names.step_of(source))
+    final = save / layout.step_tag(layout.step_of(source))
     manifest = verify(source)
     ours = manifest or _first_manifest(source, args, optimizer)
     to = replace(to, precision=ours.layout.precision)
@@ -69,13 +69,13 @@ def reshard(
     if final.exists():
         there = read_manifest(final)
         same = there is not None and (there.layout, there.run_id, there.optimizer) == (to, ours.run_id, with_state)
-        if same and describe_source(final).block == asked and bool(names.layer_files(final)) != sequential:
+        if same and describe_checkpoint(final).block == asked and bool(layout.layer_files(final)) != sequential:
             verify(final)
             return final
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     _check_sizes(specs, to.tensor)
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
-    temporary = begin_in(save, names.step_of(source), size * (2 if sequential else 1))
+    temporary = begin_checkpoint_if_space(save, layout.step_of(source), size * (2 if sequential else 1))
     records: list[FileRecord] = []
     for layer in each(sorted(specs), len(specs)):
         weights = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
@@ -106,25 +106,25 @@ def reshard(
 def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
     """For a checkpoint of GPT-NeoX: with the optimizer's state a run goes on from it; weights alone are as those of an
     import, from which a run starts at its iteration 0."""
-    facts = describe_source(source)
+    facts = describe_checkpoint(source)
     dtypes = facts.dtypes
     if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({told})")
     given = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
     return Manifest(
-        run_id=f"GPT-NeoX {source.resolve()}", iteration=names.step_of(source),
+        run_id=f"GPT-NeoX {source.resolve()}", iteration=layout.step_of(source),
         consumed_samples=_samples(source, args) if optimizer else 0, seed=args.seed if optimizer else 0,
-        layout=Layout(1, 1, facts.tensor_size, 0, PRECISIONS[min(dtypes, key=str)], 1), model={}, tokenizer=None,
-        data={}, versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
-        config=given, optimizer=optimizer,
+        layout=ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[min(dtypes, key=str)], 1), model={},
+        tokenizer=None, data={}, versions={"torch": version("torch")},
+        created=datetime.now(UTC).isoformat(timespec="seconds"), config=given, optimizer=optimizer,
     )  # fmt: skip
 
 
 def _samples(source: Path, args: NeoXArgs) -> int:
     """That GPT-NeoX had trained on."""
-    state = load_tensors(names.model_files(source)[0])
-    return int(state.get("global_samples") or names.step_of(source) * (args.train_batch_size or 0))
+    state = load_tensors(layout.model_files(source)[0])
+    return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
 
 
 def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
@@ -161,19 +161,19 @@ def _reshard_state(
             }
             for spec in own
         }
-        records.append(save_tensors(cut, temporary / names.optimizer_file(layer, rank)))
+        records.append(save_tensors(cut, temporary / layout.optimizer_file(layer, rank)))
     return records
 
 
 def _model_states(
-    source: Path, to: Layout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
+    source: Path, to: ParallelLayout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
     """Counters, schedule and random states of the first rank for every rank; logits of the last stage cut anew."""
-    states = [load_tensors(file) for _, file in sorted(names.model_files(source).items())]
+    states = [load_tensors(file) for _, file in sorted(layout.model_files(source).items())]
     first: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **more}
     if isinstance(first.get("args"), dict):
         first["args"] = {**first["args"], "model_parallel_size": to.tensor}
-    parts = [found[names.LOGITS] for found in states if found.get(names.LOGITS) is not None]
+    parts = [found[layout.LOGITS] for found in states if found.get(layout.LOGITS) is not None]
     parts = parts[-manifest.layout.tensor :]
     cut = torch.cat(parts, dim=-1).chunk(to.tensor, dim=-1) if parts else ()
     made = []
@@ -181,7 +181,7 @@ def _model_states(
         for rank in range(to.tensor):
             state = dict(first)
             if cut:
-                state[names.LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
+                state[layout.LOGITS] = cut[rank].clone() if pipe == to.pipe - 1 else None
             made.append(state)
     return made
 
@@ -201,9 +201,9 @@ def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequentia
     records = []
     for rank, state in enumerate(states):
         module = gather_layers(path, rank) if sequential else None
-        records.append(save_tensors({**state, "module": module}, path / names.model_file(rank)))
+        records.append(save_tensors({**state, "module": module}, path / layout.model_file(rank)))
     if sequential:
-        for file in names.layer_files(path).values():
+        for file in layout.layer_files(path).values():
             file.unlink()
     return records
 

@@ -19,7 +19,7 @@ class Retention:
     best: int | None = None
 
 
-def superseded(save: Path, newest: Path, keep: Retention) -> list[Path]:
+def checkpoints_to_delete(save: Path, newest: Path, keep: Retention) -> list[Path]:
     """Checkpoints to delete now that `newest` is there; never that one."""
     # By age, not by step: after a restart the earlier run's steps may be higher than the new one's.
     others = sorted((p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns)

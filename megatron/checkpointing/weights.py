@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import FileRecord, load_tensors, save_tensors
 from megatron.checkpointing.manifest import MANIFEST
-from megatron.checkpointing.names import generation, has_old_rows, our_name, to_file_names, to_our_names
+from megatron.checkpointing.parameter_names import generation, has_old_rows, our_name, to_file_names, to_our_names
+from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors
 from megatron.model.weight_map import attention_of, layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
@@ -95,7 +95,7 @@ def _source(path: Path) -> _Source:
 
 
 @dataclass(frozen=True)
-class SourceFacts:
+class CheckpointDescription:
     """layout and names in words; block: names of the first block; tensor_size: ranks that wrote it; dtypes: of all
     weights; vocab_rows: of the embedding, of all ranks together; ffn_size: None where no file says it."""
 
@@ -108,7 +108,7 @@ class SourceFacts:
     ffn_size: int | None
 
 
-def describe_source(path: str | Path) -> SourceFacts:
+def describe_checkpoint(path: str | Path) -> CheckpointDescription:
     """What the files of a checkpoint directory say without a configuration. Raises CheckpointError."""
     source = _source(Path(path))
     layout_name = "layer files (pipeline)" if source.whole is None else "mp_rank files (no pipeline)"
@@ -120,12 +120,13 @@ def describe_source(path: str | Path) -> SourceFacts:
     down = "mlp.linear2.weight"
     ffn = next((t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None)
     rows = embedding.shape[0] * source.tensor_size
-    return SourceFacts(layout_name, generation(block), frozenset(block), source.tensor_size, dtypes, rows, ffn)
+    names = generation(block)
+    return CheckpointDescription(layout_name, names, frozenset(block), source.tensor_size, dtypes, rows, ffn)
 
 
-def describe_files(path: str | Path, args: NeoXArgs) -> str:
+def describe_layout(path: str | Path, args: NeoXArgs) -> str:
     """Layout, names and order of rows of a checkpoint directory, in words. Raises CheckpointError."""
-    facts = describe_source(path)
+    facts = describe_checkpoint(path)
     words = f"{facts.layout}, {facts.tensor_size} tensor ranks, names {facts.names}"
     grouped = [a for a in (attention_of(args, n + 2) for n in range(args.num_layers)) if a and a.kv_heads < a.heads]
     if not grouped:

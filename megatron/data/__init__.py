@@ -1,81 +1,70 @@
-"""Data room: `.bin/.idx` files, their index maps and sets, text preprocessing (numpy), and the Batch the model reads.
+"""What training reads: `.bin/.idx` files, their index maps, the sets of a run, and the Batch that the model reads.
 
-The names that need torch (Batch, collate, loaders) are imported on first use: the tools start without torch.
+`preprocessing/` makes these files from raw text and `inspection/` looks at them: training imports neither.
+The names that need torch (Batch, the loaders) are imported on first use, so that tools start without torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 from megatron.data.blending import build_blend
+from megatron.data.build import build_datasets, epoch_iterations
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
-from megatron.data.datasets import (
-    Datasets,
-    SampleSet,
-    build_datasets,
-    epoch_iterations,
-    holds_answers,
-    rows_per_sample,
-    split_boundaries,
-    unigram_entropy,
-)
+from megatron.data.datasets import Datasets, SampleSet
 from megatron.data.errors import DataError
-from megatron.data.identity import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
-from megatron.data.index_maps import Begun, build_packed
+from megatron.data.fingerprints import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
+from megatron.data.index_maps import DataState, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.data.notes import data_notes
+from megatron.data.log_lines import data_log_lines
 from megatron.data.npy_dataset import write_npy
-from megatron.data.preprocessing.documents import EncodeJob
-from megatron.data.preprocessing.jobs import Progress, Result, preprocess
+from megatron.data.set_config import rows_per_sample, split_boundaries, trains_preferences
 from megatron.data.storage import open_dataset
+from megatron.data.text_sets import unigram_entropy
 
 if TYPE_CHECKING:
     from megatron.data.batch import Batch
-    from megatron.data.loader import cause_of, collation, eval_batches, train_loader
+    from megatron.data.loader import collation, eval_batches, root_cause, train_loader
 
 
 __all__ = [
     "Batch",
-    "Begun",
     "DataError",
+    "DataState",
     "Datasets",
-    "EncodeJob",
     "IndexedDataset",
     "IndexedDatasetWriter",
-    "Progress",
-    "Result",
     "SampleSet",
     "build_blend",
     "build_datasets",
     "build_packed",
-    "cause_of",
     "check_curriculum",
     "collation",
     "data_fingerprint",
-    "data_notes",
+    "data_log_lines",
     "epoch_iterations",
     "eval_batches",
     "fingerprint",
     "has_curriculum",
-    "holds_answers",
     "open_dataset",
     "order_keys",
     "order_sha256",
     "path_key",
-    "preprocess",
+    "root_cause",
     "row_length",
     "rows_per_sample",
     "split_boundaries",
     "step_length",
     "train_loader",
+    "trains_preferences",
     "unigram_entropy",
     "write_npy",
 ]
 
 _NEED_TORCH = {
     "Batch": "batch",
-    "cause_of": "loader",
     "collation": "loader",
     "eval_batches": "loader",
+    "root_cause": "loader",
     "train_loader": "loader",
 }
 

@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.gpt2_dataset import Sample
-from megatron.data.preferences.answers_dataset import Answers
-from megatron.data.preferences.kto import rotated
+from megatron.data.packed_dataset import TokenSample
+from megatron.data.preferences.kto import rotate_responses
+from megatron.data.preferences.preference_dataset import PreferenceSample
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One micro-batch: integer tensors of fixed sizes.
 
-    Preferences add answers, numbered from 0 over the micro-batch: a pair is answers 2p (chosen) and 2p + 1 (rejected)
-    and is never cut over micro-batches; KTO's examples are one answer each. An answer's score is the sum over its
-    weighted places.
+    Preference training adds responses, numbered from 0 over the micro-batch. A pair is responses 2p (chosen) and
+    2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score of a
+    response is the sum of log-probabilities over its places whose loss weight is 1.
+    preference_labels: of pairs 1, and 0 for padding; of KTO's examples their weight, negative for undesirable ones.
     """
 
     tokens: Tensor  # [batch, seq] int64
@@ -29,19 +30,19 @@ class Batch:
     cu_seqlens: Tensor | None = None  # [batch, seq + 1] int32, document starts, then seq; None: one document a row
     rewards: Tensor | None = None  # [batch] float32, of each row's document
     seed: int = 0  # of this micro-batch's dropout
-    answers: Tensor | None = None  # [batch, seq] int64: whose answer a place belongs to, prompt included; -1: nobody's
-    signs: Tensor | None = None  # [n] float32. Pairs: 1, padding 0. KTO: the example's weight, below 0 for a bad one
-    reference: Tensor | None = None  # [n] float32, the reference model's score of each answer; None: not (yet) known
-    kl: "Batch | None" = None  # KTO: answers to other prompts, scored without gradients; all of them count in its KL
-    anchor: Tensor | None = None  # [n] float32, filled by `Objective.couple`
+    response_ids: Tensor | None = None  # [batch, seq] int64: response of each place, prompt included; -1: none's
+    preference_labels: Tensor | None = None  # [n] float32, of each response, see above
+    reference_logprobs: Tensor | None = None  # [n] float32, sum of each response; None: not (yet) known
+    kl_batch: "Batch | None" = None  # KTO: mismatched responses, scored without gradients; all count in its KL
+    baseline: Tensor | None = None  # [n] float32, subtracted from each response's score; the objective fills it
     padding: int = 0  # places that hold no document
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
-        if self.kl is not None:
-            changed["kl"] = self.kl.map(function)
+        if self.kl_batch is not None:
+            changed["kl_batch"] = self.kl_batch.map(function)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
@@ -98,7 +99,7 @@ def collate(
 
 
 def collate_samples(
-    samples: Sequence[Sample], length: int | None = None, *, eod: int | None = None, **options: Any
+    samples: Sequence[TokenSample], length: int | None = None, *, eod: int | None = None, **options: Any
 ) -> Batch:
     """`collate` of a dataset's samples, of each the first `length` tokens (None: all).
 
@@ -120,8 +121,8 @@ def collate_samples(
     return replace(batch, padding=padding)
 
 
-def collate_answers(
-    items: Sequence[Answers],
+def collate_preferences(
+    items: Sequence[PreferenceSample],
     length: int | None = None,
     *,
     packed: bool,
@@ -132,28 +133,28 @@ def collate_answers(
     """A batch of preferences: the rows of every sample, one after another, and their answers numbered on.
 
     packed: rows hold several documents, which attention and positions keep apart. rotate: `kl` comes of the samples
-    themselves (`kto.rotated`).
+    themselves (`kto.rotate_responses`).
     """
     if length is not None:
         raise ValueError("answers are not cut to the lengths of a curriculum")
     if rotate:
-        items = rotated(items, max_length)
+        items = rotate_responses(items, max_length)
     rows = [row for item in items for row in item.rows]
     batch = collate_samples(rows, reset_attention_mask=packed, reset_position_ids=packed, seed=seed)
-    before = np.cumsum([0] + [len(item.signs) for item in items]).tolist()
+    before = np.cumsum([0] + [len(item.preference_labels) for item in items]).tolist()
     numbers = [
         np.where(row >= 0, row + offset, -1)
         for item, offset in zip(items, before, strict=False)
-        for row in item.numbers
+        for row in item.response_ids
     ]
-    references = [item.reference for item in items if item.reference is not None]
-    kl = [item.kl for item in items if item.kl is not None]
+    references = [item.reference_logprobs for item in items if item.reference_logprobs is not None]
+    kl = [item.kl_sample for item in items if item.kl_sample is not None]
     return replace(
         batch,
-        answers=torch.from_numpy(np.stack(numbers)[:, :-1].copy()),
-        signs=torch.from_numpy(np.concatenate([item.signs for item in items])),
-        reference=torch.from_numpy(np.concatenate(references)) if references else None,
-        kl=collate_answers(kl, packed=packed, seed=seed) if kl else None,
+        response_ids=torch.from_numpy(np.stack(numbers)[:, :-1].copy()),
+        preference_labels=torch.from_numpy(np.concatenate([item.preference_labels for item in items])),
+        reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
+        kl_batch=collate_preferences(kl, packed=packed, seed=seed) if kl else None,
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.cache import CacheKey
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset, Sample
-from megatron.data.preferences.answers_dataset import AnswerDataset
+from megatron.data.index_cache import CacheKey
+from megatron.data.packed_dataset import PackedDataset, TokenSample
+from megatron.data.preferences.preference_dataset import PreferenceDataset
 
 LANES = 1024
 LANE_LENGTH = 4096
@@ -54,7 +54,7 @@ class BlendKey(BlendingKey):
 
 
 @dataclass(frozen=True)
-class OnceKey(BlendingKey):
+class OnePassKey(BlendingKey):
     """All that decides the maps of a blend of each sample once, in the proportion of the weights while all sets last; a
     set that has given its samples is left out of what follows."""
 
@@ -63,7 +63,7 @@ class OnceKey(BlendingKey):
     once_version: int = 1
 
     def build(self) -> BlendMaps:
-        return spread(self.samples, normalized(self.weights))
+        return interleave(self.samples, normalized(self.weights))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class EpochKey(BlendingKey):
     epoch_version: int = 1
 
     def build(self) -> BlendMaps:
-        return spread(self.samples, np.asarray(self.samples, dtype=np.int64))
+        return interleave(self.samples, np.asarray(self.samples, dtype=np.int64))
 
 
 Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one after another
@@ -100,7 +100,7 @@ def normalized(weights: Sequence[float]) -> np.ndarray:
     return values / np.cumsum(values)[-1]
 
 
-def wanted_samples(weights: Sequence[float], num_samples: int) -> list[int]:
+def samples_per_member(weights: Sequence[float], num_samples: int) -> list[int]:
     """Samples to prepare of each set: 0.5 % more than its share, as in NeoX. No more than these are ever drawn."""
     return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights).tolist()]
 
@@ -125,7 +125,7 @@ def build_phases(phases: Phases) -> BlendMaps:
     return BlendMaps(np.concatenate(which), np.concatenate(number), drawn)
 
 
-def spread(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
+def interleave(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
     """Each sample of sets of so many samples once, in the order of (its number + 1/2) / the share of its set."""
     counts = np.asarray(samples, dtype=np.int64)
     numbers = np.concatenate([np.arange(count) for count in counts])
@@ -238,7 +238,7 @@ class BlendedDataset:
     Upstream starts a member again, with a warning, that has given all its samples; here that does not occur.
     """
 
-    def __init__(self, name: str, members: Sequence[PackedDataset | AnswerDataset], maps: BlendMaps):
+    def __init__(self, name: str, members: Sequence[PackedDataset | PreferenceDataset], maps: BlendMaps):
         self.name, self.members, self.maps = name, tuple(members), maps
         for member, drawn in zip(members, maps.drawn.tolist(), strict=True):
             if drawn > len(member):
@@ -268,7 +268,7 @@ class RepeatedDataset:
     def __len__(self) -> int:
         return self.epochs * len(self.dataset)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.dataset[index % len(self.dataset)]

@@ -38,7 +38,7 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def known_sha256(path: str | Path, folder: Path) -> str:
+def cached_sha256(path: str | Path, folder: Path) -> str:
     """`sha256`, kept in a note in `folder` for as long as the file's size, times and inode are what they were.
 
     Nothing is kept of a file that changed in the last seconds: it might change again without another time.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.data.cache import CacheKey
+from megatron.data.index_cache import CacheKey
 
 INT32_MAX = np.iinfo(np.int32).max
 UINT32_MAX = np.iinfo(np.uint32).max
@@ -68,24 +68,24 @@ class Packing:
         return sizes if self.truncate_documents is None else np.minimum(sizes, self.truncate_documents)
 
 
-LaidOut = Mapping[str, tuple[tuple[int, ...], ...]]
+SegmentEnds = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
-class Begun:
+class DataState:
     """How far a run is in its data, from its checkpoint: what keeps the order of its samples when it is extended.
 
-    laid_out: set name -> for each of its members where the stretches of its order end, in samples (see
+    segment_ends: set name -> for each of its members where the stretches of its order end, in samples (see
     `build_packed`); sets whose order only continues with more samples are not there. The default is a new run.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
-    laid_out: LaidOut = field(default_factory=dict)
+    segment_ends: SegmentEnds = field(default_factory=dict)
 
-    def stretches(self, name: str, member: int) -> tuple[int, ...]:
+    def segments(self, name: str, member: int) -> tuple[int, ...]:
         """Of a member of a set; () where it is not known, or was not there."""
-        members = self.laid_out.get(name, ())
+        members = self.segment_ends.get(name, ())
         return members[member] if member < len(members) else ()
 
 
@@ -115,7 +115,7 @@ def whole_windows(tokens_per_epoch: int, seq_length: int, num_samples: int) -> i
     return (epochs_for(tokens_per_epoch, seq_length, num_samples) * tokens_per_epoch - 1) // seq_length
 
 
-def stretches(before: Sequence[int], wanted: int, whole: Callable[[int], int]) -> tuple[int, ...]:
+def segment_ends(before: Sequence[int], wanted: int, whole: Callable[[int], int]) -> tuple[int, ...]:
     """Where the stretches of an order end, in samples: those of `before`, and one more where they are less than wanted.
 
     whole: so many samples are laid out for a number of them.
@@ -127,7 +127,7 @@ def stretches(before: Sequence[int], wanted: int, whole: Callable[[int], int]) -
     return tuple(ends)
 
 
-def stretch_generators(seed: int, count: int) -> list[np.random.RandomState]:
+def segment_generators(seed: int, count: int) -> list[np.random.RandomState]:
     """GPT-NeoX's generator, of the seed, for the first stretch of an order, and one of its own for each further."""
     return [np.random.RandomState(seed if number == 0 else [seed, number]) for number in range(count)]
 
@@ -150,7 +150,7 @@ def build_packed(
     tokens_per_epoch = int(sizes[first:last].sum(dtype=np.int64))
     epochs = [0, *(epochs_for(tokens_per_epoch, seq_length, count) for count in (*before, num_samples))]
     doc_idx = np.tile(np.arange(first, last, dtype=np.int32 if last <= INT32_MAX else np.int64), epochs[-1])
-    generators = stretch_generators(seed, len(epochs) - 1)
+    generators = segment_generators(seed, len(epochs) - 1)
     for random, begin, end in zip(generators, epochs, epochs[1:], strict=False):
         random.shuffle(doc_idx[begin * (last - first) : end * (last - first)])
     sample_idx = _sample_idx(sizes, doc_idx, epochs[-1] * tokens_per_epoch, seq_length)

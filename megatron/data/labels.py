@@ -53,10 +53,10 @@ def _check_documents(beside: IndexedDataset, text: IndexedDataset, what: str) ->
 
 def labelled(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
     """Which of documents [first, last) have a label among their tokens [begin, end), boolean."""
-    return first_labelled(labels, begin, first, last) < np.minimum(labels.sizes[first:last], end)
+    return first_labelled_token(labels, begin, first, last) < np.minimum(labels.sizes[first:last], end)
 
 
-def first_labelled(labels: IndexedDataset, begin: int = 1, first: int = 0, last: int | None = None) -> np.ndarray:
+def first_labelled_token(labels: IndexedDataset, begin: int = 1, first: int = 0, last: int | None = None) -> np.ndarray:
     """The first token, from number `begin` on, that has a label, of each of documents [first, last); the document's
     length where none has."""
     sizes = labels.sizes[first:last].astype(np.int64)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.data.batch import Batch, collate_answers, collate_samples, rechunk
-from megatron.data.datasets import SampleSet, holds_answers
+from megatron.data.batch import Batch, collate_preferences, collate_samples, rechunk
+from megatron.data.datasets import SampleSet
 from megatron.data.errors import DataError
-from megatron.data.identity import data_fingerprint
-from megatron.data.preferences.answers_dataset import Answers
+from megatron.data.fingerprints import data_fingerprint
+from megatron.data.preferences.preference_dataset import PreferenceSample
 from megatron.data.sampler import eval_slices, train_slices
+from megatron.data.set_config import trains_preferences
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -56,9 +57,9 @@ class _MicroBatches(Dataset):
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
     """How this configuration makes a Batch of samples, their length and a seed."""
-    if holds_answers(args):
+    if trains_preferences(args):
         return partial(
-            collate_answers,
+            collate_preferences,
             packed=args.pack_impl != "unpacked",
             rotate=args.kto_kl == "rotated",
             max_length=args.max_length,
@@ -134,7 +135,7 @@ def eval_batches(
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
         items: list[Any] = [dataset[index if index < n_samples else 0] for index in slots]
-        if isinstance(items[0], Answers):
+        if isinstance(items[0], PreferenceSample):
             pairs = zip(slots, items, strict=True)
             yield collate([item if index < n_samples else item.as_padding() for index, item in pairs])
             continue
@@ -153,7 +154,7 @@ def _with_lengths(
 _TRIES = 3  # of looking for what is wrong with the data, each of which the death of a worker may end
 
 
-def cause_of(problem: Exception, args: NeoXArgs) -> Exception:
+def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
     """The problem; or, where a worker has died, what is wrong with the data now: a file that is cut off while it is
     mapped ends whoever reads it. Torch, which raises in the middle of whatever is under way, advises more memory; who
     takes over a batch at that moment finds its end of a connection gone."""
@@ -193,4 +194,4 @@ def _ignore_signals(_worker: int) -> None:
     """Terminal and scheduler signals go to the whole process group; the main process decides when workers end."""
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would write of shared memory, see cause_of
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would write of shared memory, see root_cause

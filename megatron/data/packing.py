@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron.data.index_maps import UINT32_MAX, IndexMaps, Packing, build_packed, stretch_generators
+from megatron.data.index_maps import UINT32_MAX, IndexMaps, Packing, build_packed, segment_generators
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import labelled
 from megatron.neox_arguments import NeoXArgs
 
 
-def packing_of(args: NeoXArgs) -> Packing:
+def packing_from_args(args: NeoXArgs) -> Packing:
     """What the configuration says."""
     return Packing(
         args.pack_impl,
@@ -181,7 +181,7 @@ def _neox(
     """
     num_samples = ends[-1]
     shuffle_idx = np.arange(num_samples)
-    generators = stretch_generators(seed, len(ends))
+    generators = segment_generators(seed, len(ends))
     for generator, begin, end in zip(generators, (0, *ends), ends, strict=False):
         generator.shuffle(shuffle_idx[begin:end])
     random = generators[0]

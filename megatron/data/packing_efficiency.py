@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LOOKED_AT = 1 << 24  # labels that are counted at most
 
 
-def fullness_note(
+def packing_efficiency_line(
     name: str,
     indexed: IndexedDataset,
     maps: IndexMaps,

@@ -11,7 +11,7 @@ from megatron.data.labels import MASKED
 
 
 @dataclass(frozen=True, eq=False)
-class Slices:
+class DocumentSlices:
     """A part of a document for each of n documents, arrays [n]: of which source, of which document of it, from which
     token on, and how many."""
 
@@ -21,10 +21,10 @@ class Slices:
     count: np.ndarray
 
 
-class DocumentsView:
+class SlicedDocuments:
     """Reads like a set of documents; document d is `parts[0][d]`, then `parts[1][d]`, and so on, of `sources`."""
 
-    def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[Slices]):
+    def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[DocumentSlices]):
         self.sources, self.parts = tuple(sources), tuple(parts)
         self.sizes: np.ndarray = np.asarray(sum(part.count.astype(np.int64) for part in parts))
         self.data_file = sources[0].data_file
@@ -54,10 +54,10 @@ class DocumentsView:
         raise IndexError(f"document {index} of {self.data_file} ends before that token")
 
 
-class AfterPrompt:
+class PromptMaskedLabels:
     """Labels where none are given: the tokens themselves, masked up to where a document's first trained one is."""
 
-    def __init__(self, documents: DocumentsView, prompts: np.ndarray):
+    def __init__(self, documents: SlicedDocuments, prompts: np.ndarray):
         self.documents, self.prompts, self.data_file = documents, prompts, documents.data_file
 
     def get(self, index: int, offset: int, length: int) -> np.ndarray:

@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.huggingface import export_hf, is_hf
-from megatron.evaluation.catalogue import Catalogue
-from megatron.evaluation.harness import Evaluation, run_task
+from megatron.evaluation.harness import EvaluationResults, run_task
 from megatron.evaluation.quiet import quiet
+from megatron.evaluation.task_loading import LoadedTasks
 from megatron.model import Model
 from megatron.mpu import DTYPES
 
 
-def compare(model: Model, catalogue: Catalogue, ours: Evaluation, logger: logging.Logger) -> float:
+def compare(model: Model, loaded_tasks: LoadedTasks, ours: EvaluationResults, logger: logging.Logger) -> float:
     """Print both scores of every metric and their difference (of values above 1, as a share); the largest one. On rank
     0, alone.
 
     A checkpoint is exported into a temporary folder first. Raises CheckpointError for a model that no family of
     HuggingFace has.
     """
-    theirs = Evaluation()
+    theirs = EvaluationResults()
     begun = time.perf_counter()
     logger.info("the same tasks through lm-eval's hf backend")
     with _folder(model) as folder, quiet():
         reference = _reference(folder, model)
-        for tasks in (tasks for name, tasks in catalogue.tasks.items() if name not in ours.failures):
-            theirs.add(run_task(reference, tasks, catalogue, model.args, 0))
+        for tasks in (tasks for name, tasks in loaded_tasks.tasks.items() if name not in ours.failures):
+            theirs.add(run_task(reference, tasks, loaded_tasks, model.args, 0))
     largest = 0.0
     found, expected = ours.metrics(), theirs.metrics()
     lines = [f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}"]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.distributed.rank0_driver import Call, lead
-from megatron.evaluation.operations import GivenUp, Operations
-from megatron.evaluation.progress import WHAT, Progress
+from megatron.evaluation.model_operations import EvaluationCancelled, ModelOperations
+from megatron.evaluation.progress import WHAT, EvaluationProgress
 from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
@@ -24,8 +24,8 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron.evaluation.catalogue import Catalogue
     from megatron.evaluation.language_model import NeoXLM
+    from megatron.evaluation.task_loading import LoadedTasks
 
 RANDOM_SEED, NUMPY_SEED = 0, 1234  # lm-eval's
 # What `evaluate` of lm-eval gives for each task, by the names of tasks and groups.
@@ -36,7 +36,7 @@ _PARTS = (
 
 
 @dataclass
-class Evaluation:
+class EvaluationResults:
     """results: as lm-eval gives and writes them; failures: tasks that could not be run, and why."""
 
     results: dict[str, Any] = field(default_factory=dict)
@@ -59,80 +59,80 @@ class Evaluation:
         return found
 
 
-def load_catalogue(
+def load_tasks_on_rank0(
     args: NeoXArgs,
     groups: ParallelGroups,
     tokenizer: Tokenizer,
     logger: logging.Logger,
     on_beat: Callable[[], None] = lambda: None,
-) -> Catalogue | None:
+) -> LoadedTasks | None:
     """The tasks of `eval_tasks` on rank 0, None elsewhere; all ranks call it together, and wait without a time limit.
 
     Raises ConfigError on all of them for what is no task.
     """
 
-    def work(call: Call) -> Catalogue:
-        from megatron.evaluation.catalogue import find_tasks, warn_of_broken
+    def work(call: Call) -> LoadedTasks:
+        from megatron.evaluation.task_loading import load_tasks, warn_of_broken
 
         warn_of_broken(args, logger)
         with quiet(bars=sys.stderr.isatty()):
-            return find_tasks(args, tokenizer, logger.warning)
+            return load_tasks(args, tokenizer, logger.warning)
 
     return lead(groups, work, {}, on_beat=on_beat)
 
 
 def evaluate(
     model: Model,
-    catalogue: Catalogue | None,
+    loaded_tasks: LoadedTasks | None,
     logger: logging.Logger,
     *,
     identity: str | None = None,
     bootstrap: int = 0,
-    give_up: Callable[[], bool] = lambda: False,
+    should_cancel: Callable[[], bool] = lambda: False,
     on_beat: Callable[[], None] = lambda: None,
-) -> Evaluation | None:
-    """Run the tasks of rank 0's catalogue; the results there, None elsewhere. All ranks call it together.
+) -> EvaluationResults | None:
+    """Run the tasks of rank 0's loaded_tasks; the results there, None elsewhere. All ranks call it together.
 
     identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them; 0: no
-    standard errors at all. give_up: asked on rank 0 now and then; then there is no result. Raises ConfigError, on all
-    ranks, for the first task that fails with `eval_failures: stop`.
+    standard errors at all. should_cancel: asked on rank 0 before each part of the requests; once it is true there is
+    no result. Raises ConfigError, on all ranks, for the first task that fails with `eval_failures: stop`.
     """
 
-    def work(call: Call) -> Evaluation:
-        assert catalogue is not None
+    def work(call: Call) -> EvaluationResults:
+        assert loaded_tasks is not None
         _seed()
-        logger.info(f"{WHAT} on {len(catalogue.tasks)} tasks: {', '.join(catalogue.tasks)}")
-        with Progress(logger) as progress, quiet():
-            return _run(model, catalogue, call, logger, progress, identity, bootstrap, give_up)
+        logger.info(f"{WHAT} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
+        with EvaluationProgress(logger) as progress, quiet():
+            return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap, should_cancel)
 
     try:
-        return lead(model.groups, work, Operations(model).names(), on_beat=on_beat)
-    except GivenUp:
+        return lead(model.groups, work, ModelOperations(model).names(), on_beat=on_beat)
+    except EvaluationCancelled:
         return None
 
 
 def _run(
     model: Model,
-    catalogue: Catalogue,
+    loaded_tasks: LoadedTasks,
     call: Call,
     logger: logging.Logger,
-    progress: Progress,
+    progress: EvaluationProgress,
     identity: str | None,
     bootstrap: int,
-    give_up: Callable[[], bool],
-) -> Evaluation:
+    should_cancel: Callable[[], bool],
+) -> EvaluationResults:
     from megatron.evaluation.language_model import NeoXLM
 
     args = model.args
-    found = Evaluation(failures=dict(catalogue.failures))
+    found = EvaluationResults(failures=dict(loaded_tasks.failures))
     for name, why in found.failures.items():
         _report(args, logger, name, why)
-    language_model = NeoXLM(model, call, progress, catalogue.template, give_up)
+    language_model = NeoXLM(model, call, progress, loaded_tasks.template, should_cancel)
     with _cached(language_model, args, identity) as answering:
-        for name, tasks in catalogue.tasks.items():
+        for name, tasks in loaded_tasks.tasks.items():
             try:
-                found.add(run_task(answering, tasks, catalogue, args, bootstrap))
-            except GivenUp:
+                found.add(run_task(answering, tasks, loaded_tasks, args, bootstrap))
+            except EvaluationCancelled:
                 raise
             except Exception as problem:  # of a task, which others wrote, or of the model on its requests
                 found.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
@@ -146,12 +146,12 @@ def _run(
 
 
 def run_task(
-    language_model: Any, tasks: dict[str, Any], catalogue: Catalogue, args: NeoXArgs, bootstrap: int
+    language_model: Any, tasks: dict[str, Any], loaded_tasks: LoadedTasks, args: NeoXArgs, bootstrap: int
 ) -> dict[str, Any]:
     """Of a task, or the tasks of a group, what lm-eval's `evaluate` finds with one of its models."""
     import lm_eval
 
-    from megatron.evaluation.catalogue import seed_tasks
+    from megatron.evaluation.task_loading import seed_tasks
 
     seed_tasks(tasks)
     try:
@@ -161,7 +161,7 @@ def run_task(
             limit=args.eval_limit,
             bootstrap_iters=bootstrap,
             log_samples=True,
-            system_instruction=catalogue.system_prompt,
+            system_instruction=loaded_tasks.system_prompt,
             apply_chat_template=args.eval_apply_chat_template,
             fewshot_as_multiturn=args.eval_apply_chat_template,
             confirm_run_unsafe_code=args.eval_confirm_unsafe_code,

@@ -12,11 +12,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.distributed.rank0_driver import Call
-from megatron.evaluation.operations import GivenUp
-from megatron.evaluation.progress import Progress
+from megatron.evaluation.model_operations import EvaluationCancelled
+from megatron.evaluation.progress import EvaluationProgress
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 from megatron.mpu import mix_seed
 from megatron.neox_arguments import ConfigError
@@ -45,12 +45,12 @@ class NeoXLM(TemplateLM):
         self,
         model: Model,
         call: Call,
-        progress: Progress,
+        progress: EvaluationProgress,
         template: ChatTemplate | None = None,
-        give_up: Callable[[], bool] = lambda: False,
+        should_cancel: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self.give_up = give_up  # asked before each part
+        self.should_cancel = should_cancel  # asked before each part
         self.model, self.call, self.progress, self.template = model, call, progress, template
         self.counts = Counts()
         self._tokenizer = model.tokenizer
@@ -192,17 +192,17 @@ class NeoXLM(TemplateLM):
             if self.model.args.eval_overlong == "skip":
                 self.counts.skipped += 1
                 return None
-        sampling = Sampling()
+        sampling = SamplingParams()
         if told.get("do_sample"):
             given = {name: told[name] for name in ("top_k", "top_p", "min_p") if told.get(name) is not None}
-            sampling = Sampling(temperature=float(told.get("temperature") or 1.0), **given)
+            sampling = SamplingParams(temperature=float(told.get("temperature") or 1.0), **given)
         return Request(
             tokens=tuple(tokens[-room:]),
             sampling=sampling,
             maximum_tokens=maximum,
             seed=mix_seed(self.model.args.seed, "evaluation", number),
             stop=tuple(text for text in told["until"] if text),
-            ends=(*self.model.ends, self._tokenizer.eos),
+            stop_token_ids=(*self.model.stop_token_ids, self._tokenizer.eos),
         )
 
     # -- parts ---------------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ class NeoXLM(TemplateLM):
             while start < len(groups) and len(part) < size:
                 part += groups[start]
                 start += 1
-            if self.give_up():
-                raise GivenUp("the evaluation was given up")
+            if self.should_cancel():
+                raise EvaluationCancelled("the evaluation was given up")
             begun = time.perf_counter()
             yield part
             self.progress.update(len(part))

@@ -13,7 +13,7 @@ WHAT = "Running evaluation harness"  # GPT-NeoX's words, which people look for
 SAY_EVERY_S = 30.0  # whoever reads the log waits a minute
 
 
-class Progress:
+class EvaluationProgress:
     """Requests done of all that are known so far. A context manager; used by the thread that leads."""
 
     def __init__(self, logger: logging.Logger, every: float = SAY_EVERY_S) -> None:
@@ -25,7 +25,7 @@ class Progress:
             self._bar = tqdm(total=0, desc=WHAT, unit="request", file=sys.stderr, dynamic_ncols=True)
         self._closed = threading.Event()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> EvaluationProgress:
         if self._bar is None:
             threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
         return self

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.files import sync, temporary
-from megatron.evaluation.harness import Evaluation
+from megatron.evaluation.harness import EvaluationResults
 from megatron.neox_arguments import NeoXArgs
 
 TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
 
 
-def table(evaluation: Evaluation) -> list[str]:
+def table(evaluation: EvaluationResults) -> list[str]:
     """Lines of a Markdown table: every task's and group's metrics."""
     results = evaluation.results
     rows = [("Task", "Version", "n-shot", "Filter", "Metric", "Value", "Stderr")]
@@ -50,7 +50,7 @@ def output_folder(args: NeoXArgs) -> Path:
     return folder
 
 
-def write(args: NeoXArgs, evaluation: Evaluation, name: str) -> Path:
+def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
     """`{prefix_}eval_results_NAME.json` in the output folder, and of each task `{prefix_}eval_samples_TASK_NAME.jsonl`
     with `eval_log_samples`. Samples are no longer in the results afterwards."""
     folder, prefix = output_folder(args), f"{args.eval_results_prefix}_" if args.eval_results_prefix else ""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.checkpointing.staging import with_local_model
+from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, Watchdog, configure_logging, meet, on_rank_zero
 from megatron.distributed.rank0_driver import Call, lead
-from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
+from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
 from megatron.evaluation.results import TIME, output_folder, table, write
 from megatron.generation import load_model
 from megatron.mpu import init_model_parallel
@@ -23,7 +23,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
-    from megatron.evaluation.catalogue import Catalogue
+    from megatron.evaluation.task_loading import LoadedTasks
 
 _BOOTSTRAP = 10_000  # resamples, as GPT-NeoX
 Track = Callable[[NeoXArgs, Mapping[str, float]], None]
@@ -47,8 +47,8 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     begun, date = time.perf_counter(), time.time()
     beat = partial(watchdog.now, "evaluating")
     on_rank_zero(groups, lambda: output_folder(args))
-    catalogue = load_catalogue(args, groups, tokenizer, logger, partial(watchdog.now, "loading the tasks"))
-    on_rank_zero(groups, lambda: _need_any(args, catalogue))
+    loaded_tasks = load_tasks_on_rank0(args, groups, tokenizer, logger, partial(watchdog.now, "loading the tasks"))
+    on_rank_zero(groups, lambda: _need_any(args, loaded_tasks))
     watchdog.now("loading the model")
     if args.zero_stage == 3 and groups.size("data") > 1:
         logger.info("zero_optimization.stage 3: eval.py keeps the weights whole on every data-parallel rank")
@@ -56,15 +56,15 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     source = str(args.load or args.save)
     identity = on_rank_zero(groups, lambda: fingerprint(Path(model.source))) if args.eval_cache is not None else None
     watchdog.now("evaluating")
-    found = evaluate(model, catalogue, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
+    found = evaluate(model, loaded_tasks, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
     seconds = time.perf_counter() - begun
 
     def finish(call: Call) -> None:
-        assert catalogue is not None and found is not None
-        from megatron.evaluation.describing import describe, environment
+        assert loaded_tasks is not None and found is not None
+        from megatron.evaluation.metadata import describe, environment
 
         about: Any = {"source": source, "begun": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
-        describe(model, catalogue, found, environment(), **about)
+        describe(model, loaded_tasks, found, environment(), **about)
         _finish(args, found, seconds, logger, track)
 
     lead(groups, finish, {}, on_beat=beat)
@@ -73,8 +73,8 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
         from megatron.evaluation.compare import compare
 
         def compared(call: Call) -> None:
-            assert catalogue is not None and found is not None
-            compare(model, catalogue, found, logger)
+            assert loaded_tasks is not None and found is not None
+            compare(model, loaded_tasks, found, logger)
 
         lead(groups, compared, {}, on_beat=beat)
     groups.barrier()
@@ -84,15 +84,15 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     return complete
 
 
-def _need_any(args: NeoXArgs, catalogue: Catalogue | None) -> None:
+def _need_any(args: NeoXArgs, loaded_tasks: LoadedTasks | None) -> None:
     """Raise ConfigError, before a model is loaded, where no task can be run."""
-    assert catalogue is not None  # of rank 0
-    if not catalogue.tasks:
+    assert loaded_tasks is not None  # of rank 0
+    if not loaded_tasks.tasks:
         place = f"{args.origin('eval_tasks')}: eval_tasks"
-        raise ConfigError([f"{place}: {name}: {why}" for name, why in catalogue.failures.items()])
+        raise ConfigError([f"{place}: {name}: {why}" for name, why in loaded_tasks.failures.items()])
 
 
-def _finish(args: NeoXArgs, found: Evaluation, seconds: float, logger: logging.Logger, track: Track) -> None:
+def _finish(args: NeoXArgs, found: EvaluationResults, seconds: float, logger: logging.Logger, track: Track) -> None:
     path = write(args, found, time.strftime(TIME))
     for line in table(found):
         logger.info(line)

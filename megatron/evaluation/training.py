@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed.rank0_driver import lead
-from megatron.evaluation.harness import Evaluation, evaluate, load_catalogue
+from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
 from megatron.model import Model
 
 
@@ -18,11 +18,11 @@ class InTraining(Callback):
         self.run = run
         self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):
-            self._catalogue = load_catalogue(run.args, run.groups, run.tokenizer, run.logger, self._beat)
+            self._catalogue = load_tasks_on_rank0(run.args, run.groups, run.tokenizer, run.logger, self._beat)
             lead(run.groups, lambda call: self._check_best(), {}, on_beat=self._beat)
 
     def _check_best(self) -> None:
-        from megatron.evaluation.catalogue import check_best_metric
+        from megatron.evaluation.task_loading import check_best_metric
 
         assert self._catalogue is not None
         check_best_metric(self.run.args, self._catalogue)
@@ -32,13 +32,13 @@ class InTraining(Callback):
         ends the run is given up, so that the checkpoint is not late."""
         begun = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
-            found = evaluate(model, self._catalogue, run.logger, give_up=run.stopping, on_beat=self._beat)
+            found = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)
             lead(run.groups, lambda call: self._tell(step, model, found, begun), {}, on_beat=self._beat)
 
     def _beat(self) -> None:
         self.run.watchdog.now("evaluating")
 
-    def _tell(self, step: Step, model: Model, found: Evaluation | None, begun: float) -> None:
+    def _tell(self, step: Step, model: Model, found: EvaluationResults | None, begun: float) -> None:
         """On rank 0: metrics, a line, and the files if they are asked for."""
         args, logger = self.run.args, self.run.logger
         if found is None:
@@ -49,7 +49,7 @@ class InTraining(Callback):
         shown = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
         logger.info(f" evaluation results at iteration {step.iteration} | {shown or 'no task could be run'}")
         if args.eval_output_dir is not None or args.eval_log_samples:
-            from megatron.evaluation.describing import describe, environment
+            from megatron.evaluation.metadata import describe, environment
             from megatron.evaluation.results import write
 
             assert self._catalogue is not None

@@ -7,7 +7,7 @@ from megatron.generation.batching.requests import Event, Request, RequestError
 from megatron.generation.complete import Completion, complete
 from megatron.generation.model import Model, for_inference, load_model
 from megatron.generation.samples import generate
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 
 __all__ = [
     "Batcher",
@@ -16,7 +16,7 @@ __all__ = [
     "Model",
     "Request",
     "RequestError",
-    "Sampling",
+    "SamplingParams",
     "complete",
     "for_inference",
     "generate",

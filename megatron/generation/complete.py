@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Event, Logprob, Request
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 
 MAXIMUM_ROWS = 64
@@ -27,12 +27,12 @@ class Completion:
 def complete(
     model: Model,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     maximum_tokens: int,
     seeds: Sequence[int],
     stop: tuple[str, ...] = (),
-    ends: tuple[int, ...] | None = None,
+    stop_token_ids: tuple[int, ...] | None = None,
     logprobs: int | None = None,
     maximum_rows: int = MAXIMUM_ROWS,
     on_event: Callable[[Event], None] = lambda event: None,
@@ -40,16 +40,16 @@ def complete(
     """Continue prompts to their end or by `maximum_tokens`, at most `maximum_rows` at a time.
 
     seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. stop: strings that end a text;
-    ends: tokens that do, None: the model's. logprobs: as of a `Request`. on_event: told of every token; ids are
-    places in `prompts`. All ranks of a model call it together with the same arguments. Raises RequestError for a prompt
-    that is empty or too long, CheckpointError when logits are not numbers.
+    stop_token_ids: tokens that do, None: the model's. logprobs: as of a `Request`. on_event: called with every event;
+    its id is the prompt's place in `prompts`. All ranks of a model call it together with the same arguments. Raises
+    RequestError for a prompt that is empty or too long, CheckpointError when logits are not numbers.
     """
     begun = time.perf_counter()
-    ends = model.ends if ends is None else ends
+    stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids
     tokens = sum(map(len, prompts)) + maximum_tokens * len(prompts)
     batcher = Batcher(model, maximum_rows=min(maximum_rows, max(len(prompts), 1)), tokens=tokens)
     for prompt, seed in zip(prompts, seeds, strict=True):
-        batcher.add(Request(prompt, sampling, maximum_tokens, seed, stop, ends, logprobs, text=bool(stop)))
+        batcher.add(Request(prompt, sampling, maximum_tokens, seed, stop, stop_token_ids, logprobs, text=bool(stop)))
     ids: list[list[int]] = [[] for _ in prompts]
     texts = [""] * len(prompts)
     reported: list[list[Logprob]] = [[] for _ in prompts]
@@ -61,7 +61,7 @@ def complete(
             texts[row] += event.text
             reported[row] += event.logprobs
             if event.finish_reason is not None:
-                own = ids[row][:-1] if ids[row][-1] in ends else ids[row]
+                own = ids[row][:-1] if ids[row][-1] in stop_token_ids else ids[row]
                 text = texts[row] if stop else model.tokenizer.detokenize(own)
                 seconds = time.perf_counter() - begun
                 done[row] = Completion(own, text, event.finish_reason == "stop", seconds, reported[row][: len(own)])

@@ -13,7 +13,7 @@ from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import Prompt, text_of
 from megatron.generation.prompts.questions import Question, all_tokens, read_questions
-from megatron.generation.samples import Sample, sample
+from megatron.generation.samples import GeneratedSample, generate_samples
 from megatron.neox_arguments import NeoXArgs
 
 FOLDER, COMPARISON = "demo_outputs", "comparison.md"
@@ -39,7 +39,7 @@ class Demos(Callback):
             questions = demo_questions(args)
             if not any(question.messages for question in questions):
                 return questions, None
-            template = find_template(args, run.tokenizer, run.carried_files)
+            template = find_template(args, run.tokenizer, run.companion_files)
             return questions, (template.text, template.source)
 
         self.questions, found = on_rank_zero(run.groups, read)
@@ -50,7 +50,7 @@ class Demos(Callback):
         except RequestError as problem:
             raise args.problem("demo_prompts", f"{args.demo_prompts}: {problem}") from problem
         self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
-        self.ends = template.ends if template is not None else ()
+        self.stop_token_ids = template.stop_token_ids if template is not None else ()
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Answer, as the keys of text generation say, and write: before the first step, which a run that goes on has
@@ -58,10 +58,10 @@ class Demos(Callback):
         if step.iteration not in (0, run.args.train_iters):
             return
         with run.watchdog.phase("answering demo_prompts"), run.inference() as model:
-            samples = sample(model, self.prompts, run.logger, (*model.ends, *self.ends))
+            samples = generate_samples(model, self.prompts, run.logger, (*model.stop_token_ids, *self.stop_token_ids))
         on_rank_zero(run.groups, lambda: self._write(step.iteration, samples))
 
-    def _write(self, iteration: int, samples: Sequence[Sample]) -> None:
+    def _write(self, iteration: int, samples: Sequence[GeneratedSample]) -> None:
         folder = Path(self.run.args.save_dir or "") / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         lines = [

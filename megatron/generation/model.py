@@ -19,15 +19,15 @@ from megatron.checkpointing import (
     verify,
 )
 from megatron.checkpointing.huggingface import (
-    CARRIED,
+    HF_SUBFOLDER,
     HFFolder,
-    adopted_rows,
-    carried_files,
-    declared_ends,
-    exported_rows,
+    declared_eos_ids,
+    exported_vocab_size,
     find_hf,
     is_hf,
     load_hf_weights,
+    read_companion_files,
+    vocab_size_from_hf,
 )
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import Model, Stage, build_stage, for_inference
@@ -54,8 +54,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
         return _load_hf(on_rank_zero(groups, lambda: find_hf(source)), args, groups, tokenizer, logger)
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
-    carried = on_rank_zero(groups, lambda: carried_files(path / CARRIED))
-    columns, ends = exported_rows(carried, tokenizer.vocab_size), declared_ends(carried)
+    carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
+    columns, ends = exported_vocab_size(carried, tokenizer.vocab_size), declared_eos_ids(carried)
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
         args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = for_inference(with_vocabulary(args, tokenizer))
@@ -65,26 +65,28 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     stage = _filled(args, groups, partial(load_weights, path, args), logger, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
     dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=ends)
     return _with_its_ends(model, logger)
 
 
 def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
-    rows, said = on_rank_zero(groups, lambda: adopted_rows(path, args, tokenizer.vocab_size))
+    rows, said = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, tokenizer.vocab_size))
     args = for_inference(args.replace(padded_vocab_size=rows))
     stage = _filled(args, groups, partial(load_hf_weights, path, args), logger, at_once=False)
     logger.info(said)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
-    columns, ends = on_rank_zero(groups, lambda: (HFFolder(path).vocab_size, declared_ends(carried_files(path))))
+    columns, ends = on_rank_zero(
+        groups, lambda: (HFFolder(path).vocab_size, declared_eos_ids(read_companion_files(path)))
+    )
     dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_ends=ends)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=ends)
     return _with_its_ends(model, logger)
 
 
 def _with_its_ends(model: Model, logger: logging.Logger) -> Model:
     """The model, after saying what ends its texts where that is more than the end of document."""
-    if len(model.ends) > 1:
-        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.ends]
+    if len(model.stop_token_ids) > 1:
+        named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
         logger.info(f"texts end at the tokens {', '.join(named)}")
     return model
 

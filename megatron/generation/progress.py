@@ -10,7 +10,7 @@ from tqdm import tqdm
 _SECONDS_A_LINE = 10.0
 
 
-class Meter:
+class ProgressBar:
     """Counts to `total` of `unit`; only rank 0 (`shown`) says so."""
 
     def __init__(self, what: str, total: int, unit: str, logger: logging.Logger, *, done: int = 0, shown: bool) -> None:

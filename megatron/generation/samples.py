@@ -12,16 +12,16 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpointing.huggingface import find_hf, is_hf
-from megatron.checkpointing.staging import with_local_model
+from megatron.checkpointing.remote_staging import with_local_model
 from megatron.data.files import sync, temporary
 from megatron.distributed import Process, configure_logging, meet, on_rank_zero, run_on_all_ranks
 from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
+from megatron.generation.interactive import converse
 from megatron.generation.model import Model, load_model
-from megatron.generation.progress import Meter
+from megatron.generation.progress import ProgressBar
 from megatron.generation.prompts.files import NOT_STARTED, Prompt, read_prompts
-from megatron.generation.prompts.interactive import converse
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.generation.scoring.precompute import precompute
 from megatron.generation.scoring.score_file import write_scores
 from megatron.mpu import ParallelGroups, init_model_parallel, mix_seed
@@ -30,7 +30,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedSample:
     """A line of the output, GPT-NeoX's fields. text: without the context, None when the first token ended the document
     or the prompt was skipped; length: of the text in tokens; finished: the document ended, or a stop string came;
     duration_seconds: from the beginning of all samples to the last token of this one. With `return_logprobs` also
@@ -81,7 +81,7 @@ def _write_samples(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer,
     prompts, file = on_rank_zero(groups, lambda: (read_prompts(args, tokenizer), output_file(args)))
     model = load_model(args, groups, tokenizer, logger)
     begun = time.perf_counter()
-    samples = sample(model, prompts, logger)
+    samples = generate_samples(model, prompts, logger)
     text = "".join(one.line() for one in samples)
     on_rank_zero(groups, lambda: _write(args, file, text))
     tokens, seconds = sum(one.length for one in samples), time.perf_counter() - begun
@@ -135,11 +135,11 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
 # -- generating --------------------------------------------------------------------------------------------------------
 
 
-def sample(
-    model: Model, prompts: Sequence[Prompt], logger: logging.Logger, ends: tuple[int, ...] | None = None
-) -> list[Sample]:
+def generate_samples(
+    model: Model, prompts: Sequence[Prompt], logger: logging.Logger, stop_token_ids: tuple[int, ...] | None = None
+) -> list[GeneratedSample]:
     """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks share the
-    prompts out. ends: tokens that end a text, None: the model's. All ranks call it together."""
+    prompts out. stop_token_ids: tokens that end a text, None: the model's. All ranks call it together."""
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
     own = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]
@@ -148,24 +148,24 @@ def sample(
         f"top_k {args.top_k}, top_p {args.top_p:g}, seed {args.seed}"
     )
 
-    def run() -> dict[int, Sample]:
-        with _Progress(len(own), args.maximum_tokens, logger, shown=groups.world_rank == 0) as progress:
+    def run() -> dict[int, GeneratedSample]:
+        with _SampleProgress(len(own), args.maximum_tokens, logger, shown=groups.world_rank == 0) as progress:
             completions = complete(
                 model,
                 [prompts[i].tokens for i in own],
-                Sampling.of(args),
+                SamplingParams.from_args(args),
                 maximum_tokens=args.maximum_tokens,
                 seeds=[mix_seed(args.seed, "sample", i) for i in own],
                 stop=args.stop_strings,
-                ends=ends,
+                stop_token_ids=stop_token_ids,
                 logprobs=args.return_logprobs,
                 on_event=progress.update,
             )
-        done: dict[int, Sample] = {}
+        done: dict[int, GeneratedSample] = {}
         for i, completion in zip(own, completions, strict=True):
             text = completion.text if completion.tokens else None
             messages = [m for m in (prompts[i].message, None if text is not None else NOT_STARTED) if m]
-            done[i] = Sample(
+            done[i] = GeneratedSample(
                 prompts[i].context,
                 text,
                 len(completion.tokens),
@@ -177,7 +177,7 @@ def sample(
         return done
 
     everyone = {
-        i: Sample(prompt.context, None, 0, False, prompt.message, 0.0)
+        i: GeneratedSample(prompt.context, None, 0, False, prompt.message, 0.0)
         for i, prompt in enumerate(prompts)
         if not prompt.tokens
     }
@@ -186,7 +186,7 @@ def sample(
     return [everyone[i] for i in range(len(prompts))]
 
 
-class _Progress(Meter):
+class _SampleProgress(ProgressBar):
     """Counts tokens, and samples that have ended."""
 
     def __init__(self, samples: int, maximum_tokens: int, logger: logging.Logger, shown: bool) -> None:

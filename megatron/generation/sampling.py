@@ -15,7 +15,7 @@ _CANDIDATES = 512  # most likely tokens that a nucleus is first looked for in, w
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """temperature divides the logits, 0 takes the most likely token; top_k 0, top_p 0 and min_p 0 leave all tokens.
 
     logit_bias is added to the logits of tokens, (id, bias), before all else (OpenAI).
@@ -33,9 +33,9 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
-    def of(args: NeoXArgs) -> Sampling:
+    def from_args(args: NeoXArgs) -> SamplingParams:
         """What a configuration asks for."""
-        return Sampling(
+        return SamplingParams(
             args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.frequency_penalty,
             args.presence_penalty,
         )  # fmt: skip
@@ -86,13 +86,13 @@ def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(top_p > 1.0, float("-inf"), ordered.gather(1, kept - 1))
 
 
-class Chooser:
+class TokenSampler:
     """The choice of a token for each of some rows, whose parameters may differ; made once for as long as the rows run
     together."""
 
     def __init__(
         self,
-        samplings: Sequence[Sampling],
+        samplings: Sequence[SamplingParams],
         texts: Sequence[tuple[int, Sequence[int]]],
         vocab: int,
         device: torch.device,

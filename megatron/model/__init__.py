@@ -4,7 +4,7 @@ Layers take their spec and `ParallelGroups`; nothing is global."""
 
 from megatron.model.cache import KVCache
 from megatron.model.forward import forward_only
-from megatron.model.inference import Model, for_inference, reading
+from megatron.model.inference import Model, for_inference, inference_mode
 from megatron.model.init import init_stage
 from megatron.model.partitioning import partition_layers
 from megatron.model.stage import Hidden, InferenceContext, Stage, build_stage
@@ -28,7 +28,7 @@ __all__ = [
     "layer_specs",
     "lowest_trained",
     "partition_layers",
-    "reading",
+    "inference_mode",
     "shared_params",
     "trained_parameters",
 ]

@@ -20,7 +20,7 @@ class Model:
     columns: tokens that share out probability: the rows that an export to HuggingFace keeps. None: all of
     padded_vocab_size, as in training. lockstep: parameters are shared out over data-parallel ranks (ZeRO 3), so that
     these must run the stage equally often. source: the folder that the weights came from; empty in training.
-    declared_ends: ids that end a text besides the tokenizer's end of document, as the model's own files name them.
+    declared_eos_ids: ids that end a text besides the tokenizer's end of document, as the model's own files name them.
     """
 
     args: NeoXArgs
@@ -31,12 +31,12 @@ class Model:
     columns: int | None = None
     lockstep: bool = False
     source: str = ""
-    declared_ends: tuple[int, ...] = ()
+    declared_eos_ids: tuple[int, ...] = ()
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text."""
-        return tuple(sorted({self.tokenizer.eod, *self.declared_ends}))
+        return tuple(sorted({self.tokenizer.eod, *self.declared_eos_ids}))
 
     @property
     def positions(self) -> int:
@@ -52,7 +52,7 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
 
 
 @contextmanager
-def reading(stage: Stage) -> Iterator[None]:
+def inference_mode(stage: Stage) -> Iterator[None]:
     """A stage that is being trained, as `for_inference` would have built it, until the end of the context: compiled
     blocks run as they are written."""
     was_training = stage.training

@@ -55,9 +55,11 @@ def couple_pairs(
     scores = score(batches)
     rows = []
     for batch, found in zip(batches, scores, strict=True):
-        assert batch.signs is not None
+        assert batch.preference_labels is not None
         reference = torch.zeros_like(found) if reference_free else reference_scores(batch)
-        rows.append(torch.stack([found[0::2], found[1::2], reference[0::2], reference[1::2], batch.signs[0::2]]))
+        rows.append(
+            torch.stack([found[0::2], found[1::2], reference[0::2], reference[1::2], batch.preference_labels[0::2]])
+        )
     every, begin = _from_all(torch.cat(rows, 1), group)
     real = every[4] != 0
     anchors = every.new_zeros(2, every.shape[1])
@@ -65,22 +67,26 @@ def couple_pairs(
     coupled = []
     for batch, found in zip(batches, scores, strict=True):
         end = begin + len(found) // 2
-        coupled.append(replace(batch, anchor=anchors[:, begin:end].t().flatten()))
+        coupled.append(replace(batch, baseline=anchors[:, begin:end].t().flatten()))
         begin = end
     return coupled
 
 
 def couple_kl(batches: list[Batch], score: Score, group: dist.ProcessGroup | None) -> list[Batch]:
     """Micro-batches of KTO with its KL, the mean log-ratio of answers to other prompts, not below 0."""
-    others = [batch.kl for batch in batches if batch.kl is not None]
+    others = [batch.kl_batch for batch in batches if batch.kl_batch is not None]
     if len(others) < len(batches):
-        raise ValueError("KTO estimates its KL from answers to other prompts, and a batch has none (`Batch.kl`)")
+        raise ValueError("KTO estimates its KL from answers to other prompts, and a batch has none (`Batch.kl_batch`)")
     total = torch.zeros(2, device=batches[0].tokens.device)
     for other, found in zip(others, score(others), strict=True):
-        assert other.signs is not None
-        real = (other.signs != 0).float()
+        assert other.preference_labels is not None
+        real = (other.preference_labels != 0).float()
         total += torch.stack([((found - reference_scores(other)) * real).sum(), real.sum()])
     if group is not None:
         dist.all_reduce(total, group=group)
     kl = (total[0] / total[1].clamp(min=1.0)).clamp(min=0.0)
-    return [replace(batch, anchor=kl.expand_as(batch.signs)) for batch in batches if batch.signs is not None]
+    return [
+        replace(batch, baseline=kl.expand_as(batch.preference_labels))
+        for batch in batches
+        if batch.preference_labels is not None
+    ]

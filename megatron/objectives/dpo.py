@@ -77,15 +77,17 @@ def dpo(
 
 def _chosen(batch: Batch) -> Tensor:
     """Which answers are chosen ones of real pairs, boolean `[n]`."""
-    assert batch.signs is not None
-    return (batch.signs != 0) & (torch.arange(len(batch.signs), device=batch.signs.device) % 2 == 0)
+    assert batch.preference_labels is not None
+    return (batch.preference_labels != 0) & (
+        torch.arange(len(batch.preference_labels), device=batch.preference_labels.device) % 2 == 0
+    )
 
 
 def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
     """Labels and weights `[batch, seq]` that also train what comes before the answers."""
-    assert batch.answers is not None
+    assert batch.response_ids is not None
     inside = torch.zeros_like(batch.tokens, dtype=torch.bool)
-    inside[:, :-1] = (batch.answers[:, :-1] == batch.answers[:, 1:]) & (batch.answers[:, 1:] >= 0)
+    inside[:, :-1] = (batch.response_ids[:, :-1] == batch.response_ids[:, 1:]) & (batch.response_ids[:, 1:] >= 0)
     trained = batch.loss_weights > 0
     labels = torch.where(trained, batch.labels, torch.where(inside, batch.tokens.roll(-1, 1), 0))
     return labels, (inside | trained).long()
@@ -103,8 +105,8 @@ def _weight(batch: Batch, *, kind: _Kind) -> Tensor:
 
 def _likelihoods(batch: Batch, kind: _Kind) -> dict[str, Tensor]:
     """By loss that has such a part: 1 at the places `[batch, seq]` of chosen answers whose likelihood it is."""
-    assert batch.answers is not None
-    chosen = _chosen(batch)[batch.answers.clamp(min=0)] & (batch.answers >= 0)
+    assert batch.response_ids is not None
+    chosen = _chosen(batch)[batch.response_ids.clamp(min=0)] & (batch.response_ids >= 0)
     return {name: own(batch) * chosen for name, own in LIKELIHOODS.items() if name in kind.weights}
 
 
@@ -113,7 +115,7 @@ def _pairs(answers: Answers, batch: Batch, kind: _Kind, chosen: Tensor) -> Pairs
     above = score if kind.reference_free else score - reference_scores(batch)
     # Padding has no tokens; an average of 0 would be certainty, whose odds are infinite.
     policy, average = torch.where(chosen.repeat_interleave(2), score / count, -1.0), above / count
-    anchors = None if batch.anchor is None else (batch.anchor[0::2], batch.anchor[1::2])
+    anchors = None if batch.baseline is None else (batch.baseline[0::2], batch.baseline[1::2])
     return Pairs(
         above[0::2], above[1::2], average[0::2], average[1::2], policy[0::2], policy[1::2],
         score[0::2] - score[1::2], anchors,

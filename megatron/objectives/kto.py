@@ -39,8 +39,8 @@ def prospect(above: Tensor, kl: Tensor, direction: Tensor, s: KtoSettings) -> Te
 
 
 def _weight(batch: Batch) -> Tensor:
-    assert batch.signs is not None
-    return (batch.signs != 0).sum().float().view(1)
+    assert batch.preference_labels is not None
+    return (batch.preference_labels != 0).sum().float().view(1)
 
 
 def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
@@ -49,17 +49,17 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
     loss: AnswerLoss = loss_function("kto", settings.loss_type)
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Sums:
-        assert batch.signs is not None
+        assert batch.preference_labels is not None
         answers = read_answers(head, batch, batch.labels, group, columns)
-        good, bad = batch.signs > 0, batch.signs < 0
+        good, bad = batch.preference_labels > 0, batch.preference_labels < 0
         above = answers.score - reference_scores(batch)
-        weights = torch.where(good, settings.desirable, settings.undesirable) * batch.signs.abs()
-        direction, kl = batch.signs.sign(), torch.zeros_like(above)
+        weights = torch.where(good, settings.desirable, settings.undesirable) * batch.preference_labels.abs()
+        direction, kl = batch.preference_labels.sign(), torch.zeros_like(above)
         if settings.neox:
             kl, weights, direction = _neox(above.detach(), batch, weights)
         elif has_kl:
-            assert batch.anchor is not None, "Objective.couple comes before the loss"
-            kl = batch.anchor
+            assert batch.baseline is not None, "Objective.couple comes before the loss"
+            kl = batch.baseline
         losses = weights * loss(above, kl, direction, settings)
         rewards = settings.beta * above
         metrics = {"rewards/chosen": mean_of(rewards, good), "rewards/rejected": mean_of(rewards, bad)}
@@ -76,12 +76,12 @@ def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor,
     """KL, weights and directions as in GPT-NeoX, where an answer is a row: the KL of each half of the micro-batch is
     the mean over the other half of log-ratios cut at 0; weights are averaged over the half; and a direction is
     multiplied with the share of its row that is no padding."""
-    assert batch.answers is not None and batch.signs is not None
+    assert batch.response_ids is not None and batch.preference_labels is not None
     half = len(above) // 2
-    rows, place = batch.answers.shape
+    rows, place = batch.response_ids.shape
     if len(above) != rows or rows % 2:
         raise ValueError(f"compat_kto halves micro-batches of one answer a row: {len(above)} answers in {rows} rows")
     means = [part.clamp(min=0.0).mean().expand(half) for part in (above[half:], above[:half])]
     averaged = [part.mean().expand(half) for part in (weights[:half], weights[half:])]
-    share = (batch.answers >= 0).sum(1) / place
-    return torch.cat(means), torch.cat(averaged), batch.signs.sign() * share
+    share = (batch.response_ids >= 0).sum(1) / place
+    return torch.cat(means), torch.cat(averaged), batch.preference_labels.sign() * share

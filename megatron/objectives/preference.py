@@ -23,9 +23,9 @@ def answer_sums(values: Tensor, batch: Batch) -> Tensor:
 
     Each answer is summed by itself and not by scattered additions, whose order a GPU does not keep.
     """
-    assert batch.answers is not None and batch.signs is not None
-    numbers = torch.arange(len(batch.signs), device=values.device)
-    places = (batch.answers == numbers.view(-1, 1, 1)) & (batch.loss_weights > 0)
+    assert batch.response_ids is not None and batch.preference_labels is not None
+    numbers = torch.arange(len(batch.preference_labels), device=values.device)
+    places = (batch.response_ids == numbers.view(-1, 1, 1)) & (batch.loss_weights > 0)
     return torch.where(places, values.float(), 0.0).flatten(1).sum(1)
 
 
@@ -64,10 +64,10 @@ def read_answers(
 
 
 def reference_scores(batch: Batch) -> Tensor:
-    """`batch.reference`, which must be there by now."""
-    if batch.reference is None:
+    """`batch.reference_logprobs`, which must be there by now."""
+    if batch.reference_logprobs is None:
         raise ValueError("this loss compares with a reference model, and the batch has no log-probabilities of one")
-    return batch.reference
+    return batch.reference_logprobs
 
 
 def mean_of(values: Tensor, chosen: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ class Engine(Protocol):
         """
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        """From now on `complete` gives micro-batches (on this rank's device) their `reference`, and `kl.reference`."""
+        """From now on `complete` gives micro-batches (on this rank's device), and their `kl_batch`, their
+        `reference_logprobs`."""
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches on this rank's device with what the objective wants to know of them before their forward

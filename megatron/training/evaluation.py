@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.data import Batch, SampleSet, collation, eval_batches, holds_answers
+from megatron.data import Batch, SampleSet, collation, eval_batches, trains_preferences
 from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
@@ -116,7 +116,7 @@ def evaluate_objective(
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
     own = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    names = (*(() if holds_answers(args) else own), *objective.metrics, *objective.differences)
+    names = (*(() if trains_preferences(args) else own), *objective.metrics, *objective.differences)
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 

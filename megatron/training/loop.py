@@ -6,8 +6,8 @@ from megatron.callbacks import Callback, OnGradients, Parts, Step, StepResult
 from megatron.data import (
     Batch,
     DataError,
-    cause_of,
     has_curriculum,
+    root_cause,
     row_length,
     rows_per_sample,
     step_length,
@@ -75,7 +75,7 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
             training.checkpointer.wait()
         loop.ending = ("finished", None) if progress.iteration >= args.train_iters else ("stopped", loop.stop_reason)
     except Exception as problem:
-        cause = cause_of(problem, args)
+        cause = root_cause(problem, args)
         _report_error(training, callbacks, cause)
         if cause is not problem:
             raise cause from problem

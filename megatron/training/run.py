@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from megatron.callbacks import Callback
 from megatron.checkpointing import restore_rng, rng_state
-from megatron.checkpointing.huggingface import declared_ends, exported_rows
+from megatron.checkpointing.huggingface import declared_eos_ids, exported_vocab_size
 from megatron.data import Datasets
 from megatron.distributed import Watchdog
-from megatron.model import Model, for_inference, reading
+from megatron.model import Model, for_inference, inference_mode
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class Training:
         return self.progress.consumed_tokens
 
     @property
-    def carried_files(self) -> Mapping[str, bytes]:
+    def companion_files(self) -> Mapping[str, bytes]:
         """Files that came with an imported model."""
         return self.checkpointer.carried
 
@@ -87,12 +87,12 @@ class Training:
         All ranks enter it together. Random generators are what they were afterwards.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, ends = exported_rows(carried, self.tokenizer.vocab_size), declared_ends(carried)
+        rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
         random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
         try:
-            with reading(engine.stage):
+            with inference_mode(engine.stage):
                 yield Model(
-                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_ends=ends
+                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
                 )
         finally:
             restore_rng(random, self.groups.device, "before inference")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpointing import Change, CheckpointError, responsible, told
+from megatron.checkpointing import CheckpointError, ConfigChange, describe_changes, responsible_key
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -134,13 +134,13 @@ def resumed_schedule(
             continue
         if there == here or (name not in ("style", "decay_style") and math.isclose(there, here, rel_tol=1e-9)):
             continue
-        key = responsible(keys, args, given)
+        key = responsible_key(keys, args, given)
         if key == "train_iters" and "train_epochs" in args.origins:  # they were made from these
             key = "train_epochs"
-        changed.append(Change(key, f"{label} {here}", str(there)))
+        changed.append(ConfigChange(key, f"{label} {here}", str(there)))
     if changed:
         raise CheckpointError(
-            f"{told(changed, args, f'the run of {where}')}; the learning-rate schedule is another: set "
+            f"{describe_changes(changed, args, f'the run of {where}')}; the learning-rate schedule is another: set "
             "override_lr_scheduler: true to go on with this one, or use_checkpoint_lr_scheduler: true with that one"
         )
     return schedule

@@ -11,7 +11,7 @@ from megatron.data import (
     build_datasets,
     check_curriculum,
     data_fingerprint,
-    data_notes,
+    data_log_lines,
     epoch_iterations,
     order_keys,
 )
@@ -141,11 +141,11 @@ def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[
         )
     for note in args.notes():
         logger.info(note)
-    for note in on_rank_zero(groups, lambda: data_notes(args)):
-        logger.info(note)
-    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, begun=begun)
-    for note in datasets.notes:
-        logger.info(note)
+    for line in on_rank_zero(groups, lambda: data_log_lines(args)):
+        logger.info(line)
+    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, data_state=begun)
+    for line in datasets.log_lines:
+        logger.info(line)
     record_memory_history(args, groups)
     watchdog.now("building the model")
     built = build_engine(args, groups, logger, engine)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpointing import read_manifest
-from megatron.checkpointing.huggingface import HFFolder, export_args, export_hf, import_hf
-from megatron.checkpointing.weights import describe_source
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.weights import describe_checkpoint
 from tests.checkpointing.family_models import random_model
 from tools.ckpts import convert_hf_to_neox
 
@@ -49,7 +49,7 @@ def test_terms_card_and_every_field_come_out_as_they_went_in(family: str, tmp_pa
     before = json.loads((folder / "config.json").read_text()) | FIELDS
     (folder / "config.json").write_text(json.dumps(before))
     path, _ = import_hf(HFFolder(folder), tmp_path / "neox")
-    args, _ = export_args(path)
+    args, _ = load_checkpoint_args(path)
     for trained in (False, True):
         if trained:
             manifest = read_manifest(path)
@@ -74,7 +74,7 @@ def test_a_field_that_would_change_the_model_does_not_come_back(tmp_path: Path) 
     """A run that reads longer texts than the imported model."""
     folder = model_folder(tmp_path / "hf", "llama 2")
     path, _ = import_hf(HFFolder(folder), tmp_path / "neox")
-    args, _ = export_args(path)
+    args, _ = load_checkpoint_args(path)
     longer = args.replace(max_position_embeddings=4 * args.max_position_embeddings, rotary_emb_base=77777)
     export_hf(path, longer, tmp_path / "back")
     after = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -99,13 +99,13 @@ def test_weights_of_several_kinds_take_a_precision(tmp_path: Path, capsys: pytes
     convert_hf_to_neox.main([*typed, "--precision", "bf16"])
     path = tmp_path / "neox" / "global_step0"
     assert "largest logit difference to transformers" in capsys.readouterr().out
-    args, facts = export_args(path)
-    assert facts.dtypes == {torch.bfloat16} == describe_source(path).dtypes and args.params_dtype == "bf16"
+    args, facts = load_checkpoint_args(path)
+    assert facts.dtypes == {torch.bfloat16} == describe_checkpoint(path).dtypes and args.params_dtype == "bf16"
     export_hf(path, args, tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(back[name], value.bfloat16()) for name, value in tensors.items())
     convert_hf_to_neox.main([*typed, "--precision", "fp32", "--iteration", "1"])
-    args, _ = export_args(tmp_path / "neox" / "global_step1")
+    args, _ = load_checkpoint_args(tmp_path / "neox" / "global_step1")
     export_hf(tmp_path / "neox" / "global_step1", args, tmp_path / "wide")
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     assert all(torch.equal(wide[name], value.float()) for name, value in tensors.items())

@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import (
     FAMILIES,
+    canonical_config,
     check_hf_tensors,
     family_of,
     from_hf,
     hf_config,
     hf_shapes,
-    meaning,
     to_hf,
 )
 from megatron.model import build_stage, freeze, layer_params
@@ -59,9 +59,9 @@ def test_configuration_there_and_back(case: str) -> None:
     args = args_of(config)
     written = hf_config(args)
     assert written["model_type"] == SIMPLER.get(case, config["model_type"])
-    assert meaning(args_of(written)) == meaning(args)
+    assert canonical_config(args_of(written)) == canonical_config(args)
     again = transformers.AutoConfig.for_model(**hf_config(args, family=config["model_type"])).to_dict()
-    assert meaning(args_of(again)) == meaning(args)
+    assert canonical_config(args_of(again)) == canonical_config(args)
     for name in ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "num_key_value_heads"):
         assert again.get(name) == config.get(name), name
 
@@ -70,7 +70,7 @@ def test_configuration_there_and_back(case: str) -> None:
 def test_what_config_json_leaves_out_is_the_default_of_transformers(kind: str) -> None:
     whole = getattr(transformers, kind)().to_dict()
     least = {"model_type": whole["model_type"], "vocab_size": whole["vocab_size"]}
-    assert meaning(args_of(least)) == meaning(args_of(whole))
+    assert canonical_config(args_of(least)) == canonical_config(args_of(whole))
 
 
 # config.json as published (sizes and what changes the maths): (file, parameters on the model card or of transformers).
@@ -121,7 +121,8 @@ def test_published_shapes_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     assert sum(param.numel() for param in model.parameters()) == parameters
-    assert meaning(args_of(model.config.to_dict())) == meaning(args)  # transformers 5 writes it otherwise
+    # transformers 5 writes it otherwise
+    assert canonical_config(args_of(model.config.to_dict())) == canonical_config(args)
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(args).values()) == parameters
     assert hf_config(args)["model_type"] == config["model_type"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpointing import (
     CheckpointError,
-    Layout,
+    ParallelLayout,
     find_checkpoint,
     load_tensors,
     load_weights,
@@ -26,12 +26,12 @@ from megatron.checkpointing import (
     verify,
 )
 from megatron.checkpointing.layout import layer_file, layer_files
-from megatron.checkpointing.names import generation
-from megatron.checkpointing.weights import describe_files, describe_source
+from megatron.checkpointing.parameter_names import generation
+from megatron.checkpointing.weights import describe_checkpoint, describe_layout
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.weight_names import GENERATIONS
+from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 from tests.checkpointing.golden import RUNS, assert_same, checkpoint, golden_args, raw_layer, whole
 from tests.checkpointing.test_names import LAYERS, old_rows
 from tests.checkpointing.test_te_names import OLMO3, TIED, read, written
@@ -43,8 +43,8 @@ GROUPED: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "num
 YML = {run: str(RUNS[run] / f"{run}.yml") for run in RUNS}
 
 
-def to(tensor: int, pipe: int = 1) -> Layout:
-    return Layout(pipe, 1, tensor, 0, "fp32", pipe * tensor)
+def to(tensor: int, pipe: int = 1) -> ParallelLayout:
+    return ParallelLayout(pipe, 1, tensor, 0, "fp32", pipe * tensor)
 
 
 def converted(run: str, save: Path, tensor: int, naming: str) -> Path:
@@ -67,7 +67,7 @@ def test_legacy_names_are_those_of_pythia(tmp_path: Path) -> None:
         theirs.pop("attention.rotary_emb.inv_freq", None)
         assert ours.keys() == theirs.keys() and "mlp.dense_h_to_4h.weight" in ours
         assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert "names GPT-NeoX's before mid-2024 (dense_h_to_4h)" in describe_files(path, golden_args(run))
+    assert "names GPT-NeoX's before mid-2024 (dense_h_to_4h)" in describe_layout(path, golden_args(run))
 
 
 def test_llama_names_and_rows_are_those_of_its_converters(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_llama_names_and_rows_are_those_of_its_converters(tmp_path: Path) -> Non
         assert ours.keys() == names.keys() and set(names.values()) == theirs.keys()
         assert all(torch.equal(ours[name], theirs[other]) for name, other in names.items())
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in ours.values())
-    said = describe_files(path, golden_args(run))
+    said = describe_layout(path, golden_args(run))
     assert "names of llama conversions (w1, w2, w3), rows of grouped queries as before #1315" in said
 
 
@@ -96,7 +96,7 @@ def test_golden_there_and_back(run: str, naming: str, tmp_path: Path) -> None:
     """Two tensor ranks under each generation's names, and back to the bit in GPT-NeoX's names."""
     args, size = golden_args(run), 2
     there = converted(run, tmp_path / "there", size, naming)
-    assert verify(there) is not None and describe_source(there).names == GENERATIONS[naming]
+    assert verify(there) is not None and describe_checkpoint(there).names == WEIGHT_NAMINGS[naming]
     assert_same(whole(there, args), whole(checkpoint(run), args))
     # A manifest says whose rows they are: the key is for files without one.
     assert_same(whole(there, args.replace(compat_gqa_rows="pre1315")), whole(checkpoint(run), args))
@@ -138,7 +138,7 @@ def test_rows_of_before_1315_compute_what_they_did(size: int, tmp_path: Path) ->
     local = load_weights(path, args, layers=[2], tensor_rank=1, tensor_size=2)[2]
     spec = next(spec for spec in layer_params(args)[2] if spec.name == "attention.query_key_value.weight")
     assert torch.equal(local[spec.name], shard(read_back[2][spec.name], spec, 1, 2))
-    assert "rows of grouped queries as before #1315" in describe_files(path, args)
+    assert "rows of grouped queries as before #1315" in describe_layout(path, args)
     for rows in ("post1315", None):
         assert_same(whole(path, args.replace(compat_gqa_rows=rows)), weights)
     alike = small(num_kv_heads=4, compat_gqa_rows="pre1315")  # a key-value head for every query: always the same
@@ -174,7 +174,7 @@ def test_the_forks_olmo_names(tmp_path: Path) -> None:
     assert block.keys() == names
     assert block["attention.q_norm.scale"].shape == (16,) and block["attention.k_norm.scale"].shape == (8,)
     assert generation(names) == "of the geodesic fork's OLMo"
-    assert generation(names | {"pre_feedforward_layernorm.scale"}) == GENERATIONS["neox"]  # Gemma's
+    assert generation(names | {"pre_feedforward_layernorm.scale"}) == WEIGHT_NAMINGS["neox"]  # Gemma's
     assert_same(whole(path, args), weights)
 
 

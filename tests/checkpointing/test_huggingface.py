@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, load_tensors, read_manifest, save_tensors, verify
 from megatron.checkpointing.families import from_hf, hf_config, hf_shapes, to_hf
-from megatron.checkpointing.huggingface import HFFolder, export_args, export_hf, find_hf, import_hf, is_hf
+from megatron.checkpointing.huggingface import HFFolder, export_hf, find_hf, import_hf, is_hf, load_checkpoint_args
 from megatron.checkpointing.huggingface.folder import write_weights
-from megatron.checkpointing.huggingface.parity import check_parity
+from megatron.checkpointing.huggingface.logit_check import compare_logits
 from megatron.checkpointing.layout import layer_file, layer_files
 from megatron.checkpointing.weights import load_weights, local_layer_state
 from megatron.model.weight_map import layer_params
@@ -55,7 +55,7 @@ def logits_of(path: Path, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", RUNS)
 def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path: Path) -> None:
     """Of GPT-NeoX's own forward pass, from its training YAML as it is; and the tensors of its own converter."""
-    args, facts = export_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
+    args, facts = load_checkpoint_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
     assert facts.tensor_size == (2 if run == "neox_pp2_mp2" else 1)
     assert ("no pipeline" in facts.layout) == (run == "neox_pp0_mp1")
     found = export_hf(checkpoint(run), args, tmp_path / "hf", tokenizer=False)
@@ -128,7 +128,7 @@ def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: to
     path, parity = import_hf(HFFolder(folder), tmp_path / "neox", **how)
     assert path.name == f"global_step{how.get('iteration', 0)}" and parity.difference <= 1e-5
     assert verify(path) is not None and bool(layer_files(path)) == (how.get("pipe") != 0)
-    args, facts = export_args(path)
+    args, facts = load_checkpoint_args(path)
     assert ("Transformer-Engine" in facts.names) == ("naming" in how) and args.padded_vocab_size == 128
     found = export_hf(path, args, tmp_path / "back", shard_bytes=30_000)
     assert found is not None and found.difference <= 1e-5
@@ -151,7 +151,7 @@ def test_every_case_of_every_family_passes_the_check(tmp_path: Path) -> None:
         weights: dict[int, dict[str, Tensor]] = {}
         for layer, name, value in tensors:
             weights.setdefault(layer, {})[name] = value
-        found = check_parity(folder, NeoXArgs.from_dict(keys), weights.__getitem__, 90)
+        found = compare_logits(folder, NeoXArgs.from_dict(keys), weights.__getitem__, 90)
         tokens = torch.randint(0, 90, (2, found.length), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             assert found.largest == pytest.approx(model(tokens).logits.abs().max().item(), rel=1e-5)
@@ -165,7 +165,7 @@ def test_the_check_refuses_another_model(wrong: str, tmp_path: Path) -> None:
     shapes = hf_shapes(args)
     write_weights(tmp_path, shapes, torch.float32, to_hf(args, weights.items()))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(args)))
-    assert check_parity(HFFolder(tmp_path), args, weights.__getitem__, 64).difference < 1e-5
+    assert compare_logits(HFFolder(tmp_path), args, weights.__getitem__, 64).difference < 1e-5
     other = args.replace(**changes.get(wrong, {}))
     if wrong == "heads":
         rows = weights[3]["attention.query_key_value.weight"]
@@ -175,7 +175,7 @@ def test_the_check_refuses_another_model(wrong: str, tmp_path: Path) -> None:
     elif wrong == "NaN":
         weights[2]["mlp.linear2.bias"][3] = torch.nan
     with pytest.raises(CheckpointError, match="is not the same model: largest logit difference"):
-        check_parity(HFFolder(tmp_path), other, weights.__getitem__, 64)
+        compare_logits(HFFolder(tmp_path), other, weights.__getitem__, 64)
 
 
 def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_imported_files_hold_nothing_but_plain_tensors(tmp_path: Path) -> None:
     path, _ = import_hf(HFFolder(model_folder(tmp_path / "hf")), tmp_path / "neox", tensor=2, save_tokenizer=False)
-    args = export_args(path)[0]
+    args = load_checkpoint_args(path)[0]
     for layer, specs in layer_params(args).items():
         for rank in range(2):
             state = load_tensors(path / layer_file(layer, rank))

@@ -13,10 +13,10 @@ import torch
 from megatron.checkpointing import (
     EPHEMERAL,
     CheckpointError,
-    Layout,
     Manifest,
+    ParallelLayout,
     Retention,
-    begin,
+    begin_checkpoint,
     check_model,
     find_checkpoint,
     layer_file,
@@ -37,7 +37,7 @@ MANIFEST = Manifest(
     run_id="r1",
     iteration=0,
     consumed_samples=12,
-    layout=Layout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
+    layout=ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
     model=model_keys(golden_args("neox_pp1_mp1")),
     seed=1234,
     tokenizer="sha256:ab",
@@ -51,7 +51,7 @@ def save(
     folder: Path | str, step: int, value: float = 0.0, *, validation_loss: float | None = None, for_now: bool = False,
     **kw: Any,
 ) -> Path:  # fmt: skip
-    temporary = begin(folder, step)
+    temporary = begin_checkpoint(folder, step)
     assert not temporary.name.startswith("global_step")
     records = [save_tensors({"w": torch.full((4,), value)}, temporary / layer_file(i, 0)) for i in (0, 2)]
     records += [write_bytes(b"", temporary / EPHEMERAL)] if for_now else []
@@ -77,7 +77,7 @@ def test_what_is_published(tmp_path: Path) -> None:
 
 
 def test_configs_of_one_name_are_both_kept(tmp_path: Path) -> None:
-    path = publish(begin(tmp_path, 1), tmp_path, 1, MANIFEST, {"x/a.yml": "x", "y/a.yml": "y"})
+    path = publish(begin_checkpoint(tmp_path, 1), tmp_path, 1, MANIFEST, {"x/a.yml": "x", "y/a.yml": "y"})
     assert sorted(p.read_text() for p in (path / "configs").iterdir()) == ["x", "y"]
 
 
@@ -207,7 +207,7 @@ def test_killed_at_any_moment(step: int, tmp_path: Path) -> None:
 
 def test_incomplete_files_are_not_published(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    temporary = begin(tmp_path, 2)
+    temporary = begin_checkpoint(tmp_path, 2)
     record = save_tensors({"w": torch.zeros(9)}, temporary / "mp_rank_00_model_states.pt")
     manifest = replace(MANIFEST, files={record.name: record, "gone.pt": replace(record, name="gone.pt")})
     with pytest.raises(CheckpointError, match=r"gone\.pt \(missing\)"):

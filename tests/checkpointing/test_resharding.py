@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from megatron.checkpointing import (
-    Layout,
     Manifest,
     OptimizerFiles,
-    begin,
+    ParallelLayout,
+    begin_checkpoint,
     layer_file,
     load_weights,
     local_layer_state,
@@ -48,7 +48,7 @@ print(peak() - base)
 def synthetic(save: Path) -> Path:
     """A checkpoint of 1.2 GB, as a run at tensor 1 would write it."""
     args = NeoXArgs.from_dict(CONFIG)
-    temporary = begin(save, 7)
+    temporary = begin_checkpoint(save, 7)
     records = []
     for layer, specs in layer_params(args).items():
         weights = {spec.name: torch.full(spec.shape, float(layer)) for spec in specs}
@@ -60,8 +60,9 @@ def synthetic(save: Path) -> Path:
         records.append(save_tensors(moments, temporary / optimizer_file(layer, 0)))
     records.append(save_tensors({"iteration": 7}, temporary / model_file(0)))
     manifest = Manifest(
-        run_id="r", iteration=7, consumed_samples=7, layout=Layout(1, 1, 1, 1, "bf16", 1), model=model_keys(args),
-        seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG, files={r.name: r for r in records},
+        run_id="r", iteration=7, consumed_samples=7, layout=ParallelLayout(1, 1, 1, 1, "bf16", 1),
+        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG,
+        files={r.name: r for r in records},
     )  # fmt: skip
     return publish(temporary, save, 7, replace(manifest), {})
 

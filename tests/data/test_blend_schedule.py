@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.data import IndexedDataset, build_blend, data_fingerprint, train_loader, write_npy
-from megatron.data.blending import build_phases, wanted_samples, weight_phases, weights_by_documents
+from megatron.data.blending import build_phases, samples_per_member, weight_phases, weights_by_documents
 from tests.data.samples import DATASET, write_dataset
 from tests.data.test_datasets import A, B, build, build_train_blend, make_blend
 from tests.data.test_loader import make_args as loader_args
@@ -50,7 +50,7 @@ def test_a_schedule_draws_no_more_than_is_prepared(seed: int):
         random.random(sets) * (random.random(sets) < 0.7) + np.eye(sets)[random.integers(sets)] for _ in range(count)
     ]
     phases = tuple((int(random.integers(0, 700)), tuple(row.tolist())) for row in weights)
-    wanted = np.sum([wanted_samples(row, samples) for samples, row in phases], axis=0)
+    wanted = np.sum([samples_per_member(row, samples) for samples, row in phases], axis=0)
     maps = build_phases(phases)
     assert (maps.drawn <= wanted).all() and maps.drawn.sum() == len(maps.dataset_index)
 

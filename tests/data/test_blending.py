@@ -11,9 +11,9 @@ from megatron.data import blending as room
 from megatron.data.blending import (
     BlendedDataset,
     BlendMaps,
-    OnceKey,
+    OnePassKey,
     normalized,
-    wanted_samples,
+    samples_per_member,
     weights_by_documents,
 )
 from tests.data.samples import INDEXMAPS, golden_json
@@ -130,14 +130,14 @@ def test_wanted_samples_equal_neox():
         weights, samples = case.split("|")
         assert normalized(json.loads(weights)).tolist() == golden["weights"]
         if samples != "None":
-            assert wanted_samples(json.loads(weights), int(samples)) == golden["num_samples"]
+            assert samples_per_member(json.loads(weights), int(samples)) == golden["num_samples"]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_more_is_drawn_than_wanted(seed: int):
     random = np.random.default_rng(seed)
     weights, samples = _random_weights(random), int(random.integers(1, 3000))
-    assert (build_blend(weights, samples).drawn <= wanted_samples(weights, samples)).all()
+    assert (build_blend(weights, samples).drawn <= samples_per_member(weights, samples)).all()
 
 
 def test_weights_by_documents_as_documented():
@@ -175,7 +175,7 @@ class _Numbers:
 
 def test_every_sample_of_a_member_is_seen_once_and_in_order():
     maps = build_blend([7, 2, 1], 1000)
-    members = [_Numbers(d, n) for d, n in enumerate(wanted_samples([7, 2, 1], 1000))]
+    members = [_Numbers(d, n) for d, n in enumerate(samples_per_member([7, 2, 1], 1000))]
     dataset = BlendedDataset("train", members, maps)  # type: ignore[arg-type]
     assert len(dataset) == 1000
     seen = [dataset[i] for i in range(1000)]
@@ -196,7 +196,7 @@ def test_a_member_that_would_run_out_is_refused():
 
 
 def test_each_sample_once_by_weight():
-    maps = OnceKey((1, 2, 1), (10, 6, 1)).build()
+    maps = OnePassKey((1, 2, 1), (10, 6, 1)).build()
     assert maps.drawn.tolist() == [10, 6, 1]
     for which, count in enumerate((10, 6, 1)):
         assert maps.dataset_sample_index[maps.dataset_index == which].tolist() == list(range(count))

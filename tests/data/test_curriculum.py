@@ -9,7 +9,7 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumSched
 
 from megatron.data import build_packed, check_curriculum, step_length, train_loader
 from megatron.data.curriculum import difficulty
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.data.samples import write_dataset
 from tests.data.test_loader import make_args

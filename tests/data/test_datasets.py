@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron.data import (
-    Begun,
     DataError,
+    DataState,
     IndexedDataset,
     build_datasets,
     data_fingerprint,
@@ -20,7 +20,7 @@ from megatron.data import (
     unigram_entropy,
 )
 from megatron.data.blending import BlendedDataset
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
 A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")
@@ -52,8 +52,8 @@ def make_blend(tmp_path: Path, **changes):
     return make_args(**values | changes)
 
 
-def build(args, batch: int = 8, epochs: int | None = None, begun: Begun | None = None):
-    return build_datasets(args, train_batch_size=batch, once=lambda work: work(), epochs=epochs, begun=begun)
+def build(args, batch: int = 8, epochs: int | None = None, data_state: DataState | None = None):
+    return build_datasets(args, train_batch_size=batch, once=lambda work: work(), epochs=epochs, data_state=data_state)
 
 
 def build_train_blend(args) -> BlendedDataset:
@@ -227,8 +227,8 @@ def test_validation_and_test_are_blended_too(tmp_path: Path):
 def test_a_blend_to_validate_with_repeats_no_sample(pack_impl: str, tmp_path: Path):
     keys = {"valid_data_paths": (B, A), "valid_data_weights": (1.0, 3.0), "eval_iters": 100, "eval_interval": 100}
     args = make_blend(tmp_path, train_data_paths=(A,), train_data_weights=None, pack_impl=pack_impl, **keys)
-    for begun in (None, Begun(iteration=1, consumed_samples=8, laid_out={"valid": ((500,), (500,))})):
-        valid = build(args, begun=begun).valid
+    for data_state in (None, DataState(iteration=1, consumed_samples=8, segment_ends={"valid": ((500,), (500,))})):
+        valid = build(args, data_state=data_state).valid
         seen = [piece for i in range(len(valid)) for piece in valid.pieces(i)]
         assert len(set(seen)) == len(seen)
         documents = {(member, document) for member, document, *_ in seen}
@@ -276,16 +276,16 @@ def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path)
 def test_order_of_new_runs_stays_while_no_member_needs_another_epoch(tmp_path: Path):
     """What is laid out is equal exactly where the samples that both runs have are the same."""
     first = build(make_blend(tmp_path))
-    assert first.laid_out == {"train": ((773,), (349,))}
+    assert first.segment_ends == {"train": ((773,), (349,))}
     more = build(make_blend(tmp_path, train_iters=130))
-    assert more.laid_out == first.laid_out and len(more.train) == 1040
+    assert more.segment_ends == first.segment_ends and len(more.train) == 1040
     assert all((more.train[i].tokens == first.train[i].tokens).all() for i in range(1000))
     # 2000 samples take more epochs of both
     other = build(make_blend(tmp_path, train_iters=250))
-    assert other.laid_out != first.laid_out
+    assert other.segment_ends != first.segment_ends
     assert not all((other.train[i].tokens == first.train[i].tokens).all() for i in range(1000))
     one = build(make_args(index_cache_dir=str(tmp_path)))
-    assert one.laid_out["train"] == ((214,),)
+    assert one.segment_ends["train"] == ((214,),)
 
 
 def test_members_that_cannot_be_used_are_named(tmp_path: Path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import Begun, build_packed, data_fingerprint, epoch_iterations, order_keys, order_sha256
+from megatron.data import DataState, build_packed, data_fingerprint, epoch_iterations, order_keys, order_sha256
 from megatron.data.index_maps import Packing
 from megatron.data.packing import build_maps
 from tests.data.samples import INDEXMAPS, golden_json, golden_maps
@@ -31,7 +31,7 @@ def test_windows_of_neox_stay_and_the_rest_follows(name: str):
     counts = np.bincount(more.doc_idx)
     assert (counts[arguments["first"] : arguments["last"]] == counts[arguments["first"]]).all()
     assert more.shuffle_idx[windows:].tolist() != sorted(more.shuffle_idx[windows:])
-    # And once more: both stretches stay
+    # And once more: both segments stay
     again = build_packed(
         dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=(windows, len(more.shuffle_idx))
     )
@@ -79,22 +79,22 @@ SETS = {
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: Path):
-    """Begun for 40 steps of 8, stopped after 35; then 50, 400 and 36 of them."""
+    """DataState for 40 steps of 8, stopped after 35; then 50, 400 and 36 of them."""
     made = {"index_cache_dir": str(tmp_path), "train_iters": 40, **SETS[name]}
     first = build(make_args(**made))
-    train, laid_out = first.train, first.laid_out
+    train, segment_ends = first.train, first.segment_ends
     assert train is not None
     samples = [list(train.pieces(i)) for i in range(len(train))]
     for steps in (50, 400, 36, 500):
-        begun = Begun(35, 280, laid_out)
-        longer = build(make_args(**made | {"train_iters": steps}), begun=begun)
+        data_state = DataState(35, 280, segment_ends)
+        longer = build(make_args(**made | {"train_iters": steps}), data_state=data_state)
         assert longer.train is not None and len(longer.train) >= steps * 8
         found = [list(longer.train.pieces(i)) for i in range(min(len(longer.train), len(train)))]
         if name == "compat blend":  # rows that were the last ones now have the token that follows
             found = [now[: len(then)] for now, then in zip(found, samples, strict=False)]
         assert found == samples[: len(found)]
         assert order_sha256(longer.train, 280) == order_sha256(train, 280)
-        laid_out = longer.laid_out
+        segment_ends = longer.segment_ends
     assert order_keys(make_args(**made)) == order_keys(make_args(**made | {"train_iters": 400}))
     assert data_fingerprint(make_args(**made)) == data_fingerprint(make_args(**made | {"train_iters": 400}))
 
@@ -109,8 +109,8 @@ def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
     """Of a member of a blend too: each window of its joined epochs once."""
     made = make_blend(tmp_path, eval_iters=0)
     first = build(made)
-    longer = build(make_blend(tmp_path, train_iters=400), begun=Begun(125, 1000, first.laid_out))
-    for member, ends in zip(longer.train.members, longer.laid_out["train"], strict=True):
+    longer = build(make_blend(tmp_path, train_iters=400), data_state=DataState(125, 1000, first.segment_ends))
+    for member, ends in zip(longer.train.members, longer.segment_ends["train"], strict=True):
         assert len(ends) == 2 and len(member) == ends[-1]
         tokens = sum(count for i in range(len(member)) for _, _, count in member.pieces(i))
         assert tokens == len(member) * 65, "windows of 64 tokens and one"
@@ -126,8 +126,8 @@ def test_a_run_that_goes_on_finds_its_maps(tmp_path: Path):
     args = make_blend(tmp_path)
     first = build(args)
     made = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    again = build(args, begun=Begun(100, 800, first.laid_out))
-    assert again.laid_out == first.laid_out
+    again = build(args, data_state=DataState(100, 800, first.segment_ends))
+    assert again.segment_ends == first.segment_ends
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == made
 
 
@@ -135,9 +135,9 @@ def test_validation_samples_stay(tmp_path: Path):
     """GPT-NeoX takes them from an order that depends on how often is validated."""
     made = {"index_cache_dir": str(tmp_path), "split": "50,50,0", "seq_length": 32}
     first = build(make_args(**made))
-    sizes = dict(first.laid_out)
-    longer = build(make_args(**made, train_iters=2000), begun=Begun(25, 200, first.laid_out))
-    assert sizes["valid"] != longer.laid_out["valid"]
+    sizes = dict(first.segment_ends)
+    longer = build(make_args(**made, train_iters=2000), data_state=DataState(25, 200, first.segment_ends))
+    assert sizes["valid"] != longer.segment_ends["valid"]
     valid = [[list(one.valid.pieces(i)) for i in range(len(first.valid))] for one in (first, longer)]
     assert valid[0] == valid[1]
     other = build(make_args(**made, train_iters=2000)).valid
@@ -148,11 +148,11 @@ def test_another_batch_size_takes_what_is_left(tmp_path: Path):
     """Samples are counted, not steps: 100 steps of 8, then 25 of 16."""
     made = {"index_cache_dir": str(tmp_path), "eval_iters": 0}
     first = build(make_args(**made, train_iters=100))
-    longer = build(make_args(**made, train_iters=125), batch=16, begun=Begun(100, 800, first.laid_out))
+    longer = build(make_args(**made, train_iters=125), batch=16, data_state=DataState(100, 800, first.segment_ends))
     assert len(longer.train) >= 1200
     assert order_sha256(longer.train, 800) == order_sha256(first.train, 800)
     passes = make_args(**made, train_epochs=3)
     samples = 3 * 107
-    assert epoch_iterations(passes, 8) == epoch_iterations(passes, 8, Begun(10, 80)) == samples // 8
-    assert epoch_iterations(passes, 16, Begun(10, 80)) == 10 + (samples - 80) // 16
-    assert epoch_iterations(passes, 16, Begun(50, 400)) == 50, "fewer passes than were made: nothing is left"
+    assert epoch_iterations(passes, 8) == epoch_iterations(passes, 8, DataState(10, 80)) == samples // 8
+    assert epoch_iterations(passes, 16, DataState(10, 80)) == 10 + (samples - 80) // 16
+    assert epoch_iterations(passes, 16, DataState(50, 400)) == 50, "fewer passes than were made: nothing is left"

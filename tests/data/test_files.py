@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data import files
-from megatron.data.files import known_sha256
+from megatron.data.files import cached_sha256
 
 
 def test_a_hash_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_hash_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pyte
 
     def known() -> int:
         """How often the file has been read by now."""
-        assert known_sha256(data, notes) == hashlib.sha256(data.read_bytes()).hexdigest()
+        assert cached_sha256(data, notes) == hashlib.sha256(data.read_bytes()).hexdigest()
         return len(read)
 
     monkeypatch.setattr(files, "sha256", count)
@@ -35,7 +35,7 @@ def test_a_hash_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pyte
     os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert data.stat().st_mtime_ns == before.st_mtime_ns and (known(), known()) == (4, 4), "as `cp -p` leaves it"
     (tmp_path / "link").symlink_to(data)
-    assert known_sha256(tmp_path / "link", notes) and len(read) == 4, "the same file by another name"
+    assert cached_sha256(tmp_path / "link", notes) and len(read) == 4, "the same file by another name"
     next(notes.iterdir()).write_text('{"path": ')
     assert (known(), known()) == (5, 5), "half a note is none"
     monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError()))

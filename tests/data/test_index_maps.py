@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDataset, build_packed
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
+from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
 
 CASES = sorted(str(path.parent.relative_to(INDEXMAPS)) for path in INDEXMAPS.glob("packed*/**/doc_idx.npy"))

@@ -12,14 +12,14 @@ from megatron.data import (
     IndexedDataset,
     IndexedDatasetWriter,
     data_fingerprint,
-    data_notes,
+    data_log_lines,
     epoch_iterations,
     order_keys,
 )
 from megatron.data.batch import collate_samples
 from megatron.data.blending import BlendedDataset, RepeatedDataset
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset
 from tests.data.test_datasets import build, make_args
 
@@ -198,29 +198,29 @@ def test_labels_that_are_not_listed_are_named(tmp_path: Path):
     """24 chats and 24 instructions: the numbers are those of the golden label files."""
     masked = {name: int((IndexedDataset(name).tokens < 0).sum()) for name in (CHAT_LABEL, INSTRUCT_LABEL)}
     args = labelled_args(tmp_path, (CHAT_TEXT, ""), (INSTRUCT_TEXT, ""), train_label_data_paths=None)
-    chat, instruct = data_notes(args)
+    chat, instruct = data_log_lines(args)
     assert chat == (
         f"{CHAT_TEXT}: all tokens are trained; the labels beside them would mask {masked[CHAT_LABEL]} of 4099 "
         f"({masked[CHAT_LABEL] / 40.99:.1f} %): list {CHAT_LABEL} in train_label_data_paths"
     )
     assert instruct.endswith(f"list {INSTRUCT_LABEL} in train_label_data_paths")
-    (note,) = data_notes(make_args(data_path=CHAT_TEXT))
+    (note,) = data_log_lines(make_args(data_path=CHAT_TEXT))
     assert note.endswith(f"list {CHAT_LABEL} in train_label_data_paths (with train_data_paths)")
-    assert data_notes(labelled_args(tmp_path, (CHAT_TEXT, CHAT_LABEL))) == []
+    assert data_log_lines(labelled_args(tmp_path, (CHAT_TEXT, CHAT_LABEL))) == []
     plain = write_dataset(tmp_path / "x_text_document", [3, 9])
-    assert data_notes(make_args(data_path=plain.prefix)) == []
+    assert data_log_lines(make_args(data_path=plain.prefix)) == []
 
 
 def test_documents_that_are_cut_are_counted(tmp_path: Path):
     prefix = write_dataset(tmp_path / "x", [3, 9, 20, 5]).prefix
     args = {"data_path": prefix, "pack_impl": "best_fit", "seq_length": 7}
-    (note,) = data_notes(make_args(**args))
+    (note,) = data_log_lines(make_args(**args))
     assert note == f"{prefix}: 2 of 4 documents are longer than 8 tokens and are cut there, 13 tokens in all"
-    (note,) = data_notes(make_args(**args, allow_chopped=False))
+    (note,) = data_log_lines(make_args(**args, allow_chopped=False))
     assert note.endswith("2 of 4 documents are longer than 8 tokens and are left out (allow_chopped: false)")
-    (note,) = data_notes(make_args(data_path=prefix, truncate_documents=4))
+    (note,) = data_log_lines(make_args(data_path=prefix, truncate_documents=4))
     assert note.endswith("3 of 4 documents are longer than 4 tokens and are cut there, 22 tokens in all")
-    assert data_notes(make_args(data_path=prefix)) == []
+    assert data_log_lines(make_args(data_path=prefix)) == []
 
 
 def test_documents_are_those_of_the_data_and_of_eod_without_labels(tmp_path: Path):

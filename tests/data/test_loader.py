@@ -25,8 +25,8 @@ from megatron.data import (
 )
 from megatron.data.batch import collate, collate_samples
 from megatron.data.blending import BlendedDataset
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.loader import micro_batch_seed
+from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import write_dataset
 
 SEQ = 8

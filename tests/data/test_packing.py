@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import IndexedDataset
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.labels import labelled
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import best_fit, build_maps, until_overflow
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.data import build_packed, check_curriculum, row_length, step_length, train_loader
 from megatron.data.batch import collate, rechunk
-from megatron.data.gpt2_dataset import PackedDataset
+from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.data.samples import write_dataset
 from tests.data.test_loader import make_args

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset, build_packed, fingerprint, open_dataset, write_npy
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import Packing
 from megatron.data.legacy_dataset import LegacyDataset
 from megatron.data.npy_dataset import NpyDataset
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
 from tests.data.samples import DATASET, write_dataset
 from tools.datasets import pack_npy

@@ -20,8 +20,8 @@ from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron.evaluation import evaluate
-from megatron.evaluation.catalogue import SHIPPED
-from megatron.evaluation.harness import Evaluation, load_catalogue
+from megatron.evaluation.harness import EvaluationResults, load_tasks_on_rank0
+from megatron.evaluation.task_loading import SHIPPED
 from megatron.generation import load_model
 from megatron.generation.from_huggingface import hf_model_keys
 from megatron.launch import process_info
@@ -105,7 +105,7 @@ def make_tasks(folder: Path) -> str:
     return str(folder)
 
 
-def reference(folder: str, tasks: Sequence[str], own: str, **settings: Any) -> Evaluation:
+def reference(folder: str, tasks: Sequence[str], own: str, **settings: Any) -> EvaluationResults:
     """lm-eval's `simple_evaluate` with its `hf` backend."""
     found = lm_eval.evaluator.simple_evaluate(
         model="hf", model_args={"pretrained": folder, "dtype": "float32", "device": "cpu"}, tasks=list(tasks),
@@ -113,7 +113,7 @@ def reference(folder: str, tasks: Sequence[str], own: str, **settings: Any) -> E
         bootstrap_iters=0, **settings,
     )  # fmt: skip
     assert found is not None
-    return Evaluation(dict(found))
+    return EvaluationResults(dict(found))
 
 
 def configuration(folder: str, tasks: Sequence[str], changes: Mapping[str, Any]) -> NeoXArgs:
@@ -122,14 +122,14 @@ def configuration(folder: str, tasks: Sequence[str], changes: Mapping[str, Any])
 
 def scores(
     rank: int, world_size: int, folder: str, tasks: Sequence[str], changes: Mapping[str, Any]
-) -> Evaluation | None:
+) -> EvaluationResults | None:
     """For the pool: `evaluate` of a HuggingFace folder with our model, samples included."""
     process = process_info()
     args = configuration(folder, tasks, {"eval_log_samples": True, **changes}).for_world(world_size)
     groups, tokenizer = init_model_parallel(args, process, QUIET), build_tokenizer(args)
-    catalogue = load_catalogue(args, groups, tokenizer, QUIET)
+    loaded_tasks = load_tasks_on_rank0(args, groups, tokenizer, QUIET)
     model = load_model(args, groups, tokenizer, QUIET)
-    return evaluate(model, catalogue, QUIET)
+    return evaluate(model, loaded_tasks, QUIET)
 
 
 def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:
@@ -181,7 +181,7 @@ def lm_eval_command(rank: int, world_size: int, argv: Sequence[str]) -> None:
     cli_evaluate()
 
 
-def answers(evaluation: Evaluation) -> dict[tuple[str, int], list[Any]]:
+def answers(evaluation: EvaluationResults) -> dict[tuple[str, int], list[Any]]:
     """What the model said to each document: (log-likelihood, greedy) pairs, log-likelihoods, or text."""
     return {
         (task, row["doc_id"]): [answer for request in row["resps"] for answer in request]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.evaluation.catalogue import SHIPPED
+from megatron.evaluation.task_loading import SHIPPED
 from megatron.training import train
 from tests.evaluation.runs import command, lm_eval_command, make_model, make_tasks, on_terminal
 from tests.pool import run_ranks

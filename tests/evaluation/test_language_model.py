@@ -11,8 +11,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.operations import Operations
-from megatron.evaluation.progress import Progress
+from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.progress import EvaluationProgress
 from megatron.generation import load_model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
@@ -54,8 +54,8 @@ def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
     folder = make_model(tmp_path_factory.mktemp("model"), bos=request.param)
     args = configuration(folder, ["x"], {"precision": "fp32"}).for_world(1)
     model = load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
-    known = Operations(model).names()
-    ours = NeoXLM(model, lambda name, *given: known[name](*given), Progress(QUIET))
+    known = ModelOperations(model).names()
+    ours = NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
     return ours, HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
 
 
@@ -129,7 +129,7 @@ def test_sampled_texts_repeat_and_differ_from_each_other(both):
 
 def test_a_log_without_a_terminal_hears_of_it(caplog):
     logger = logging.getLogger("tests.progress")
-    with caplog.at_level(logging.INFO), Progress(logger, every=0.05) as progress:
+    with caplog.at_level(logging.INFO), EvaluationProgress(logger, every=0.05) as progress:
         progress.expect(400)
         progress.update(180)
         time.sleep(0.2)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.generation import Batcher, Completion, Event, Model, Request, Sampling, complete, load_model
-from megatron.generation.samples import Prompt, Sample, sample
+from megatron.generation import Batcher, Completion, Event, Model, Request, SamplingParams, complete, load_model
+from megatron.generation.samples import GeneratedSample, Prompt, generate_samples
 from megatron.launch import process_info
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
@@ -61,7 +61,7 @@ def greedy(
     found = []
     for run in runs:
         model = golden_model(run, changes)
-        completions = complete(model, GIVEN, Sampling(), maximum_tokens=32, seeds=range(len(GIVEN)))
+        completions = complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))
         vocab = model.tokenizer.vocab_size
         requests = [Request(prompt, maximum_tokens=1, logprobs=vocab) for prompt in GIVEN]
         first = [dict(events[0].logprobs[0].top) for events in answers(Batcher(model), requests)]
@@ -79,17 +79,17 @@ def answers(batcher: Batcher, requests: Sequence[Request]) -> list[list[Event]]:
     return [found[id] for id in ids]
 
 
-def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[Sample]:
+def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[GeneratedSample]:
     """For the pool: `sample` of a golden run with the configuration's temperature."""
     model = golden_model(run, {"maximum_tokens": 24, **changes})
     given = [Prompt(str(i), tokens) for i, tokens in enumerate(prompts([3, 9, 1, 30, 12]))]
-    return sample(model, given, QUIET)
+    return generate_samples(model, given, QUIET)
 
 
 def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -> list[Completion]:
     """For the pool: sampled tokens of a checkpoint that one of our runs wrote."""
     model = model_of(NeoXArgs.from_dict(values))
-    return complete(model, prompts([5, 11]), Sampling(1.0), maximum_tokens=count, seeds=[0, 1])
+    return complete(model, prompts([5, 11]), SamplingParams(1.0), maximum_tokens=count, seeds=[0, 1])
 
 
 def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.checkpointing import DamagedError
-from megatron.generation import Completion, Event, Sampling, complete, samples
+from megatron.generation import Completion, Event, SamplingParams, complete, samples
 from megatron.generation.model import Model
-from megatron.generation.samples import Prompt, Sample, sample
+from megatron.generation.samples import GeneratedSample, Prompt, generate_samples
 from megatron.generation.scoring.logprobs import score
 from megatron.model.init import stage_parameters
 from tests.generation.runs import GIVEN, LAYOUTS, QUIET, TOKENIZER, golden_model, sampled, written
@@ -59,7 +59,7 @@ def test_data_parallel_ranks_share_the_prompts() -> None:
 def batched(rank: int, world_size: int) -> tuple[list[Completion], list[Completion]]:
     """For the pool: prompts together and one by one, sampled."""
     model = golden_model("neox_pp1_mp1", LAYOUTS["one process"][1])
-    sampling, seeds = Sampling(1.0), [3, 1, 4, 1]
+    sampling, seeds = SamplingParams(1.0), [3, 1, 4, 1]
     together = complete(model, GIVEN, sampling, maximum_tokens=12, seeds=seeds)
     single = [
         complete(model, [prompt], sampling, maximum_tokens=12, seeds=[seed])[0]
@@ -74,10 +74,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert len({tuple(c.tokens) for c in together}) == 4
 
 
-def reported(rank: int, world_size: int, layout: Mapping[str, Any]) -> tuple[list[Sample], list[list[float]]]:
+def reported(rank: int, world_size: int, layout: Mapping[str, Any]) -> tuple[list[GeneratedSample], list[list[float]]]:
     """For the pool: sampled texts with the log-probabilities that were written, and those that scoring finds."""
     model = golden_model("neox_pp1_mp1", {**layout, "temperature": 0.7, "maximum_tokens": 5, "return_logprobs": 2})
-    found = sample(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
+    found = generate_samples(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
     written = [[one["token"] for one in each.logprobs or ()] for each in found]
     return found, [one.logprobs for one in score(model, list(zip(GIVEN, written, strict=True)))]
 
@@ -104,7 +104,7 @@ def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list
         for token, value in bias.items():
             param["8.final_linear.weight"][token] = value
     events: list[Event] = []
-    done = complete(model, GIVEN, Sampling(1.0), maximum_tokens=4, seeds=range(4), on_event=events.append)
+    done = complete(model, GIVEN, SamplingParams(1.0), maximum_tokens=4, seeds=range(4), on_event=events.append)
     return [c.tokens for c in done], [c.finished for c in done], events
 
 
@@ -121,10 +121,10 @@ def test_the_end_of_document_ends_a_row() -> None:
     assert sorted(events) == [Event(row, (0,), finish_reason="stop") for row in range(4)]
 
 
-def unstarted(rank: int, world_size: int) -> list[Sample]:
+def unstarted(rank: int, world_size: int) -> list[GeneratedSample]:
     """For the pool: a prompt whose greedy continuation is the end of the document, for transformers too."""
     model = golden_model("llama_pp1_mp1", LAYOUTS["one process"][1])
-    return sample(model, [Prompt("g", GIVEN[0], "cut")], QUIET)
+    return generate_samples(model, [Prompt("g", GIVEN[0], "cut")], QUIET)
 
 
 def test_a_sample_that_does_not_start_says_so() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation import Model, Sampling, complete, for_inference
+from megatron.generation import Model, SamplingParams, complete, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
@@ -75,7 +75,8 @@ def written(
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
         model = Model(args, groups, Some(), stage_with(args, weights, groups), torch.float32)
         done = complete(
-            model, PROMPTS, Sampling(), maximum_tokens=TOKENS, seeds=range(3), ends=(), maximum_rows=rows
+            model, PROMPTS, SamplingParams(), maximum_tokens=TOKENS, seeds=range(3), stop_token_ids=(),
+            maximum_rows=rows,
         )  # fmt: skip
         found.append([one.tokens for one in done])
     return found

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron.generation import RequestError
+from megatron.generation.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.generation.prompts.chat import ChatTemplate
-from megatron.generation.prompts.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import command, conversation
 from tests.generation.test_generate_script import ROOT, lines, words

@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation import Sampling
-from megatron.generation.sampling import Chooser, filter_logits
+from megatron.generation import SamplingParams
+from megatron.generation.sampling import TokenSampler, filter_logits
 
 VOCAB = 700  # more than are looked at first for a nucleus
 LOGITS = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
 ROWS = len(LOGITS)
 
 
-def chooser_of(samplings: Sequence[Sampling], texts: Sequence[tuple[int, list[int]]] | None = None) -> Chooser:
-    return Chooser(samplings, texts or [(1, [0])] * len(samplings), VOCAB, torch.device("cpu"))
+def chooser_of(
+    samplings: Sequence[SamplingParams], texts: Sequence[tuple[int, list[int]]] | None = None
+) -> TokenSampler:
+    return TokenSampler(samplings, texts or [(1, [0])] * len(samplings), VOCAB, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 49, VOCAB, VOCAB + 9])
@@ -52,10 +54,10 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 9.0  # one of the ends
     logits[:, 3] = 1.0
-    samplings = [Sampling(logit_bias=tuple(bias.items())), Sampling(), Sampling()]
+    samplings = [SamplingParams(logit_bias=tuple(bias.items())), SamplingParams(), SamplingParams()]
     tokens = [[1, 2], [1, 2], [1, 2]]
     least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
-    found = Chooser(samplings, [(2, own) for own in tokens], VOCAB, torch.device("cpu"), least)
+    found = TokenSampler(samplings, [(2, own) for own in tokens], VOCAB, torch.device("cpu"), least)
     biased = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     for _ in range(4):
         expected = []
@@ -103,9 +105,15 @@ def test_nothing_is_filtered_by_default() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), Sampling(0.5), Sampling(2.0, top_k=7), Sampling(0.8, 20, 0.7), Sampling(1.5, min_p=0.05)],
+    [
+        SamplingParams(1.0),
+        SamplingParams(0.5),
+        SamplingParams(2.0, top_k=7),
+        SamplingParams(0.8, 20, 0.7),
+        SamplingParams(1.5, min_p=0.05),
+    ],
 )
-def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling) -> None:
+def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> None:
     draws = 20_000  # evenly spaced, so that counts are exact up to one draw at either end of a token's interval
     logits = LOGITS[:1, :50].expand(draws, -1)
     uniforms = ((torch.arange(draws, dtype=torch.float64) + 0.5) / draws).tolist()
@@ -119,17 +127,17 @@ def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling) -> None:
 def test_what_is_filtered_is_never_chosen() -> None:
     for uniform in (0.0, 1.0 - 2.0**-53):  # the smallest and the largest draw
         logits = torch.tensor([[0.0, 5.0, 5.0, 1.0]])
-        assert chooser_of([Sampling(1.0, top_k=2)]).choose(logits, [uniform]).item() in (1, 2)
+        assert chooser_of([SamplingParams(1.0, top_k=2)]).choose(logits, [uniform]).item() in (1, 2)
 
 
 def test_temperature_zero_takes_the_most_likely() -> None:
-    greedy = chooser_of([Sampling(0.0, top_k=5, top_p=0.5)] * ROWS)
+    greedy = chooser_of([SamplingParams(0.0, top_k=5, top_p=0.5)] * ROWS)
     assert greedy.drawn == []
     assert greedy.choose(LOGITS, []).tolist() == LOGITS.argmax(-1).tolist()
 
 
 def test_greedy_rows_beside_sampled_ones() -> None:
-    samplings = [Sampling(), Sampling(1.0), Sampling(), Sampling(2.0, 5)]
+    samplings = [SamplingParams(), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
     both = chooser_of(samplings)
     assert both.drawn == [1, 3]
     found = both.choose(LOGITS[:4], [0.7, 0.2]).tolist()
@@ -144,7 +152,7 @@ def test_repetition_penalty_equals_transformers() -> None:
 
     texts = [[4, 9, 9, 30], [1, 2, 3, 699], [0, 0, 0, 0]]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(texts), LOGITS[:3].clone())
-    chooser = chooser_of([Sampling(repetition_penalty=1.7)] * 3, [(2, text[:3]) for text in texts])
+    chooser = chooser_of([SamplingParams(repetition_penalty=1.7)] * 3, [(2, text[:3]) for text in texts])
     chooser.chosen(torch.tensor([text[3] for text in texts]))
     torch.testing.assert_close(chooser._penalise(LOGITS[:3]), expected, rtol=0, atol=0)
 
@@ -159,7 +167,11 @@ def openai(logits: Tensor, generated: list[int], frequency: float, presence: flo
 
 def test_frequency_and_presence_penalties_are_openai_s() -> None:
     """Of generated tokens alone, row by row; a row without penalties between them is left as it is."""
-    samplings = [Sampling(frequency_penalty=0.5), Sampling(), Sampling(frequency_penalty=-0.3, presence_penalty=1.5)]
+    samplings = [
+        SamplingParams(frequency_penalty=0.5),
+        SamplingParams(),
+        SamplingParams(frequency_penalty=-0.3, presence_penalty=1.5),
+    ]
     chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])
     chooser.chosen(torch.tensor([9, 8, 4]))
     found = chooser._penalise(LOGITS[:3])
@@ -175,4 +187,7 @@ def test_frequency_and_presence_penalties_are_openai_s() -> None:
 def test_what_is_not_a_number_is_told(temperature: float) -> None:
     logits = LOGITS[:2].clone()
     logits[1, 5] = float("nan")
-    assert chooser_of([Sampling(temperature)] * 2).choose(logits, [0.5, 0.5][: 2 * int(temperature)]).tolist()[1] == -1
+    assert (
+        chooser_of([SamplingParams(temperature)] * 2).choose(logits, [0.5, 0.5][: 2 * int(temperature)]).tolist()[1]
+        == -1
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation import Sampling, complete
+from megatron.generation import SamplingParams, complete
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training import NonFiniteError, train
 from megatron.training.loop import batches_of
@@ -162,5 +162,7 @@ def test_greedy_text_is_that_of_the_cpu(name: str) -> None:
     for backend in ("gloo", "nccl"):
         model = golden_model(name, {**LAYOUTS["one process"][1], "distributed_backend": backend, "precision": "fp32"})
         assert model.groups.device.type == {"gloo": "cpu", "nccl": "cuda"}[backend]
-        found.append([c.tokens for c in complete(model, GIVEN, Sampling(), maximum_tokens=32, seeds=range(len(GIVEN)))])
+        found.append(
+            [c.tokens for c in complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))]
+        )
     assert found[0] == found[1]

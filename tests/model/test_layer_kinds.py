@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, check_model, local_layer_state, model_keys
-from megatron.checkpointing.names import to_our_names
+from megatron.checkpointing.parameter_names import to_our_names
 from megatron.model import block_specs, build_stage, init_stage, layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs, load

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter
 from megatron.data.batch import collate_samples as collate
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import Packing
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
 from megatron.training.engine import Engine
 from tests.model.runs import LR, MODELS, Step, engine_for, whole_weights

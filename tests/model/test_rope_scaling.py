@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.data import Batch
-from megatron.generation import Model, Sampling, complete, for_inference
+from megatron.generation import Model, SamplingParams, complete, for_inference
 from megatron.model.positions import rope_frequencies, rope_tables
 from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
@@ -98,7 +98,7 @@ def test_generation_with_dynamic_frequencies() -> None:
     stage = stage_with(args, random_weights(args))
     prompts = [[5, 3, 9], [7, 7, 7, 7, 7, 2, 10], [1]]
     model = Model(args, ParallelGroups.single(), tokenizer, stage, torch.float32)
-    found = complete(model, prompts, Sampling(), maximum_tokens=12, seeds=range(3))
+    found = complete(model, prompts, SamplingParams(), maximum_tokens=12, seeds=range(3))
     assert sum(len(row.tokens) for row in found) > 20
     for prompt, row in zip(prompts, found, strict=True):
         text = list(prompt)

@@ -56,8 +56,8 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
             positions[row, at:] = np.arange(length - at)
         starts[row, : len(begins)] = begins
     return Batch(
-        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), answers=torch.from_numpy(answers),
-        signs=torch.tensor(signs),
+        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), response_ids=torch.from_numpy(answers),
+        preference_labels=torch.tensor(signs),
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def read(name: str) -> dict[str, np.ndarray]:
 
 def with_reference(batch: Batch, logits: Tensor) -> Batch:
     logprobs = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-    return Batch(**{**vars(batch), "reference": answer_sums(logprobs, batch)})
+    return Batch(**{**vars(batch), "reference_logprobs": answer_sums(logprobs, batch)})
 
 
 def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
@@ -47,7 +47,7 @@ def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
     tokens, labels, mask = (torch.from_numpy(found[name][rows]) for name in ("tokens", "labels", "loss_mask"))
     weights = mask.long()
     answers = torch.arange(4).unsqueeze(1).expand_as(tokens)
-    return Batch(tokens, labels * weights, weights, answers=answers, signs=torch.ones(4)), rows
+    return Batch(tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)), rows
 
 
 @pytest.mark.parametrize("name", ["dpo_beta0.1", "dpo_beta0.5", "dpo_reference_free"])
@@ -82,8 +82,8 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     weights = torch.from_numpy(found["loss_mask"]).long()
     answers = torch.where(rewards[:, :-1] != 0, torch.arange(4).unsqueeze(1), -1)
     batch = Batch(
-        torch.from_numpy(found["tokens"]), torch.from_numpy(found["labels"]) * weights, weights, answers=answers,
-        signs=rewards[:, 0],
+        torch.from_numpy(found["tokens"]), torch.from_numpy(found["labels"]) * weights, weights, response_ids=answers,
+        preference_labels=rewards[:, 0],
     )  # fmt: skip
     batch = with_reference(batch, reference)
     args = expected["args"]

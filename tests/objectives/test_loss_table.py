@@ -93,7 +93,8 @@ print([part.losses for part in curves(0, 1, [config(sft_loss_type=name) for name
 def test_a_loss_is_one_file_and_one_entry(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megatron" / "objectives" / "focal.py").write_text(FOCAL)
-    table, entry = tmp_path / "megatron" / "neox_arguments" / "losses.py", '"dft": Loss("language_modelling.dft")'
+    table = tmp_path / "megatron" / "neox_arguments" / "keys" / "losses.py"
+    entry = '"dft": Loss("language_modelling.dft")'
     assert table.read_text().count(entry) == 1
     table.write_text(table.read_text().replace(entry, f'{entry}, "focal": Loss("focal.focal")'))
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

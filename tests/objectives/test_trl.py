@@ -92,12 +92,12 @@ def kto_batches(packed: bool) -> list[Batch]:
     signs = [1.0 if good else -1.0 for _, _, good in ANSWERS]
     if packed:
         examples = in_rows(documents, [[2, 0], [4, 1, 3]], 40, signs + [0.0])
-        return [replace(examples, kl=in_rows(MISMATCHED, [[1, 4, 0, 3, 2]], 64, [1.0] * len(MISMATCHED)))]
+        return [replace(examples, kl_batch=in_rows(MISMATCHED, [[1, 4, 0, 3, 2]], 64, [1.0] * len(MISMATCHED)))]
     first = in_rows(documents[:3], [[0], [1], [2]], 16, signs[:3])
     second = in_rows(documents[3:], [[0], [1]], 16, signs[3:])
     others = [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part))
               for part in (MISMATCHED[:1], MISMATCHED[1:])]  # fmt: skip
-    return [replace(batch, kl=kl) for batch, kl in zip((first, second), others, strict=True)]
+    return [replace(batch, kl_batch=kl) for batch, kl in zip((first, second), others, strict=True)]
 
 
 def pair_batches(packed: bool) -> list[Batch]:
@@ -117,8 +117,12 @@ def lm_batches(packed: bool, assistant_only: bool) -> list[Batch]:
 
 
 def with_reference(batches: list[Batch], forward: Forward) -> list[Batch]:
-    found = [replace(batch, reference=sums) for batch, sums in zip(batches, scores(forward, batches), strict=True)]
-    return [batch if batch.kl is None else replace(batch, kl=with_reference([batch.kl], forward)[0]) for batch in found]
+    sums = scores(forward, batches)
+    scored = [replace(batch, reference_logprobs=each) for batch, each in zip(batches, sums, strict=True)]
+    return [
+        batch if batch.kl_batch is None else replace(batch, kl_batch=with_reference([batch.kl_batch], forward)[0])
+        for batch in scored
+    ]
 
 
 LABELLED = {"train_data_paths": ["text"], "train_label_data_paths": ["labels"], "eval_iters": 0}

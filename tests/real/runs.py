@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.generation import Model, Sampling, complete
+from megatron.generation import Model, SamplingParams, complete
 from megatron.model import forward_only
 from megatron.mpu import gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
@@ -48,5 +48,7 @@ def logits_and_text(
     """For the pool, of rank 0: `all_logits`, and at most `count` greedy tokens after each of the prompts together."""
     model = model_of(NeoXArgs.from_dict(values))
     logits = all_logits(model, tokens)
-    texts = complete(model, prompts, Sampling(), maximum_tokens=count, seeds=range(len(prompts))) if prompts else []
+    texts = (
+        complete(model, prompts, SamplingParams(), maximum_tokens=count, seeds=range(len(prompts))) if prompts else []
+    )
     return (logits, [text.tokens for text in texts]) if rank == 0 else None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.runs import make_tasks, reference, scores
-from tests.evaluation.test_scores import assert_same
+from tests.evaluation.test_harness import assert_same
 from tests.pool import run_ranks
 from tests.real.runs import LAYOUTS
 

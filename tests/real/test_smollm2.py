@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.data import EncodeJob, preprocess
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.pool import run_ranks
 from tests.real.runs import END, LAYOUTS, configured, logits_and_text

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from megatron.checkpointing import find_checkpoint, load_weights
-from megatron.data import IndexedDataset
-from megatron.data.datasets import build_datasets
+from megatron.data import IndexedDataset, build_datasets
 from megatron.neox_arguments import load
 from tests.checkpointing.family_models import random_model
-from tests.data.chat_tokenizers import CHATML, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tests.pool import run_ranks
 from tests.recipes.readme import LINKS, QUICK, ROOT, Trained, commands, follow, run
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end

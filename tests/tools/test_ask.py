@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from megatron.checkpointing.huggingface import HFFolder, import_hf
-from tests.generation.serving import FOLDER, NAME, make_model
+from tests.generation.serving.server import FOLDER, NAME, make_model
 from tests.pool import run_ranks
 from tools import ask
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from huggingface import convert_hf_gptneox_to_neox
 from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
-from megatron.checkpointing.huggingface import export_args
+from megatron.checkpointing.huggingface import load_checkpoint_args
 from megatron.checkpointing.layout import layer_file
 from megatron.model.weight_map import layer_params
 from tests.checkpointing.golden import RUNS, checkpoint
@@ -69,7 +69,7 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     whole = []
     for step in (3, 4):
         path = find_checkpoint(tmp_path / "out", step)
-        args = export_args(path)[0].replace(model_parallel_size=1)
+        args = load_checkpoint_args(path)[0].replace(model_parallel_size=1)
         whole.append(load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1))
     for layer, tensors in whole[1].items():
         assert all(torch.equal(whole[0][layer][name], value) for name, value in tensors.items())
@@ -86,7 +86,7 @@ def test_the_tokenizer_is_saved_for_training(tmp_path: Path) -> None:
     for file in TOKENIZER.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     convert_hf_to_neox.main(["--hf-model", str(folder), "--output-dir", str(tmp_path / "out"), "--save-tokenizer"])
-    args, _ = export_args(find_checkpoint(tmp_path / "out"))
+    args, _ = load_checkpoint_args(find_checkpoint(tmp_path / "out"))
     assert args.tokenizer_type == "HFTokenizer" and args.vocab_file == str(tmp_path / "out/tokenizer/tokenizer.json")
     assert (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron.data import EncodeJob, IndexedDataset, IndexedDatasetWriter, preprocess, write_npy
+from megatron.data import IndexedDataset, IndexedDatasetWriter, write_npy
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset
 from tools.datasets import convert, dataset_token_count, merge_datasets

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.checkpointing import find_checkpoint
-from megatron.checkpointing.huggingface import export_args, export_hf
+from megatron.checkpointing.huggingface import export_hf, load_checkpoint_args
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.best_metric import best_metric
 from tests.pool import run_ranks
@@ -50,7 +50,7 @@ def test_it_is_the_model_of_the_best_step(layout: str, tmp_path: Path) -> None:
     assert (found["value"], found["iteration"]) == best
     assert (found["metric"], found["mode"]) == ("validation/lm_loss", "min")
     saved = find_checkpoint(tmp_path / "run", best[1])
-    export_hf(saved, export_args(saved)[0], tmp_path / "saved", check=False)
+    export_hf(saved, load_checkpoint_args(saved)[0], tmp_path / "saved", check=False)
     folder = tmp_path / "run" / "best_model"
     ours, theirs = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -237,7 +237,7 @@ def test_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    from megatron.checkpointing.staging import _alone
+    from megatron.checkpointing.remote_staging import _alone
     from megatron.training.checkpoint.writer import _lock
 
     (tmp_path / "thesis").write_text("years of work")

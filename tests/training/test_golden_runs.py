@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.checkpointing import Layout, reshard
+from megatron.checkpointing import ParallelLayout, reshard
 from tests.checkpointing.golden import golden_args
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, begin
@@ -87,7 +87,7 @@ def test_optimizer_state_of_a_pipeline_is_taken_up_in_every_layout_and_when_merg
     run = "neox_pp2_mp2"
     load = GOLDEN / "ckpt_neox" / run / "ckpt"
     args = golden_args(run)
-    merged = reshard(load / "global_step3", tmp_path / "merged", args, Layout(1, 1, 1, 0, "fp32", 1)).parent
+    merged = reshard(load / "global_step3", tmp_path / "merged", args, ParallelLayout(1, 1, 1, 0, "fp32", 1)).parent
     values = golden_config("ckpt_neox", run, cache=str(tmp_path), load=str(load), train_iters=5)
     afresh = run_ranks(three_steps, 4, {**values, "no_load_optim": True})[0]
     curves = {}

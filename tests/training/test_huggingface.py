@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
-from megatron.checkpointing.huggingface import HFFolder, export_args, export_hf, import_hf
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.pool import run_ranks
@@ -59,14 +59,14 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys), timeout=120)
     # Before the first step every weight is the folder's, bit for bit, and comes out again.
     started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, export_args(started)[0], tmp_path / "started")
+    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
     before, theirs = load_file(tmp_path / "started" / "model.safetensors"), load_file(model / "model.safetensors")
     assert before.keys() == theirs.keys() and all(torch.equal(before[name], theirs[name]) for name in theirs)
     # After the last step the run itself has written one.
     made = tmp_path / "run" / "huggingface" / "global_step2"
     assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
     ended = find_checkpoint(tmp_path / "run")
-    export_hf(ended, export_args(ended)[0], tmp_path / "ended")
+    export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
     after, again = load_file(made / "model.safetensors"), load_file(tmp_path / "ended" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in again.items())
     assert all(not torch.equal(after[name], theirs[name]) for name in theirs)
@@ -88,7 +88,7 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
     made = tmp_path / "run" / "huggingface"
     assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
     started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, export_args(started)[0], tmp_path / "started")
+    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
     rows = load_file(tmp_path / "started" / "model.safetensors")["gpt_neox.embed_in.weight"]
     theirs = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
     assert rows.shape[0] == TOKENS and torch.equal(rows[:350], theirs)

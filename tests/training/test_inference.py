@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.generation.scoring.logprobs import Request, Scored, score
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.training import Training, train
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
-REQUESTS: list[Request] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
+REQUESTS: list[ScoreRequest] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
 
 
 class Looking(Callback):
@@ -43,7 +43,7 @@ class Looking(Callback):
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.found: dict[int, list[Scored]] = {}
+        self.found: dict[int, list[ContinuationScore]] = {}
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         if step.iteration % EVERY == 0:
@@ -67,7 +67,7 @@ class Looking(Callback):
 class Ran(NamedTuple):
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    found: dict[int, list[Scored]]
+    found: dict[int, list[ContinuationScore]]
 
 
 def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
@@ -127,7 +127,9 @@ def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
     assert not any("looked" in row for row in rows if row["iteration"] % EVERY)
 
 
-def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, int, list[Scored], list[Scored]]:
+def compiled(
+    rank: int, world_size: int, values: dict[str, Any]
+) -> tuple[int, int, list[ContinuationScore], list[ContinuationScore]]:
     """For the pool: graphs made before and after a run, and the scores of compiled and of plain blocks."""
     from torch._dynamo.utils import counters
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.generation import Completion, Sampling, complete, load_model
+from megatron.generation import Completion, SamplingParams, complete, load_model
 from megatron.generation.prompts.chat import find_template
 from megatron.launch import process_info
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
-from tests.data.chat_tokenizers import CHATML, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
 from tests.training.test_resume import losses, stop_after
@@ -125,7 +125,8 @@ def answers(
     template = find_template(args, tokenizer)
     prompts = [template.tokens(question) for question in questions]
     return complete(
-        model, prompts, Sampling(), maximum_tokens=24, seeds=range(len(prompts)), ends=template.ends
+        model, prompts, SamplingParams(), maximum_tokens=24, seeds=range(len(prompts)),
+        stop_token_ids=template.stop_token_ids,
     )  # fmt: skip
 
 

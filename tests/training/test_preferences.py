@@ -55,7 +55,7 @@ def pair_batches(packed: bool) -> list[Batch]:
     for i in range(4):
         rows, length = ([[0, 1]], 28) if packed else ([[0], [1]], 16)
         batch = in_rows(documents[2 * i : 2 * i + 2], rows, length, [1.0, 1.0])
-        found.append(replace(batch, reference=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
+        found.append(replace(batch, reference_logprobs=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
     return found
 
 
@@ -65,15 +65,15 @@ def kto_batches(packed: bool) -> list[Batch]:
         prompt, answer, good = ANSWERS[i]
         batch = in_rows([(prompt, answer)], [[0]], 20, [1.0 if good else -1.0])
         others = in_rows(MISMATCHED[i : i + 2], [[1, 0]] if packed else [[0], [1]], 32, [1.0, float(i != 2)])
-        others = replace(others, reference=torch.tensor([-60.0, -80.0]))
-        found.append(replace(batch, reference=torch.tensor([-25.0 - 5 * i]), kl=others))
+        others = replace(others, reference_logprobs=torch.tensor([-60.0, -80.0]))
+        found.append(replace(batch, reference_logprobs=torch.tensor([-25.0 - 5 * i]), kl_batch=others))
     return found
 
 
 def from_policy(engine: Engine) -> Any:
     def fill(batches: list[Batch]) -> list[Batch]:
-        found = [replace(b, reference=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
-        return [b if b.kl is None else replace(b, kl=fill([b.kl])[0]) for b in found]
+        found = [replace(b, reference_logprobs=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
+        return [b if b.kl_batch is None else replace(b, kl_batch=fill([b.kl_batch])[0]) for b in found]
 
     return fill
 
@@ -169,7 +169,7 @@ def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
                 found.append((own * batch.loss_weights).sum(1))
             above = (found[0] - found[1]).float()
             return -torch.nn.functional.logsigmoid(0.1 * (above[0::2] - above[1::2])).mean()
-        batch = replace(batch, reference=scores(lambda b: reference(None, b), [batch])[0])
+        batch = replace(batch, reference_logprobs=scores(lambda b: reference(None, b), [batch])[0])
         return step_loss(dpo({"sigmoid": 1.0}, PairSettings(0.1)), lambda b: policy(None, b), [batch])[0]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpointing import CheckpointError
 from megatron.data import DataError, IndexedDatasetWriter
-from megatron.data.preferences.reference_rows import SCORES
+from megatron.data.preferences.reference_scores import SCORES
 from megatron.launch import process_info
 from megatron.model import layer_params
 from megatron.neox_arguments import ConfigError, NeoXArgs

@@ -15,7 +15,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from megatron.checkpointing import CheckpointError, verify
-from megatron.checkpointing.remote import Store, fetch
+from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, NEOX, bit_equal, config, run_to_end
@@ -87,19 +87,19 @@ def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> t
 
 def killed_while_sending(rank: int, world_size: int, given: dict[str, Any], nth: int) -> None:
     """For the pool: rank 0 is killed before its nth object of the second save."""
-    from megatron.checkpointing import remote
+    from megatron.checkpointing import object_store
     from megatron.training import train
     from tests.training.runs import begin
 
-    training, sent, save = begin(given), [0], remote.Store.upload
+    training, sent, save = begin(given), [0], object_store.ObjectStore.upload
 
-    def upload(self: remote.Store, file: Path, name: str) -> None:
+    def upload(self: object_store.ObjectStore, file: Path, name: str) -> None:
         sent[0] += rank == 0 and "global_step4" in name
         if sent[0] == nth:
             os.kill(os.getpid(), signal.SIGKILL)
         save(self, file, name)
 
-    remote.Store.upload = upload  # type: ignore[method-assign] # this process is the pool's throw-away fork
+    object_store.ObjectStore.upload = upload  # type: ignore[method-assign] # this process is the pool's throw-away fork
     train(training)
 
 
@@ -114,10 +114,10 @@ def test_a_run_in_a_bucket(
         run(values(bucket.url, tmp_path / "one", async_save=False), server, killed_while_sending, 3)
     assert bucket.tags() == {"global_step2", "global_step4"} and bucket.get("latest") == b"global_step2"
     assert ".unfinished_global_step4" in bucket.keys()
-    assert Store(bucket.url).whole() == {"global_step2", "latest"}
+    assert ObjectStore(bucket.url).whole() == {"global_step2", "latest"}
     assert not [path for path in (tmp_path / "one" / "s3").rglob("*.pt") if "global_step2" in path.parts]
     with pytest.raises(CheckpointError, match="global_step4: is not there, or was not finished"):
-        fetch(Store(bucket.url), "global_step4", tmp_path / "x")
+        fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "x")
 
     here, through = saved
     went_on = run(values(bucket.url, tmp_path / "two", more), server)
@@ -128,25 +128,25 @@ def test_a_run_in_a_bucket(
     assert {key for key in keys if not key.startswith("huggingface/")} == names | {"latest"}
     assert {"huggingface/global_step4/config.json", "huggingface/global_step4/model.safetensors"} < keys
     assert [path.name for path in (tmp_path / "two" / "s3").rglob("*.pt")] == []
-    fetch(Store(bucket.url), "global_step4", tmp_path / "global_step4")
+    fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "global_step4")
     assert verify(tmp_path / "global_step4") is not None
 
 
 def fails_while_sending(rank: int, world_size: int, given: dict[str, Any]) -> int:
     """For the pool: the network of rank 1 goes after the first save. How far the run came."""
-    from megatron.checkpointing import remote
+    from megatron.checkpointing import object_store
     from megatron.training import train
     from tests.training.runs import begin
 
-    training, save = begin(given), remote.Store.upload
+    training, save = begin(given), object_store.ObjectStore.upload
 
-    def upload(self: remote.Store, file: Path, name: str) -> None:
+    def upload(self: object_store.ObjectStore, file: Path, name: str) -> None:
         if rank == 1 and "global_step2/" not in name:
             os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
-            self = remote.Store(self.url)
+            self = object_store.ObjectStore(self.url)
         save(self, file, name)
 
-    remote.Store.upload = upload  # type: ignore[method-assign]
+    object_store.ObjectStore.upload = upload  # type: ignore[method-assign]
     try:
         train(training)
     except CheckpointError as problem:
@@ -160,7 +160,7 @@ def test_a_lost_network_is_told_at_the_next_step(bucket: Bucket, server: dict[st
     given |= {"checkpoint_factor": 4000, "extra_save_iters": [2, 4], "allow_changed_data": True}
     came = run(given, server, fails_while_sending)
     assert 4 < came[0] < 4000 and came[0] == came[1]
-    assert Store(bucket.url).whole() == {"global_step2", "latest"} and bucket.get("latest") == b"global_step2"
+    assert ObjectStore(bucket.url).whole() == {"global_step2", "latest"} and bucket.get("latest") == b"global_step2"
 
 
 def sent(bucket: Bucket, saved: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_flipped_byte_is_refused_by_name(
     assert refusal in err and f"{bucket.url}/global_step2: whole: iteration 2" in out
     went_on = run(values(bucket.url, tmp_path / "2", load_fallback=True), server)
     assert bit_equal(went_on[0][1], saved[1][0][1])
-    fetch(Store(bucket.url), "global_step4", tmp_path / "global_step4")
+    fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "global_step4")
 
 
 def test_tools(
@@ -220,17 +220,17 @@ def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ConfigError, match=told):
             NeoXArgs.from_dict(values(place, Path("x")))
     with pytest.raises(CheckpointError, match="there is no bucket elsewhere"):
-        Store("s3://elsewhere/run").check_writable()
+        ObjectStore("s3://elsewhere/run").check_writable()
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")
     with pytest.raises(CheckpointError, match=r"pip install 'neox\[remote\]'"):
-        Store(bucket.url)
+        ObjectStore(bucket.url)
 
 
 def test_the_same_step_again(bucket: Bucket, tmp_path: Path) -> None:
     """The one before it is what `latest` names until the new one is whole; with no bucket, any fsspec store."""
     for url in (bucket.url, f"file://{tmp_path / 'store'}"):
-        store = Store(url)
+        store = ObjectStore(url)
         for tag in ("global_step2", "global_step10"):
             store.begin(tag)
             store.write(f"{tag}/old", b"1")

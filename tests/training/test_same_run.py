@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.checkpointing import CheckpointError, Layout, Manifest, model_keys
+from megatron.checkpointing import CheckpointError, Manifest, ParallelLayout, model_keys
 from megatron.data import build_datasets, data_fingerprint, order_keys
 from megatron.neox_arguments import load
 from megatron.tokenizer import build_tokenizer, with_vocabulary
@@ -41,12 +41,13 @@ class Run:
         self.args = with_vocabulary(args, self.tokenizer)
 
     def record(self, manifest: Manifest | None = None, consumed: int = 40) -> dict[str, Any]:
-        datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), begun=begun_of(manifest))
+        state = begun_of(manifest)
+        datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), data_state=state)
         return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, consumed)
 
     def manifest(self) -> Manifest:
         made = Manifest(
-            "id", 5, 40, Layout(1, 1, 1, 0, "fp32", 1), model_keys(self.args), self.args.seed,
+            "id", 5, 40, ParallelLayout(1, 1, 1, 0, "fp32", 1), model_keys(self.args), self.args.seed,
             self.tokenizer.fingerprint(), self.record(), {}, "now", json.loads(self.args.to_json())["given"],
         )  # fmt: skip
         return Manifest.from_json(made.to_json())

@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megatron.checkpointing.manifest import Layout
+from megatron.checkpointing.manifest import ParallelLayout
 from megatron.checkpointing.resharding import reshard
 from megatron.data import Batch
 from megatron.model import build_stage, freeze, init_stage, layer_params, lowest_trained, trained_parameters
@@ -188,7 +188,7 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
     assert all(bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "as if it had not been interrupted"
     args = NeoXArgs.from_dict({**going_on(there, "plain"), "padded_vocab_size": 384})
-    cut = reshard(there / "global_step2", tmp_path / "cut", args, Layout(1, 2, 1, 0, "bf16", 2))
+    cut = reshard(there / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
     for name in ("zero3", "one"):
         found, known = losses(tmp_path / name), losses(there)

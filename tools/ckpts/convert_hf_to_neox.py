@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
-from megatron.neox_arguments.keys.weight_names import GENERATIONS  # noqa: E402
+from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS  # noqa: E402
 from tools.ckpts.flags import PRECISIONS, add_names_flag, local, place, progress  # noqa: E402
 from tools.site import site_defaults  # noqa: E402
 
@@ -67,7 +67,7 @@ def convert(options: argparse.Namespace) -> None:
         naming=options.names, save_tokenizer=options.save_tokenizer, chat_template=options.chat_template,
         each=progress,
     )  # fmt: skip
-    names, config = GENERATIONS[options.names], path / "configs" / "hf_model.yml"
+    names, config = WEIGHT_NAMINGS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")
     if options.names == "te":
         print("te_layernorm_mlp: true computes tanh for erf in gelu, and norms with its own epsilon, as GPT-NeoX does")

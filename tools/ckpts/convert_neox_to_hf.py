@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.checkpointing import describe_layout
 from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import PRECISIONS, add_source_flags, local, progress, source_of  # noqa: E402
 
 if TYPE_CHECKING:
-    from megatron.checkpointing.huggingface import Parity
+    from megatron.checkpointing.huggingface import LogitComparison
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,17 +36,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def convert(options: argparse.Namespace) -> "Parity | None":
+def convert(options: argparse.Namespace) -> "LogitComparison | None":
     """How near the result is. Raises CheckpointError, ConfigError."""
     import torch
 
-    from megatron.checkpointing import describe_files
     from megatron.checkpointing.huggingface import export_hf
 
     family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
     dtype = PRECISIONS[options.precision]
     source, args, _ = source_of(options)
-    print(f"{source}: {describe_files(source, args)}", flush=True)
+    print(f"{source}: {describe_layout(source, args)}", flush=True)
     return export_hf(
         source, args, options.output_dir, family=family, dtype=getattr(torch, dtype) if dtype else None,
         tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,

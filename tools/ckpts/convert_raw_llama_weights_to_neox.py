@@ -44,10 +44,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def convert(options: argparse.Namespace) -> None:
     """Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
-    from megatron.checkpointing.files import replace_file
     from megatron.checkpointing.huggingface import import_hf
     from megatron.checkpointing.huggingface.folder import read_json
     from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama
+    from megatron.checkpointing.tensor_files import replace_file
 
     size, given = options.model_size, options.input_dir
     if size == "tokenizer_only":

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.weight_names import GENERATIONS
+from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 from megatron.neox_arguments.reading.locations import is_remote
 
 if TYPE_CHECKING:
-    from megatron.checkpointing import SourceFacts
+    from megatron.checkpointing import CheckpointDescription
 
 PRECISIONS = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # of --precision: torch's names
 
@@ -34,18 +34,18 @@ def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
 
 def add_names_flag(parser: argparse.ArgumentParser, default: str | None, words: str) -> None:
     """--names; words: what the default is."""
-    told = "; ".join(f"{name}: {whose}" for name, whose in GENERATIONS.items())
-    parser.add_argument("--names", choices=GENERATIONS, default=default, help=f"of the weights. {told} ({words})")
+    told = "; ".join(f"{name}: {whose}" for name, whose in WEIGHT_NAMINGS.items())
+    parser.add_argument("--names", choices=WEIGHT_NAMINGS, default=default, help=f"of the weights. {told} ({words})")
 
 
-def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "SourceFacts"]:
+def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "CheckpointDescription"]:
     """The checkpoint of `add_source_flags`, its configuration and what its files say. Raises CheckpointError,
     ConfigError."""
-    from megatron.checkpointing import CheckpointError, export_args, find_checkpoint, read_manifest
+    from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
 
     alone = any(file for kind in ("mp_rank_*", "layer_*") for file in options.input_dir.glob(kind))
     source = options.input_dir if alone else find_checkpoint(options.input_dir, options.iteration)
-    args, facts = export_args(source, options.config_file)
+    args, facts = load_checkpoint_args(source, options.config_file)
     if options.gqa_rows is not None:
         if read_manifest(source) is not None:
             raise CheckpointError(f"{source}: has a manifest.json, and so rows that are known; leave --gqa-rows out")
@@ -66,18 +66,18 @@ def place(text: str) -> Path | str:
 @contextmanager
 def local(options: argparse.Namespace, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Iterator[None]:
     """Remote folders among these options are local ones inside: fetched before, sent after. Raises CheckpointError."""
-    from megatron.checkpointing.staging import fetched, sent
+    from megatron.checkpointing.remote_staging import local_copy, upload_on_exit
 
     given = {name: getattr(options, name) for name in (*reads, *writes)}
     with ExitStack() as stack:
         for name in reads:
             value, iteration = given[name], getattr(options, "iteration", None)
             many = value if isinstance(value, list) else [value]
-            here = [stack.enter_context(fetched(one, iteration)) if is_remote(str(one)) else one for one in many]
+            here = [stack.enter_context(local_copy(one, iteration)) if is_remote(str(one)) else one for one in many]
             setattr(options, name, here if isinstance(value, list) else here[0])
         for name in writes:
             if is_remote(str(given[name])):
-                setattr(options, name, stack.enter_context(sent(given[name])))
+                setattr(options, name, stack.enter_context(upload_on_exit(given[name])))
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.checkpointing import describe_layout
 from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress, source_of  # noqa: E402
 
@@ -33,7 +34,7 @@ def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.
 
 def convert(options: argparse.Namespace) -> None:
     """Raises CheckpointError, ConfigError."""
-    from megatron.checkpointing import CheckpointError, Layout, describe_files, read_manifest, reshard
+    from megatron.checkpointing import CheckpointError, ParallelLayout, read_manifest, reshard
     from megatron.checkpointing.layout import layer_files
 
     for name, least in (("tp", 1), ("pp", 0), ("dp", 1)):
@@ -41,17 +42,18 @@ def convert(options: argparse.Namespace) -> None:
             raise CheckpointError(f"--{name} must be at least {least}")
     source, args, facts = source_of(options)
     manifest = read_manifest(source)
-    now = manifest.layout if manifest is not None else Layout(args.pp, 1, facts.tensor_size, 0, "fp32", 1)
+    now = manifest.layout if manifest is not None else ParallelLayout(args.pp, 1, facts.tensor_size, 0, "fp32", 1)
     pipe = max(now.pipe if options.pp is None else options.pp, 1)
     tensor, data = options.tp or now.tensor, options.dp or now.data
     stage = now.zero_stage if options.zero_stage is None else options.zero_stage
     sequential = options.pp == 0 or options.pp is None and not layer_files(source)
-    print(f"{source}: {describe_files(source, args)}", flush=True)
+    print(f"{source}: {describe_layout(source, args)}", flush=True)
     path = reshard(
-        source, options.output_dir, args, Layout(pipe, data, tensor, stage, now.precision, pipe * tensor * data),
+        source, options.output_dir, args,
+        ParallelLayout(pipe, data, tensor, stage, now.precision, pipe * tensor * data),
         optimizer=not options.no_optimizer, sequential=sequential, naming=options.names, each=progress,
     )  # fmt: skip
-    print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}; {describe_files(path, args)}")
+    print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}; {describe_layout(path, args)}")
     if manifest is None and options.no_optimizer:
         print(f"{path}: weights alone, from which a run starts at iteration 0")
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("path", nargs="+", type=place, help="a global_stepN, or a folder of them")
     options = parser.parse_args(argv)
     from megatron.checkpointing import CheckpointError, list_checkpoints
-    from megatron.checkpointing.staging import fetched, remote_checkpoints
+    from megatron.checkpointing.remote_staging import local_copy, remote_checkpoints
 
     damaged = False
     for path in options.path:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(f"verify.py: error: {problem}")
         for one in found:
             try:
-                with fetched(one) as here:
+                with local_copy(one) as here:
                     print(check(here).replace(str(here), str(one)), flush=True)
             except CheckpointError as problem:
                 damaged = True

@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
-from megatron.data.inspection.analysis import measure, summary  # noqa: E402
-from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer, read_template  # noqa: E402
+from megatron.data.inspection.row_lengths import measure, summary  # noqa: E402
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, read_template  # noqa: E402
 from megatron.data.preprocessing.inputs import resolve  # noqa: E402
 from megatron.data.preprocessing.readers import Row  # noqa: E402
 from tools.datasets.run_job import add_choice_flags  # noqa: E402

@@ -5,7 +5,7 @@
 
 A key holds messages (role/content, or ShareGPT's from/value), or the rest of a `prompt` beside it (completion, chosen,
 rejected: messages or plain text). Columns `tools` and `chat_template_kwargs` go to the template. Flags and file names
-are GPT-NeoX's; where the tokens differ from its, tests/data/test_chat_golden.py says why.
+are GPT-NeoX's; where the tokens differ from its, tests/data/preprocessing/test_chat_golden.py says why.
 """
 
 import argparse

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.data import DataError, EncodeJob, Progress, Result, preprocess
-from megatron.data.preprocessing.documents import Job
+from megatron.data import DataError
+from megatron.data.preprocessing import EncodeJob, PreprocessProgress, PreprocessResult, preprocess
+from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import resolve
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults
@@ -88,7 +89,7 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> Result:
+def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> PreprocessResult:
     """Run the job of a command to the end and report it; make: the job and the prefixes it writes.
 
     Exits with one line for what cannot be used. PREFIX_metadata.json then says what was made of what.
@@ -121,15 +122,15 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
     return result
 
 
-def progress_line(total: int | None, interval: int) -> Callable[[Progress], None]:
+def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgress], None]:
     """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time left."""
-    start, first, printed = time.monotonic(), Progress(), 0
+    start, first, printed = time.monotonic(), PreprocessProgress(), 0
     terminal = sys.stdout.isatty()
 
-    def show(state: Progress) -> None:
+    def show(state: PreprocessProgress) -> None:
         nonlocal first, printed
         if not state.seconds or state.shards == state.resumed:  # before the first shard of this run
-            first, printed = Progress(**vars(state)), state.documents
+            first, printed = PreprocessProgress(**vars(state)), state.documents
             if state.resumed:
                 print(f"Going on after {state.documents} documents of an earlier run.", flush=True)
             return

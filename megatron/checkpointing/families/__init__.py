@@ -3,7 +3,7 @@
 A new family is a `Family` in a file here, its place in `convert.FAMILIES`, and a line in the parity test.
 """
 
-from megatron.checkpointing.families.canonical_config import meaning
+from megatron.checkpointing.families.canonical_config import canonical_config
 from megatron.checkpointing.families.convert import (
     FAMILIES,
     check_hf_tensors,
@@ -22,7 +22,7 @@ __all__ = [
     "from_hf",
     "hf_config",
     "hf_shapes",
-    "meaning",
+    "canonical_config",
     "to_hf",
     "with_fields",
 ]

@@ -10,7 +10,7 @@ from megatron.neox_arguments import NeoXArgs
 _PLAIN = {"swish": "silu"}
 
 
-def meaning(args: NeoXArgs) -> dict[str, Any]:
+def canonical_config(args: NeoXArgs) -> dict[str, Any]:
     """Values by key; equal for two configurations whose logits are the same for the same weights."""
     kind, norm = norm_kind(args), norm_spec(args)
     epsilons = {"rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
@@ -98,7 +98,7 @@ _OF_NORMS = {
 }  # fmt: skip
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def describe_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """How two meanings differ, in words and with the key; what follows from another difference is left out."""
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if "pos_emb" in wrong:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.canonical_config import differences, meaning
+from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
+from megatron.checkpointing.families.family import Config, Family, TensorMapping
 from megatron.checkpointing.families.gemma import GEMMA3
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
 from megatron.checkpointing.families.olmo import OLMO2, OLMO3
-from megatron.checkpointing.families.table import Config, Family, Row
 from megatron.model.weight_map import attention_of, layer_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -229,11 +229,11 @@ def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -
         again = NeoXArgs.from_dict({**keys, "padded_vocab_size": args.padded_vocab_size}, family.model_type)
     except (CheckpointError, ConfigError) as problem:
         return str(problem).splitlines()
-    ours, theirs = meaning(args), meaning(again)
+    ours, theirs = canonical_config(args), canonical_config(again)
     scaled = args.rope_scaling is not None and args.rope_scaling["rope_type"] == "dynamic"
     if scaled:  # HuggingFace's max_position_embeddings is the length before
         theirs["max_position_embeddings"] = ours["max_position_embeddings"]
-    return differences(ours, theirs)
+    return describe_differences(ours, theirs)
 
 
 def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
@@ -243,7 +243,7 @@ def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
     return vocab_size or rows
 
 
-def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, Row]]:
+def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, TensorMapping]]:
     table = {row.ours: row for row in family.rows}
     for spec in specs:
         if spec.name not in table:
@@ -251,7 +251,7 @@ def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tu
         yield spec, table[spec.name]
 
 
-def _foreign(row: Row, layer: int) -> list[str]:
+def _foreign(row: TensorMapping, layer: int) -> list[str]:
     return [name.format(layer - 2) for name in row.theirs]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.checkpointing.families.config import (
+from megatron.checkpointing.families.config_fields import (
     FULL,
     GATES,
     SLIDING,
@@ -17,9 +17,9 @@ from megatron.checkpointing.families.config import (
     window_keys,
     window_of,
 )
+from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config, common_keys
 from megatron.checkpointing.families.olmo import local_rope_keys
-from megatron.checkpointing.families.table import Config, Family
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {

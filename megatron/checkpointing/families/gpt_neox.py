@@ -3,8 +3,8 @@
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config import get, rope_config, rope_keys, rope_of, size_config, size_keys
-from megatron.checkpointing.families.table import Config, Family, Row, both
+from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of, size_config, size_keys
+from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {
@@ -19,15 +19,15 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _BLOCK = "gpt_neox.layers.{}."
 ROWS = (
-    Row("word_embeddings.weight", ("gpt_neox.embed_in.weight",)),
-    *both("input_layernorm", _BLOCK + "input_layernorm"),
-    *both("attention.query_key_value", _BLOCK + "attention.query_key_value"),
-    *both("attention.dense", _BLOCK + "attention.dense"),
-    *both("post_attention_layernorm", _BLOCK + "post_attention_layernorm"),
-    *both("mlp.linear1", _BLOCK + "mlp.dense_h_to_4h"),
-    *both("mlp.linear2", _BLOCK + "mlp.dense_4h_to_h"),
-    *both("norm", "gpt_neox.final_layer_norm"),
-    Row("final_linear.weight", ("embed_out.weight",)),
+    TensorMapping("word_embeddings.weight", ("gpt_neox.embed_in.weight",)),
+    *weight_and_bias("input_layernorm", _BLOCK + "input_layernorm"),
+    *weight_and_bias("attention.query_key_value", _BLOCK + "attention.query_key_value"),
+    *weight_and_bias("attention.dense", _BLOCK + "attention.dense"),
+    *weight_and_bias("post_attention_layernorm", _BLOCK + "post_attention_layernorm"),
+    *weight_and_bias("mlp.linear1", _BLOCK + "mlp.dense_h_to_4h"),
+    *weight_and_bias("mlp.linear2", _BLOCK + "mlp.dense_4h_to_h"),
+    *weight_and_bias("norm", "gpt_neox.final_layer_norm"),
+    TensorMapping("final_linear.weight", ("embed_out.weight",)),
 )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.checkpointing.families.config import (
+from megatron.checkpointing.families.config_fields import (
     FULL,
     GATES,
     SLIDING,
@@ -19,7 +19,7 @@ from megatron.checkpointing.families.config import (
     window_keys,
     window_of,
 )
-from megatron.checkpointing.families.table import QKV, UP_GATE, Config, Family, Row, both
+from megatron.checkpointing.families.family import QKV, UP_GATE, Config, Family, TensorMapping, weight_and_bias
 from megatron.neox_arguments import NeoXArgs
 
 _BLOCK = "model.layers.{}."
@@ -27,16 +27,16 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layern
 _ATTENTION = tuple(f"{_BLOCK}self_attn.{name}_proj" for name in "qkv")
 # Of all models of this build: which norms and biases a model has, its configuration says.
 ROWS = (
-    Row("word_embeddings.weight", ("model.embed_tokens.weight",)),
-    *(Row(f"{norm}.scale", (f"{_BLOCK}{norm}.weight",)) for norm in _NORMS),
-    Row("attention.q_norm.scale", (_BLOCK + "self_attn.q_norm.weight",)),
-    Row("attention.k_norm.scale", (_BLOCK + "self_attn.k_norm.weight",)),
-    *both("attention.query_key_value", *_ATTENTION, transform=QKV),
-    *both("attention.dense", _BLOCK + "self_attn.o_proj"),
-    *both("mlp.linear1", _BLOCK + "mlp.up_proj", _BLOCK + "mlp.gate_proj", transform=UP_GATE),
-    *both("mlp.linear2", _BLOCK + "mlp.down_proj"),
-    Row("norm.scale", ("model.norm.weight",)),
-    Row("final_linear.weight", ("lm_head.weight",)),
+    TensorMapping("word_embeddings.weight", ("model.embed_tokens.weight",)),
+    *(TensorMapping(f"{norm}.scale", (f"{_BLOCK}{norm}.weight",)) for norm in _NORMS),
+    TensorMapping("attention.q_norm.scale", (_BLOCK + "self_attn.q_norm.weight",)),
+    TensorMapping("attention.k_norm.scale", (_BLOCK + "self_attn.k_norm.weight",)),
+    *weight_and_bias("attention.query_key_value", *_ATTENTION, transform=QKV),
+    *weight_and_bias("attention.dense", _BLOCK + "self_attn.o_proj"),
+    *weight_and_bias("mlp.linear1", _BLOCK + "mlp.up_proj", _BLOCK + "mlp.gate_proj", transform=UP_GATE),
+    *weight_and_bias("mlp.linear2", _BLOCK + "mlp.down_proj"),
+    TensorMapping("norm.scale", ("model.norm.weight",)),
+    TensorMapping("final_linear.weight", ("lm_head.weight",)),
 )
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config import (
+from megatron.checkpointing.families.config_fields import (
     FULL,
     SLIDING,
     get,
@@ -16,8 +16,8 @@ from megatron.checkpointing.families.config import (
     window_keys,
     window_of,
 )
+from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import ROWS, common_config, common_keys
-from megatron.checkpointing.families.table import Config, Family
 from megatron.neox_arguments import NeoXArgs
 
 _DEFAULTS = {

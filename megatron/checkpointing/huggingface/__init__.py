@@ -3,26 +3,31 @@
 What a tensor is called there, and what config.json means, is the knowledge of `families`.
 """
 
-from megatron.checkpointing.configuration import export_args
+from megatron.checkpointing.huggingface.companion_files import (
+    HF_SUBFOLDER,
+    declared_eos_ids,
+    exported_vocab_size,
+    read_companion_files,
+)
 from megatron.checkpointing.huggingface.exporting import export_hf, recover
-from megatron.checkpointing.huggingface.extras import CARRIED, carried_files, declared_ends, exported_rows
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
-from megatron.checkpointing.huggingface.hub import hub_or_cache
-from megatron.checkpointing.huggingface.importing import adopted_rows, import_hf, load_hf_weights
-from megatron.checkpointing.huggingface.parity import Parity
+from megatron.checkpointing.huggingface.hub import find_in_hub_or_cache
+from megatron.checkpointing.huggingface.importing import import_hf, load_hf_weights, vocab_size_from_hf
+from megatron.checkpointing.huggingface.logit_check import LogitComparison
+from megatron.checkpointing.saved_config import load_checkpoint_args
 
 __all__ = [
-    "CARRIED",
+    "HF_SUBFOLDER",
     "HFFolder",
-    "Parity",
-    "adopted_rows",
-    "carried_files",
-    "declared_ends",
-    "export_args",
+    "LogitComparison",
+    "vocab_size_from_hf",
+    "read_companion_files",
+    "declared_eos_ids",
+    "load_checkpoint_args",
     "export_hf",
-    "exported_rows",
+    "exported_vocab_size",
     "find_hf",
-    "hub_or_cache",
+    "find_in_hub_or_cache",
     "import_hf",
     "is_hf",
     "load_hf_weights",

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.families import hf_config, hf_shapes, to_hf, with_fields
-from megatron.checkpointing.files import need_free, write_bytes
-from megatron.checkpointing.huggingface.card import model_card
-from megatron.checkpointing.huggingface.extras import CARD, extras_of
+from megatron.checkpointing.huggingface.companion_files import CARD, companion_files_of
 from megatron.checkpointing.huggingface.folder import (
     CONFIG,
     SHARD_BYTES,
@@ -24,15 +22,17 @@ from megatron.checkpointing.huggingface.folder import (
     weight_bytes,
     write_weights,
 )
-from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
-from megatron.checkpointing.layout import is_state
+from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
+from megatron.checkpointing.huggingface.model_card import model_card
+from megatron.checkpointing.layout import is_optimizer_file
 from megatron.checkpointing.manifest import read_manifest, verify
-from megatron.checkpointing.weights import describe_source, load_weights
+from megatron.checkpointing.tensor_files import need_free, write_bytes
+from megatron.checkpointing.weights import describe_checkpoint, load_weights
 from megatron.data.files import sync
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 
-Each = Callable[[Iterable[int], int], Iterable[int]]
+LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
 # What an earlier conversion may have left, which a new one replaces.
 _OWN = re.compile(
@@ -40,7 +40,7 @@ _OWN = re.compile(
 )
 
 
-def plain_each(layers: Iterable[int], count: int) -> Iterable[int]:
+def no_progress(layers: Iterable[int], count: int) -> Iterable[int]:
     return layers
 
 
@@ -56,23 +56,24 @@ def export_hf(
     pad_token_id: int | None = None,
     check: bool = True,
     shard_bytes: int = SHARD_BYTES,
-    each: Each = plain_each,
+    each: LayerProgress = no_progress,
     notes: Mapping[str, bytes] | None = None,
-) -> Parity | None:
-    """Write checkpoint `source` (of `args`, see `export_args`) as the folder `output`, in `dtype` (None: its own).
+) -> LogitComparison | None:
+    """Write checkpoint `source` (of `args`, see `load_checkpoint_args`) as the HuggingFace folder `output`.
 
-    family: a `model_type`; None: the first that computes what `args` says. check: compare logits with transformers
-    before the folder appears; returns what was found. each: goes through the layers, for a progress bar. notes: further
-    .json files by name. One layer is in memory at a time. A folder of an earlier conversion is replaced; an interrupted
-    call is simply made again. Raises CheckpointError.
+    dtype: of the weights that are written; None: that of the checkpoint. family: a `model_type`; None: the first
+    that computes what `args` says. check: compare logits with transformers before the folder appears; returns the
+    comparison. each: wraps the layers, for a progress bar. notes: further .json files by name.
+    One layer is in memory at a time. A folder of an earlier conversion is replaced; an interrupted call is simply
+    made again. Raises CheckpointError.
     """
     source, output = Path(source), Path(output).resolve()
     given, args = args, plain_args(args)
     dtype = dtype or _only_dtype(source)
     manifest = read_manifest(source)
     if manifest is not None:
-        verify(source, [name for name in manifest.files if not is_state(name)])
-    extras = extras_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
+        verify(source, [name for name in manifest.files if not is_optimizer_file(name)])
+    extras = companion_files_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
     assert args.padded_vocab_size is not None
     vocab = extras.vocab_size or args.padded_vocab_size
     if extras.tokens is not None and extras.tokens > args.padded_vocab_size:
@@ -98,7 +99,7 @@ def export_hf(
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
 
-        found = check_parity(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
+        found = compare_logits(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
         sync(temporary)
         _replace(temporary, output)
     except OSError as problem:
@@ -109,14 +110,16 @@ def export_hf(
 
 
 def _only_dtype(source: Path) -> torch.dtype:
-    found = describe_source(source).dtypes
+    found = describe_checkpoint(source).dtypes
     if len(found) != 1 or not next(iter(found)).is_floating_point:
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
         raise CheckpointError(f"{source}: its weights are of several kinds ({told}); choose one with --precision")
     return next(iter(found))
 
 
-def _read(source: Path, args: NeoXArgs, dtype: torch.dtype, each: Each) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _read(
+    source: Path, args: NeoXArgs, dtype: torch.dtype, each: LayerProgress
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Whole layers one after another. Where one does not fit, the others are still looked at, and all is told."""
     specs = layer_params(args)
     problems: list[str] = []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.files import load_tensors
+from megatron.checkpointing.tensor_files import load_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"

@@ -8,7 +8,7 @@ _SECONDS, _TRIES = 5.0, 2
 
 
 @contextmanager
-def hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
+def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
     """What is loaded within may come from the Hub; where that does not answer, or HF_HUB_OFFLINE is set, from its local
     cache alone, and what is not there fails at once. log: told that it does not answer.
 

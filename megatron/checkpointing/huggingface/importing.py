@@ -13,17 +13,23 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron.checkpointing import layout as names
+from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import check_hf_tensors, from_hf, meaning
-from megatron.checkpointing.files import FileRecord, write_bytes
-from megatron.checkpointing.huggingface.exporting import Each, check_space, plain_each
-from megatron.checkpointing.huggingface.extras import CARRIED, CHAT_TEMPLATE, GENERATION, TOKENIZER, carried_files
+from megatron.checkpointing.families import canonical_config, check_hf_tensors, from_hf
+from megatron.checkpointing.huggingface.companion_files import (
+    CHAT_TEMPLATE,
+    GENERATION,
+    HF_SUBFOLDER,
+    TOKENIZER,
+    read_companion_files,
+)
+from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
-from megatron.checkpointing.huggingface.parity import Parity, check_parity, plain_args
-from megatron.checkpointing.manifest import Layout, Manifest, model_keys, read_manifest
-from megatron.checkpointing.publish import begin_in, publish
+from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
+from megatron.checkpointing.tensor_files import FileRecord, write_bytes
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
@@ -47,8 +53,8 @@ def import_hf(
     naming: str | None = None,
     save_tokenizer: bool = False,
     chat_template: str | Path | None = None,
-    each: Each = plain_each,
-) -> tuple[Path, Parity]:
+    each: LayerProgress = no_progress,
+) -> tuple[Path, LogitComparison]:
     """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
 
     pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of GENERATIONS; None: today's.
@@ -67,16 +73,16 @@ def import_hf(
         args = NeoXArgs.from_dict({**keys, **sizes})
     except ConfigError as problem:
         raise CheckpointError(f"{folder.origin}: {problem}") from problem
-    _check_target(save / names.step_tag(iteration))
+    _check_target(save / layout.step_tag(iteration))
     specs = layer_params(args)
-    carried = carried_files(folder.path)
+    carried = read_companion_files(folder.path)
     if chat_template is not None:
         try:
             carried[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
         except OSError as problem:
             raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
     needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1)
-    temporary = begin_in(save, iteration, needed, check_space)
+    temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
     try:
         records: list[FileRecord] = []
         layers = groupby(tensors, key=lambda found: found[0])
@@ -88,14 +94,14 @@ def import_hf(
         def weights(layer: int) -> Mapping[str, Tensor]:
             return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]
 
-        parity = check_parity(folder, args, weights, folder.vocab_size)
+        parity = compare_logits(folder, args, weights, folder.vocab_size)
         if pipe == 0:
             records = []
         states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
         records += write_model_files(temporary, states, sequential=pipe == 0)
-        (temporary / CARRIED).mkdir()
+        (temporary / HF_SUBFOLDER).mkdir()
         for name, content in carried.items():
-            records.append(write_bytes(content, temporary / CARRIED / name, f"{CARRIED}/{name}"))
+            records.append(write_bytes(content, temporary / HF_SUBFOLDER / name, f"{HF_SUBFOLDER}/{name}"))
         given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             given |= _save_tokenizer(save, carried, folder)
@@ -104,7 +110,7 @@ def import_hf(
         manifest = Manifest(
             run_id=f"huggingface {where.resolve() if where.exists() else where}", iteration=iteration,
             consumed_samples=0, model=model, seed=0, tokenizer=None, data={},
-            layout=Layout(max(pipe, 1), 1, tensor, 0, PRECISIONS[dtype], max(pipe, 1) * tensor),
+            layout=ParallelLayout(max(pipe, 1), 1, tensor, 0, PRECISIONS[dtype], max(pipe, 1) * tensor),
             versions={"torch": version("torch")}, created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=given, files={record.name: record for record in records}, optimizer=False,
         )  # fmt: skip
@@ -190,7 +196,7 @@ def load_hf_weights(
 
 def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
     """Raises CheckpointError with the lines that a configuration lacks."""
-    wanted, now = meaning(theirs), meaning(plain_args(ours))
+    wanted, now = canonical_config(theirs), canonical_config(plain_args(ours))
     scaled = theirs.rope_scaling is not None and theirs.rope_scaling["rope_type"] == "dynamic"
     if theirs.pos_emb == "rotary" and not scaled:  # how long texts may be is the run's choice
         wanted["max_position_embeddings"] = now["max_position_embeddings"]
@@ -209,7 +215,7 @@ def _in_short(value: Any) -> str:
     return f"{json.dumps(value[0])} (all layers)" if alike else json.dumps(value)
 
 
-def adopted_rows(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[int, str]:
+def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[int, str]:
     """padded_vocab_size for a run that starts from a HuggingFace folder with a tokenizer of `tokens`, and what to say
     of it."""
     vocab = HFFolder(path).vocab_size

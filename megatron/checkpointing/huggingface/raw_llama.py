@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config import rope_of
-from megatron.checkpointing.files import save_tensors, write_bytes
+from megatron.checkpointing.families.config_fields import rope_of
 from megatron.checkpointing.huggingface.exporting import check_space
 from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, load_named, read_json, weight_bytes
+from megatron.checkpointing.tensor_files import save_tensors, write_bytes
 from megatron.data.files import sync
 
 PARAMS, TOKENIZER = "params.json", "tokenizer.model"

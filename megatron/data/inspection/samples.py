@@ -7,11 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.gpt2_dataset import PackedDataset
 from megatron.data.index_maps import Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspection.file_groups import DOCUMENT, PAIR, Column
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
 from megatron.data.storage import open_dataset
 

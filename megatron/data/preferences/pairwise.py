@@ -17,7 +17,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else shorter
 
 
-def first_of_answers(pos: IndexedDataset, neg: IndexedDataset, pairs: int) -> np.ndarray:
+def implicit_prompt_lengths(pos: IndexedDataset, neg: IndexedDataset, pairs: int) -> np.ndarray:
     """Where the answers of the first `pairs` pairs begin without labels, [pairs, 2]; at least 1: nothing precedes the
     first token."""
     shared = np.array([max(1, common_prefix(pos.get(i), neg.get(i))) for i in range(pairs)], np.int64)

@@ -1,1 +1,6 @@
 """Raw inputs to `.bin/.idx`: readers, chat templates and labels, worker processes. Training reads none of it."""
+
+from megatron.data.preprocessing.encode_job import EncodeJob, Job
+from megatron.data.preprocessing.job_runner import PreprocessProgress, PreprocessResult, preprocess
+
+__all__ = ["EncodeJob", "Job", "PreprocessProgress", "PreprocessResult", "preprocess"]

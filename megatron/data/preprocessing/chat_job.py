@@ -1,4 +1,4 @@
-"""Jobs of `jobs.py` that write labels beside the tokens: conversations, and text whose beginning is masked."""
+"""Jobs of `job_runner.py` that write labels beside the tokens: conversations, and text whose beginning is masked."""
 
 import dataclasses
 import functools
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.preprocessing.chat import ChatTokenizer, load_chat_tokenizer
 from megatron.data.preprocessing.chat_masks import delimiter_labels
 from megatron.data.preprocessing.chat_rows import ChatOptions, Prepared, encode_rows, prepare
-from megatron.data.preprocessing.documents import Column, EncodeJob, joined
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.encode_job import Column, EncodeJob, joined
 from megatron.data.preprocessing.readers import Row
 
 TRAINED = "trained tokens"  # how this is called among the counts of a job

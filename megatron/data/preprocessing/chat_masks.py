@@ -18,7 +18,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
-from megatron.data.preprocessing.chat import ChatTokenizer, Message, Span, roles_of, texts_of
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Message, Span, roles_of, texts_of
 
 _WORD = re.compile(r"\S")
 

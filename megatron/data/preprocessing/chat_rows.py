@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
-from megatron.data.preprocessing.chat import (
+from megatron.data.preprocessing.chat_masks import completion_labels, span_labels, trained_spans
+from megatron.data.preprocessing.chat_tokenizer import (
     ChatTokenizer,
     Message,
     Span,
@@ -20,8 +21,7 @@ from megatron.data.preprocessing.chat import (
     template_settings,
     texts_of,
 )
-from megatron.data.preprocessing.chat_masks import completion_labels, span_labels, trained_spans
-from megatron.data.preprocessing.documents import fix_text
+from megatron.data.preprocessing.encode_job import fix_text
 
 OVERLONG = ("refuse", "drop", "truncate_left", "truncate_right", "split")
 UNTRAINED = ("refuse", "keep")

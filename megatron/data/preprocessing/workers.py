@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import fits
-from megatron.data.preprocessing.documents import Job
+from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.readers import Row, Shard
 
 SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input

@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpointing import CheckpointError
-from megatron.generation.batching.block_allocator import Blocks
-from megatron.generation.batching.detokenize import TextStream
-from megatron.generation.batching.forward import Decoding, Forward, Found, run
+from megatron.generation.batching.block_allocator import BlockAllocator
+from megatron.generation.batching.detokenize import IncrementalDetokenizer
+from megatron.generation.batching.forward import DecodeBatch, Forward, RowOutput, run
+from megatron.generation.batching.memory_budget import free_memory
 from megatron.generation.batching.requests import Event, FinishReason, Logprob, Request, RequestError
-from megatron.generation.batching.token_budget import free_memory
-from megatron.generation.sampling import Chooser, Sampling
+from megatron.generation.sampling import TokenSampler
 from megatron.model import KVCache, Model
 from megatron.model.positions import dynamic_ntk_limit
-
-__all__ = ["Batcher", "Event", "Logprob", "Request", "RequestError", "Sampling"]
 
 _BLOCK = 16  # tokens
 _PREFILL = {"cpu": 1024, "cuda": 8192}  # tokens of prompts a step, so that those who write need not wait long
@@ -34,18 +32,20 @@ class _Sequence:
         self.id, self.request = id, request
         self.tokens = list(request.tokens)
         self.prompt = len(self.tokens)
-        self.ends = frozenset(model.ends if request.ends is None else request.ends)
+        self.stop_token_ids = frozenset(
+            model.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        )
         self.draws = random.Random(request.seed) if request.sampling.temperature > 0.0 else None
         self.text = None
         if request.text:
-            self.text = TextStream(model.tokenizer.detokenize, request.stop, request.minimum_tokens)
+            self.text = IncrementalDetokenizer(model.tokenizer.detokenize, request.stop, request.minimum_tokens)
         self.top = request.logprobs if request.logprobs is not None else 0 if request.prompt_logprobs else None
         self.prompt_logprobs: list[Logprob | None] | None = [None] if request.prompt_logprobs else None
         # Keys in a cache would keep the rotary frequencies of a shorter text.
         self.cached = not model.args.recompute and (limit is None or self.longest <= limit)
         self.blocks: list[int] = []
         self.computed = 0  # tokens whose keys and values are in the cache
-        self.known, self.number = 0, 0  # as `Blocks.know`
+        self.known, self.number = 0, 0  # as `BlockAllocator.know`
         self.column = -1  # of the last chunk
 
     @property
@@ -85,21 +85,21 @@ class Batcher:
         self.limit = dynamic_ntk_limit(model.args)
         self.capacity = -(-model.positions // _BLOCK)  # blocks of the longest text
         self.cache: KVCache | None = None
-        self.blocks = Blocks(0, _BLOCK)
+        self.blocks = BlockAllocator(0, _BLOCK)
         if not model.args.recompute:
             most = maximum_rows * self.capacity
             if tokens is not None:  # a block each is begun
                 most = min(most, tokens // _BLOCK + maximum_rows)
-            self.blocks = Blocks(self._room(most, cache_gb, log), _BLOCK)
+            self.blocks = BlockAllocator(self._room(most, cache_gb, log), _BLOCK)
             self.cache = model.stage.empty_cache(self.blocks.total + 1, _BLOCK)
         self._last_id = -1
         self._waiting: deque[_Sequence] = deque()
         self._rows: list[_Sequence] = []
         self._parting: list[Event] = []
-        self._decoding: list[tuple[list[_Sequence], Decoding, Chooser, int | None]] = []
+        self._decoding: list[tuple[list[_Sequence], DecodeBatch, TokenSampler, int | None]] = []
 
     def _room(self, most: int, cache_gb: float | None, log: Callable[[str], None] | None) -> int:
-        """Blocks, as the rank with the least memory has them."""
+        """BlockAllocator, as the rank with the least memory has them."""
         args, groups, size = self.model.args, self.model.groups, self.model.stage.cache_bytes * _BLOCK
         auto = cache_gb is None and args.kv_cache_gb == "auto"
         if auto:
@@ -263,7 +263,7 @@ class Batcher:
             self._decoding = [
                 (
                     rows,
-                    Decoding([(row.tokens[-1], row.computed, row.blocks) for row in rows], self.capacity, _BLOCK),
+                    DecodeBatch([(row.tokens[-1], row.computed, row.blocks) for row in rows], self.capacity, _BLOCK),
                     self._chooser(rows),
                     _top(rows),
                 )
@@ -331,15 +331,15 @@ class Batcher:
             targets if reading else None,
         )  # fmt: skip
 
-    def _chooser(self, rows: Sequence[_Sequence]) -> Chooser:
+    def _chooser(self, rows: Sequence[_Sequence]) -> TokenSampler:
         texts = [(row.prompt, row.tokens) for row in rows]
-        least = [(row.request.minimum_tokens, row.ends) for row in rows]
+        least = [(row.request.minimum_tokens, row.stop_token_ids) for row in rows]
         vocab = self.model.tokenizer.vocab_size
-        return Chooser([row.request.sampling for row in rows], texts, vocab, self.device, least)
+        return TokenSampler([row.request.sampling for row in rows], texts, vocab, self.device, least)
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
 
-    def _advance(self, sequence: _Sequence, found: Found) -> Event | None:
+    def _advance(self, sequence: _Sequence, found: RowOutput) -> Event | None:
         """Take a row's token in; None while its prompt is not read to the end."""
         request, start = sequence.request, sequence.computed
         if sequence.cached:
@@ -366,7 +366,7 @@ class Batcher:
             self._finish(sequence)
             return Event(sequence.id, finish_reason="length", prompt_logprobs=prompt_logprobs)
         sequence.tokens.append(found.token)
-        ended = found.token in sequence.ends
+        ended = found.token in sequence.stop_token_ids
         if ended:
             finish_reason = "stop"
         elif len(sequence.tokens) - sequence.prompt >= request.maximum_tokens:
@@ -396,7 +396,7 @@ def _cut(found: Logprob, top: int) -> Logprob:
     return found if len(found.top) == top else found._replace(top=found.top[:top])
 
 
-def _draw(rows: Sequence[_Sequence | None], chooser: Chooser) -> list[float]:
+def _draw(rows: Sequence[_Sequence | None], chooser: TokenSampler) -> list[float]:
     """The next draw of each row that needs one; none is used up for a token that nobody takes."""
     draws = [row.draws if row is not None else None for row in (rows[i] for i in chooser.drawn)]
     return [0.0 if one is None else one.random() for one in draws]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 _Key = tuple[int, tuple[int, ...]]  # what stands before (the number of the key of the block before, 0: nothing), tokens
 
 
-class Blocks:
+class BlockAllocator:
     """Blocks 1 to `total`, counted by who holds them; 0 belongs to none.
 
     A full block can be known by all tokens up to its end; texts that begin alike then share it. It stays known after

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes become whose character is not whole
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Pieces of text that are safe to show: whole characters, and nothing that may turn out to begin a stop string."""
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = (), minimum: int = 0) -> None:

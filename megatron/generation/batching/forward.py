@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.generation.batching.requests import Logprob
-from megatron.generation.sampling import Chooser
+from megatron.generation.sampling import TokenSampler
 from megatron.model import Hidden, InferenceContext, KVCache, Model, forward_only
 from megatron.mpu import HeadInput, gather_from_tensor
 
@@ -20,7 +20,8 @@ class Forward:
     """Rows that run together, padded on the right, each up to the token whose successor is chosen.
 
     tokens: `[rows, seq]` int64; positions: theirs, None: texts from their beginning; last: `[rows]`, each row's last
-    column; uniforms: as `Chooser.choose`. top: how many most likely tokens are reported, None: no log-probabilities.
+    column; uniforms: as `TokenSampler.choose`. top: how many most likely tokens are reported, None: no
+    log-probabilities.
     targets: `[rows, seq]`, tokens that log-probabilities are wanted of everywhere, or None.
     """
 
@@ -28,7 +29,7 @@ class Forward:
     positions: Tensor | None
     last: Tensor
     cache: KVCache | None
-    chooser: Chooser
+    chooser: TokenSampler
     uniforms: Sequence[float]
     top: int | None = None
     targets: Tensor | None = None
@@ -41,7 +42,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Found:
+class RowOutput:
     """Of one row. token: chosen, -1 where logits are not numbers; targets: of every column but the last."""
 
     token: int
@@ -49,7 +50,7 @@ class Found:
     targets: Sequence[Logprob] = ()
 
 
-def run(model: Model, forwards: Sequence[Forward]) -> list[list[Found]]:
+def run(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
     """Run them in turn, on several pipeline stages at a time; what came of every row, the same on every rank. All
     ranks of the model call it together."""
     current = forwards[0]
@@ -113,9 +114,9 @@ def _logprobs(logits: Tensor, tokens: Tensor, top: int, vocab: int) -> Tensor:
     return torch.cat([logits.gather(1, tokens.unsqueeze(1)) - total, ids.float(), best - total], dim=1)
 
 
-def _rows(forward: Forward, numbers: Tensor) -> list[Found]:
+def _rows(forward: Forward, numbers: Tensor) -> list[RowOutput]:
     if forward.top is None:
-        return [Found(int(token)) for token in numbers[:, 0].tolist()]
+        return [RowOutput(int(token)) for token in numbers[:, 0].tolist()]
     width = 1 + 2 * forward.top
     found = []
     for row, values in enumerate(numbers.tolist()):
@@ -124,7 +125,7 @@ def _rows(forward: Forward, numbers: Tensor) -> list[Found]:
         if forward.targets is not None:
             places = zip(forward.targets[row].tolist(), range(1 + width, len(values), width), strict=True)
             targets = [_logprob(target, values[place : place + width]) for target, place in places]
-        found.append(Found(token, _logprob(token, values[1 : 1 + width]), targets))
+        found.append(RowOutput(token, _logprob(token, values[1 : 1 + width]), targets))
     return found
 
 
@@ -134,7 +135,7 @@ def _logprob(token: int, values: Sequence[float]) -> Logprob:
     return Logprob(token, values[0], tuple((int(i), value) for i, value in zip(ids, logprobs, strict=True)))
 
 
-class Decoding:
+class DecodeBatch:
     """Rows that go on by a token a step. Its arrays serve for as long as the same rows run together."""
 
     def __init__(self, rows: Sequence[tuple[int, int, list[int]]], capacity: int, block_size: int) -> None:
@@ -157,7 +158,7 @@ class Decoding:
             self.blocks[row] = len(blocks)
 
     def forward(
-        self, cache: KVCache, device: torch.device, chooser: Chooser, uniforms: Sequence[float], top: int | None
+        self, cache: KVCache, device: torch.device, chooser: TokenSampler, uniforms: Sequence[float], top: int | None
     ) -> Forward:
         places = self.positions[:, 0]
         slots = self.table[self.row_numbers, places // self.block_size] * self.block_size + places % self.block_size

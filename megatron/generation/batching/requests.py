@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron.generation.sampling import Sampling
+from megatron.generation.sampling import SamplingParams
 from megatron.neox_arguments.errors import UserError
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -19,18 +19,18 @@ class Request:
     """A prompt to continue.
 
     tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of its draws;
-    what it becomes depends on nothing beside it. stop: the text ends before the first of these strings. ends: ids that
-    end the text, None: the model's. logprobs: so many most likely tokens are reported beside each
+    what it becomes depends on nothing beside it. stop: the text ends before the first of these strings. stop_token_ids:
+    ids that end the text, None: the model's. logprobs: so many most likely tokens are reported beside each
     generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs: the same of the prompt's tokens.
     text: whether events hold text; stop strings need it. minimum_tokens: written before an end or a stop string counts.
     """
 
     tokens: Sequence[int]
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     maximum_tokens: int = 64
     seed: int = 0
     stop: tuple[str, ...] = ()
-    ends: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: bool = False
     text: bool = True

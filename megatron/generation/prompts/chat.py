@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import find_checkpoint
-from megatron.checkpointing.huggingface import CARRIED, carried_files, find_hf, is_hf
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, read_companion_files
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.files import text_of
@@ -73,7 +73,7 @@ class ChatTemplate:
                 raise RequestError(f"the chat template leaves out {what}, so that the model would not see them")
 
     @cached_property
-    def ends(self) -> tuple[int, ...]:
+    def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the tokenizer's, and the special token that the template writes after one."""
         found = {self.tokenizer.eod, self.tokenizer.eos}
         try:
@@ -113,12 +113,12 @@ def _places(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tup
     if args.vocab_file is not None:
         vocab = Path(args.vocab_file)
         beside = vocab if vocab.is_dir() else vocab.parent
-        yield str(beside), carried_files(beside)
+        yield str(beside), read_companion_files(beside)
     if carried is not None:
         yield "the model that is trained", carried
         return
     for folder in _folders(args):
-        yield str(folder), carried_files(folder)
+        yield str(folder), read_companion_files(folder)
 
 
 def _folders(args: NeoXArgs) -> Iterator[Path]:
@@ -127,7 +127,7 @@ def _folders(args: NeoXArgs) -> Iterator[Path]:
         yield find_hf(source)
     elif source is not None:
         path = find_checkpoint(source, args.iteration)
-        yield path / CARRIED
+        yield path / HF_SUBFOLDER
         yield path / "tokenizer"
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from megatron.checkpointing import CheckpointError
 from megatron.data import Batch
 from megatron.distributed import run_on_all_ranks
-from megatron.generation.batching.token_budget import Budget, forward_budget
-from megatron.generation.scoring.rows import PADDING, Request, Row, make_rows, rolling_windows
+from megatron.generation.batching.memory_budget import ForwardBudget, forward_budget
+from megatron.generation.scoring.tree_rows import PADDING, ScoreRequest, TreeRow, make_tree_rows, rolling_windows
 from megatron.model import Hidden, InferenceContext, Model, forward_only
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import HeadInput
 from megatron.neox_arguments import ConfigError
 
-__all__ = ["Overlong", "Request", "Scored", "rolling_windows", "score", "score_texts"]
+__all__ = ["Overlong", "ScoreRequest", "ContinuationScore", "rolling_windows", "score", "score_texts"]
 
 Overlong = Literal["truncate_left", "refuse", "skip"]
 _MASK_MULTIPLE = 8  # keys of a mask, as kernels on GPUs like them
@@ -28,7 +28,7 @@ _VALUES_AT_ONCE = 1 << 26  # of logits, when they are read in fp32
 
 
 @dataclass(frozen=True)
-class Scored:
+class ContinuationScore:
     """Of each token of a continuation: logprobs, in nats; greedy: whether no token was more likely.
 
     truncated: tokens at the beginning of the context that were left out; skipped: too long, and not run: logprobs are
@@ -43,13 +43,13 @@ class Scored:
 
 def score(
     model: Model,
-    requests: Sequence[Request],
+    requests: Sequence[ScoreRequest],
     *,
     batch_size: int | None = None,
     overlong: Overlong = "truncate_left",
-    budget: Budget | None = None,
+    budget: ForwardBudget | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
-) -> list[Scored]:
+) -> list[ContinuationScore]:
     """Score every request, the same on every rank and in every layout; all ranks call it together.
 
     Requests of equal contexts share its run. batch_size: rows (contexts) of a forward; None: as many as memory allows.
@@ -63,7 +63,7 @@ def score(
         if fits is not None:
             fitting[i] = fits
     ntk = dynamic_ntk_limit(model.args)
-    rows = make_rows([(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk)
+    rows = make_tree_rows([(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk)
     budget = budget or forward_budget(model, batch_size)
     size, rank = model.groups.size("data"), model.groups.rank("data")
     shares = [list(_batches(rows[i::size], budget)) for i in range(size)]
@@ -84,21 +84,21 @@ def score(
     on_progress(len(requests))
     _report(fitting, requests, model.positions)
     return [
-        Scored(*everyone[i], fitting[i].truncated)
+        ContinuationScore(*everyone[i], fitting[i].truncated)
         if i in fitting
-        else Scored([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
+        else ContinuationScore([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
         for i in range(len(requests))
     ]
 
 
 def score_texts(
     model: Model,
-    texts: Sequence[Sequence[Request]],
+    texts: Sequence[Sequence[ScoreRequest]],
     *,
     overlong: Overlong,
-    budget: Budget,
+    budget: ForwardBudget,
     on_progress: Callable[[float], None],
-) -> list[list[Scored]]:
+) -> list[list[ContinuationScore]]:
     """`score` for texts of several requests each. on_progress: told about the share that is done."""
     requests = [request for text in texts for request in text]
 
@@ -114,11 +114,11 @@ def score_texts(
 
 @dataclass(frozen=True)
 class _Fitting:
-    request: Request
+    request: ScoreRequest
     truncated: int = 0
 
 
-def _fit(number: int, request: Request, positions: int, overlong: Overlong) -> _Fitting | None:
+def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong) -> _Fitting | None:
     """A request that the model has positions for (the last token is not run); None: it is skipped."""
     context, continuation = request
     if not len(context):
@@ -137,7 +137,7 @@ def _fit(number: int, request: Request, positions: int, overlong: Overlong) -> _
     return _Fitting((context[over:], continuation), over)
 
 
-def _report(fitting: dict[int, _Fitting], requests: Sequence[Request], positions: int) -> None:
+def _report(fitting: dict[int, _Fitting], requests: Sequence[ScoreRequest], positions: int) -> None:
     skipped, cut = len(requests) - len(fitting), sum(found.truncated > 0 for found in fitting.values())
     if skipped or cut:
         done = " and ".join([f"{cut} lost their beginning"] * (cut > 0) + [f"{skipped} were skipped"] * (skipped > 0))
@@ -149,9 +149,9 @@ def _report(fitting: dict[int, _Fitting], requests: Sequence[Request], positions
 # -- forwards ----------------------------------------------------------------------------------------------------------
 
 
-def _batches(rows: Sequence[Row], budget: Budget) -> Iterator[list[Row]]:
+def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[TreeRow]]:
     """Neighbours in length, as many as the budget allows and at least one."""
-    batch: list[Row] = []
+    batch: list[TreeRow] = []
     wanted = 0
     for row in rows:
         width = max(len(row.tokens), len(batch[0].tokens)) if batch else len(row.tokens)
@@ -177,7 +177,7 @@ class _Batch(Batch):
     targets: Tensor | None = None
 
 
-def _batch(rows: list[Row], positioned: bool, on_gpu: bool) -> _Batch:
+def _batch(rows: list[TreeRow], positioned: bool, on_gpu: bool) -> _Batch:
     width, explicit = max(len(row.tokens) for row in rows), positioned or rows[0].branched
     if explicit and on_gpu:
         width = -(-width // _MASK_MULTIPLE) * _MASK_MULTIPLE
@@ -206,7 +206,7 @@ def _batch(rows: list[Row], positioned: bool, on_gpu: bool) -> _Batch:
 
 
 def _run(
-    model: Model, batches: list[list[Row]], forwards: int, positioned: bool, on_progress: Callable[[int], None]
+    model: Model, batches: list[list[TreeRow]], forwards: int, positioned: bool, on_progress: Callable[[int], None]
 ) -> dict[int, tuple[list[float], list[bool]]]:
     """This data rank's results, by request; {} on all ranks of its model but one.
 
@@ -225,11 +225,11 @@ def _run(
             done += sum(len(row.picks) for row in rows)
         on_progress(done)
     for _ in range(len(batches), forwards):
-        _forward(model, [_batch([Row([0], [0], [0], {0: 0}, [(0, [0], [0])])], positioned, on_gpu)])
+        _forward(model, [_batch([TreeRow([0], [0], [0], {0: 0}, [(0, [0], [0])])], positioned, on_gpu)])
     return found
 
 
-def _by_request(rows: list[Row], values: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
+def _by_request(rows: list[TreeRow], values: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
     found, begun = {}, 0
     logprobs, greedy = values[0].tolist(), (values[1] > 0).tolist()
     for number, places, _ in (pick for row in rows for pick in row.picks):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
 
-_LENGTH = 16  # of a stamp
+_LENGTH = 16  # of a fingerprint
 
 
-def stamp_of(args: NeoXArgs, source: str, files: Iterable[Path]) -> str:
+def job_fingerprint(args: NeoXArgs, source: str, files: Iterable[Path]) -> str:
     """Another one whenever the result would be another: configuration, weights, or inputs.
 
     source: the checkpoint's folder; it and the inputs count by names, sizes and times of change.
@@ -22,9 +22,9 @@ def stamp_of(args: NeoXArgs, source: str, files: Iterable[Path]) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:_LENGTH]
 
 
-def partial_file(final: Path, stamp: str) -> Path:
+def partial_file(final: Path, fingerprint: str) -> Path:
     """Where `final` grows; those of other jobs are removed."""
-    own = final.with_name(f".{final.name}.{stamp}.partial")
+    own = final.with_name(f".{final.name}.{fingerprint}.partial")
     for other in final.parent.glob(f".{final.name}.{'?' * _LENGTH}.partial"):
         if other != own:
             other.unlink(missing_ok=True)

@@ -15,11 +15,11 @@ from megatron.data.files import sync
 from megatron.data.indexed_dataset import Documents, index_path, publish, write_index
 from megatron.data.storage import open_dataset
 from megatron.distributed import on_rank_zero
-from megatron.generation.batching.token_budget import forward_budget
+from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import Model
-from megatron.generation.progress import Meter
-from megatron.generation.scoring.logprobs import Request, Scored, rolling_windows, score_texts
-from megatron.generation.scoring.partial_file import partial_file, stamp_of
+from megatron.generation.progress import ProgressBar
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
+from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import NeoXArgs
 
 _TOKENS_AT_ONCE = 1 << 18  # a data-parallel rank; what an interruption loses
@@ -53,18 +53,18 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     final = Path(f"{path}_{args.precompute_model_name}")
     dataset = on_rank_zero(groups, lambda: open_dataset(path, args.data_impl))
     files = [file for file in (dataset.index_file, *dataset.data_files) if file.is_file()]
-    stamp = on_rank_zero(groups, lambda: stamp_of(args, model.source, files))
-    if on_rank_zero(groups, lambda: _is_there(final, stamp)):
+    fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.source, files))
+    if on_rank_zero(groups, lambda: _is_there(final, fingerprint)):
         logger.info(f"{final}: is there already")
         return
-    growing, done = on_rank_zero(groups, lambda: _begun(dataset, final, stamp))
+    growing, done = on_rank_zero(groups, lambda: _begun(dataset, final, fingerprint))
     total = int(dataset.sizes.sum(dtype=np.int64))
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
     if done:
         logger.info(f"{final}: going on after {done} of {len(dataset)} documents")
     share = _TOKENS_AT_ONCE * groups.size("data")
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
-    with Meter(final.name, total, "token", logger, done=int(ends[done]), shown=groups.world_rank == 0) as meter:
+    with ProgressBar(final.name, total, "token", logger, done=int(ends[done]), shown=groups.world_rank == 0) as meter:
         while done < len(dataset):
             last = max(done + 1, int(np.searchsorted(ends, ends[done] + share, side="right")) - 1)
             texts = [dataset[i].astype(np.int64).tolist() for i in range(done, last)]
@@ -75,7 +75,7 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
             on_rank_zero(groups, partial(_append, growing, texts, scored))
             done = last
             meter.to(int(ends[done]))
-    on_rank_zero(groups, lambda: _finish(growing, final, dataset, stamp))
+    on_rank_zero(groups, lambda: _finish(growing, final, dataset, fingerprint))
     logger.info(f"{final}: {len(dataset)} documents, {total} log-probabilities")
 
 
@@ -86,7 +86,7 @@ def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
         raise DataError(f"{path}: holds token {highest}, the model knows {vocabulary}: made with another tokenizer")
 
 
-def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[Scored]]) -> None:
+def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[ContinuationScore]]) -> None:
     with open(growing, "ab") as file:
         for tokens, windows in zip(texts, scored, strict=True):
             values = [0.0] * bool(tokens) + [value for found in windows for value in found.logprobs]
@@ -95,16 +95,16 @@ def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence
         os.fsync(file.fileno())
 
 
-def _windows(tokens: list[int], positions: int) -> list[Request]:
+def _windows(tokens: list[int], positions: int) -> list[ScoreRequest]:
     """What asks for every token but the first."""
     return rolling_windows(tokens[1:], tokens[0], positions) if len(tokens) > 1 else []
 
 
-def _is_there(final: Path, stamp: str) -> bool:
+def _is_there(final: Path, fingerprint: str) -> bool:
     if not index_path(final).exists():
         return False
     note = _note(final)
-    if note.is_file() and json.loads(note.read_text()).get("stamp") == stamp:
+    if note.is_file() and json.loads(note.read_text()).get("fingerprint") == fingerprint:
         return True
     raise DataError(
         f"{index_path(final)}: is there already, of another model, configuration or data; remove it, or choose another "
@@ -116,9 +116,9 @@ def _note(final: Path) -> Path:
     return final.with_name(f"{final.name}.precompute.json")
 
 
-def _begun(dataset: IndexedDataset, final: Path, stamp: str) -> tuple[Path, int]:
+def _begun(dataset: IndexedDataset, final: Path, fingerprint: str) -> tuple[Path, int]:
     """The file that grows, cut to whole documents, and how many these are."""
-    growing = partial_file(final, stamp)
+    growing = partial_file(final, fingerprint)
     if not os.access(final.parent, os.W_OK):
         raise DataError(f"{final.parent}: cannot be written to; log-probabilities stand beside their data")
     ends = np.concatenate([[0], np.cumsum(dataset.sizes, dtype=np.int64)])
@@ -129,13 +129,13 @@ def _begun(dataset: IndexedDataset, final: Path, stamp: str) -> tuple[Path, int]
     return growing, done
 
 
-def _finish(growing: Path, final: Path, dataset: IndexedDataset, stamp: str) -> None:
+def _finish(growing: Path, final: Path, dataset: IndexedDataset, fingerprint: str) -> None:
     def documents() -> Iterator[Documents]:
         # Boundaries as in the data: empty documents too.
         yield dataset.sizes, np.asarray(dataset.doc_idx[1:])
 
     index = growing.with_name(f"{growing.name}.idx")
     write_index(index, _VALUE, documents)
-    replace_file(_note(final), (json.dumps({"stamp": stamp}) + "\n").encode())
+    replace_file(_note(final), (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
     publish(growing, index, final)
     sync(final.parent)

@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.data.files import sync
 from megatron.distributed import on_rank_zero
-from megatron.generation.batching.token_budget import forward_budget
+from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import Model
-from megatron.generation.progress import Meter
-from megatron.generation.scoring.logprobs import Request, Scored, rolling_windows, score_texts
-from megatron.generation.scoring.partial_file import partial_file, stamp_of
+from megatron.generation.progress import ProgressBar
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
+from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ _LINES_AT_ONCE = 2048  # a data-parallel rank; what an interruption loses
 
 
 @dataclass(frozen=True)
-class Line:
+class ScoredLine:
     """Of the output, one for each of the input. tokens: those that are scored, of the completion or the whole text;
     logprobs: of each, in nats, null where skipped; greedy: whether all of them were the most likely; message: what was
     cut or skipped."""
@@ -47,14 +47,14 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
     args, groups = model.args, model.groups
     source = Path(str(args.sample_input_file))
     total = on_rank_zero(groups, lambda: _check(args, source))
-    stamp = on_rank_zero(groups, lambda: stamp_of(args, model.source, [source]))
-    growing = partial_file(file, stamp) if groups.world_rank == 0 else file
+    fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.source, [source]))
+    growing = partial_file(file, fingerprint) if groups.world_rank == 0 else file
     done = on_rank_zero(groups, lambda: _whole_lines(growing))
     if done:
         logger.info(f"{file}: going on after {done} of {total} lines")
     inputs = islice(_lines(args, source), done, None) if groups.world_rank == 0 else iter(())
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
-    with Meter("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as meter:
+    with ProgressBar("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as meter:
         while done < total:
             texts = on_rank_zero(groups, lambda: _requests(inputs, model, _LINES_AT_ONCE * groups.size("data")))
             told = partial(meter.to_share, done, len(texts))
@@ -111,7 +111,7 @@ def _whole_lines(file: Path) -> int:
     return count
 
 
-def _requests(inputs: Iterator[tuple[int, dict[str, Any]]], model: Model, count: int) -> list[list[Request]]:
+def _requests(inputs: Iterator[tuple[int, dict[str, Any]]], model: Model, count: int) -> list[list[ScoreRequest]]:
     """Of the next lines: one for each, several for a long text."""
     rows = [row for _, row in islice(inputs, count)]
     return [
@@ -125,13 +125,13 @@ def first_token(tokenizer: Tokenizer) -> int:
     return tokenizer.eod if tokenizer.bos is None else tokenizer.bos
 
 
-def _windows(text: str, model: Model) -> list[Request]:
+def _windows(text: str, model: Model) -> list[ScoreRequest]:
     tokens, first = model.tokenizer.tokenize(text), first_token(model.tokenizer)
     begun = len(tokens) > 1 and tokens[0] == first  # by the tokenizer itself
     return rolling_windows(tokens[begun:], first, model.positions)
 
 
-def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> Request:
+def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> ScoreRequest:
     """Tokens of the prompt, and what the completion adds to them; white space between them is the completion's."""
     kept = prompt.rstrip()
     context = tokenizer.tokenize(kept) if kept else []
@@ -139,20 +139,22 @@ def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> Request:
     return context or [first_token(tokenizer)], whole[len(context) :]
 
 
-def _line(requests: Sequence[Request], scored: Sequence[Scored]) -> Line:
+def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore]) -> ScoredLine:
     tokens = [token for _, continuation in requests for token in continuation]
     if any(found.skipped for found in scored):
-        return Line(tokens, None, None, None, False, "skipped: longer than the model's positions (eval_overlong: skip)")
+        return ScoredLine(
+            tokens, None, None, None, False, "skipped: longer than the model's positions (eval_overlong: skip)"
+        )
     logprobs = [value for found in scored for value in found.logprobs]
     cut = sum(found.truncated for found in scored)
     message = f"the first {cut} tokens of the prompt were left out: longer than the model's positions" if cut else None
     total = math.fsum(logprobs)
     greedy = all(found for one in scored for found in one.greedy)
     perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))
-    return Line(tokens, [round(value, 6) for value in logprobs], total, perplexity, greedy, message)
+    return ScoredLine(tokens, [round(value, 6) for value in logprobs], total, perplexity, greedy, message)
 
 
-def _append(args: NeoXArgs, file: Path, lines: Sequence[Line]) -> None:
+def _append(args: NeoXArgs, file: Path, lines: Sequence[ScoredLine]) -> None:
     try:
         with open(file, "a", encoding="utf-8") as opened:
             opened.writelines(json.dumps(asdict(line)) + "\n" for line in lines)

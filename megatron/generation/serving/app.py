@@ -14,11 +14,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from megatron.generation.serving.auth import Gate, until_gone
+from megatron.generation.serving.auth import AccessControl, wait_for_disconnect
 from megatron.generation.serving.errors import APIError
-from megatron.generation.serving.reading import Reader
-from megatron.generation.serving.replies import END, Asked, ChatReply, CompletionReply, Reply, TokenTexts, server_sent
-from megatron.generation.serving.request_queue import Call, Desk
+from megatron.generation.serving.request_parsing import RequestParser
+from megatron.generation.serving.request_queue import EventStream, RequestQueue
+from megatron.generation.serving.responses import (
+    END,
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ParsedRequest,
+    ResponseBuilder,
+    TokenTexts,
+    sse_event,
+)
 
 _SLACK_S = 30.0  # for a client that reads slowly, after the time of its request is up
 _LOG = logging.getLogger("megatron")
@@ -28,38 +36,46 @@ _LOG = logging.getLogger("megatron")
 class Service:
     """All that answers need. seconds: for a request."""
 
-    desk: Desk
-    gate: Gate
-    reader: Reader
+    queue: RequestQueue
+    access: AccessControl
+    parser: RequestParser
     texts: TokenTexts
     seconds: float
 
 
 def build_app(service: Service) -> Starlette:
     """`/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health`."""
-    reader, begun = service.reader, int(time.time())
-    model = {"id": reader.name, "object": "model", "created": begun, "owned_by": "neox"}
+    parser, begun = service.parser, int(time.time())
+    model = {"id": parser.name, "object": "model", "created": begun, "owned_by": "neox"}
 
     async def models(request: Request) -> Response:
-        service.gate.check(request)
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": reader.positions}]})
+        service.access.check(request)
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": parser.positions}]})
 
     async def one_model(request: Request) -> Response:
-        service.gate.check(request)
-        if (name := request.path_params["name"]) != reader.name:
-            raise APIError(404, f"there is no model {name!r} here, but {reader.name!r}", code="model_not_found")
-        return JSONResponse({**model, "max_model_len": reader.positions})
+        service.access.check(request)
+        if (name := request.path_params["name"]) != parser.name:
+            raise APIError(404, f"there is no model {name!r} here, but {parser.name!r}", code="model_not_found")
+        return JSONResponse({**model, "max_model_len": parser.positions})
 
     async def health(request: Request) -> Response:
         """Open to all: for those who watch over it."""
-        load, closing = service.desk.load, service.desk.closing
+        load, closing = service.queue.load, service.queue.closing
         content = {"status": "shutting down" if closing else "ok", **vars(load)}
         return JSONResponse(content, 503 if closing else 200)
 
     return Starlette(
         routes=[
-            Route("/v1/completions", Writing(service, reader.completion, CompletionReply), methods=["POST"]),
-            Route("/v1/chat/completions", Writing(service, reader.conversation, ChatReply), methods=["POST"]),
+            Route(
+                "/v1/completions",
+                GenerationEndpoint(service, parser.completion, CompletionResponseBuilder),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/chat/completions",
+                GenerationEndpoint(service, parser.conversation, ChatResponseBuilder),
+                methods=["POST"],
+            ),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/health", health),
@@ -68,30 +84,30 @@ def build_app(service: Service) -> Starlette:
     )
 
 
-class Writing:
+class GenerationEndpoint:
     """An endpoint that writes text. An ASGI application and no function, so that jobs end with the answer, whichever
     way that ends."""
 
     def __init__(
         self,
         service: Service,
-        read: Callable[[bytes], Asked],
-        reply: Callable[[Asked, str, TokenTexts], Reply],
+        read: Callable[[bytes], ParsedRequest],
+        reply: Callable[[ParsedRequest, str, TokenTexts], ResponseBuilder],
     ) -> None:
         self.service, self.read, self.reply = service, read, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, service = Request(scope, receive), self.service
-        service.gate.check(request)
+        service.access.check(request)
         try:
-            content = await service.gate.read(request)
+            content = await service.access.read(request)
         except ClientDisconnect:
             return
         asked = await asyncio.to_thread(self.read, content)
-        reply = self.reply(asked, service.reader.name, service.texts)
-        with service.desk.open(asked.requests) as call:
+        reply = self.reply(asked, service.parser.name, service.texts)
+        with service.queue.open(asked.requests) as call:
             if not asked.body.stream:
-                whole = await _unless(until_gone(request), self._whole(reply, call))
+                whole = await _unless(wait_for_disconnect(request), self._whole(reply, call))
                 if whole is not None:
                     await JSONResponse(whole)(scope, receive, send)
                 return
@@ -103,22 +119,22 @@ class Writing:
             except TimeoutError:
                 _LOG.warning(f"{reply.id}: the client did not read its answer")
 
-    async def _whole(self, reply: Reply, call: Call) -> dict[str, Any]:
+    async def _whole(self, reply: ResponseBuilder, call: EventStream) -> dict[str, Any]:
         async for index, event in call.events(self.service.seconds):
             reply.add(index, event)
         return reply.whole()
 
-    async def _pieces(self, reply: Reply, call: Call) -> AsyncIterator[bytes]:
+    async def _pieces(self, reply: ResponseBuilder, call: EventStream) -> AsyncIterator[bytes]:
         try:
             async for index, event in call.events(self.service.seconds):
                 reply.add(index, event)
                 if (piece := reply.piece(index)) is not None:
-                    yield server_sent(piece)
+                    yield sse_event(piece)
         except APIError as problem:  # the status has gone out
-            yield server_sent(problem.body())
+            yield sse_event(problem.body())
             return
         if (last := reply.last()) is not None:
-            yield server_sent(last)
+            yield sse_event(last)
         yield END
 
 

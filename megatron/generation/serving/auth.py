@@ -13,7 +13,7 @@ _OVERRUN = 8  # a body this much longer than allowed is still read to its end, s
 
 
 @dataclass(frozen=True)
-class Gate:
+class AccessControl:
     """token: what clients show as `Authorization: Bearer TOKEN`. None asks for none, and takes only names of this
     machine as Host, so that a page in a browser cannot reach a server on loopback by a name of its own."""
 
@@ -62,7 +62,7 @@ def _is_home(host: str) -> bool:
         return False
 
 
-async def until_gone(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Wait for the client to go away; its body has been read."""
     try:
         while (await request.receive())["type"] != "http.disconnect":

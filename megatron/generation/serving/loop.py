@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import RequestError
-from megatron.generation.serving.request_queue import Load, Orders, Outcome, Refusal
+from megatron.generation.serving.request_queue import Load, Outcome, Refusal, StepCommands
 from megatron.mpu import ParallelGroups
 
 SAY_EVERY_S = 60.0
@@ -17,24 +17,24 @@ HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 T = TypeVar("T")
 
 
-class Done(NamedTuple):
+class StepReport(NamedTuple):
     """What a step of a replica brought, by number of the job."""
 
     outcomes: list[tuple[int, Outcome]]
     load: Load
 
 
-class Source(Protocol):
+class CommandSource(Protocol):
     """Rank 0's side of the loop."""
 
-    def orders(self) -> list[Orders] | None:
+    def commands(self) -> list[StepCommands] | None:
         """What each replica does next; None ends the loop."""
 
-    def deliver(self, done: Sequence[Done]) -> None:
+    def deliver(self, done: Sequence[StepReport]) -> None:
         """What each replica did."""
 
 
-class Channel:
+class RankChannel:
     """How rank 0 and the others speak: over gloo, whatever the model uses, since what they say lies in host memory."""
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -49,19 +49,19 @@ class Channel:
             group = dist.new_group(list(first), backend="gloo")
             self._replicas = group if groups.world_rank in first else None
 
-    def tell(self, orders: list[Orders] | None) -> list[Orders] | None:
-        """Rank 0's orders, on every rank."""
+    def tell(self, commands: list[StepCommands] | None) -> list[StepCommands] | None:
+        """Rank 0's commands, on every rank."""
         if self._all is None:
-            return orders
-        box = [orders]
+            return commands
+        box = [commands]
         dist.broadcast_object_list(box, src=0, group=self._all)
         return box[0]
 
-    def collect(self, done: Done) -> list[Done]:
+    def collect(self, done: StepReport) -> list[StepReport]:
         """On rank 0 what every replica did; all ranks call it."""
         if self._replicas is None:
             return [done]
-        everyone: list[Done] | None = [done] * self.groups.size("data") if self.groups.world_rank == 0 else None
+        everyone: list[StepReport] | None = [done] * self.groups.size("data") if self.groups.world_rank == 0 else None
         dist.gather_object(done, everyone, dst=0, group=self._replicas)
         return everyone or []
 
@@ -74,17 +74,17 @@ class Replica:
         self.numbers: dict[int, int] = {}  # of the job, by the batcher's id
         self.ids: dict[int, int] = {}
 
-    def step(self, orders: Orders) -> Done:
+    def step(self, commands: StepCommands) -> StepReport:
         """Do as told, then a token for all. Raises CheckpointError when logits are not numbers."""
         outcomes: list[tuple[int, Outcome]] = []
-        for number, request in orders.new:
+        for number, request in commands.new:
             try:
                 id = self.batcher.add(request)
             except RequestError as problem:
                 outcomes.append((number, Refusal(str(problem))))
                 continue
             self.numbers[id], self.ids[number] = number, id
-        for number in orders.cancelled:
+        for number in commands.cancelled:
             if number in self.ids:
                 self.batcher.cancel(self.ids[number])
         for event in self.batcher.step() if self.batcher.busy else ():
@@ -93,27 +93,27 @@ class Replica:
             if event.finish_reason is not None:
                 del self.numbers[event.id], self.ids[number]
         batcher, blocks = self.batcher, self.batcher.blocks
-        return Done(outcomes, Load(batcher.running, batcher.waiting, blocks.free, blocks.total))
+        return StepReport(outcomes, Load(batcher.running, batcher.waiting, blocks.free, blocks.total))
 
 
-def run(replica: Replica, channel: Channel, source: Source | None) -> None:
+def run(replica: Replica, channel: RankChannel, source: CommandSource | None) -> None:
     """Until the source (of rank 0) ends it; all ranks call it together."""
     while True:
-        orders = channel.tell(source.orders() if source is not None else None)
-        if orders is None:
+        commands = channel.tell(source.commands() if source is not None else None)
+        if commands is None:
             return
-        done = channel.collect(replica.step(orders[channel.groups.rank("data")]))
+        done = channel.collect(replica.step(commands[channel.groups.rank("data")]))
         if source is not None:
             source.deliver(done)
 
 
-class Leader:
+class Dispatcher:
     """Rank 0's side: jobs go to the replica with the fewest, and after `stop` those there are may end in time."""
 
     def __init__(
         self,
         replicas: int,
-        take: Callable[[float], Orders],
+        take: Callable[[float], StepCommands],
         shutdown_seconds: float,
         log: Callable[[str], None],
     ) -> None:
@@ -130,7 +130,7 @@ class Leader:
         now = time.monotonic()
         self.deadline = now + self.shutdown_seconds if self.deadline is None else now
 
-    def orders(self) -> list[Orders] | None:
+    def commands(self) -> list[StepCommands] | None:
         busy = any(self.places)
         found = self.take(0.0 if busy else HEARTBEAT_S)
         new: list[list] = [[] for _ in self.places]
@@ -140,9 +140,9 @@ class Leader:
             new[place].append((number, request))
         if self.deadline is not None and (not any(self.places) or time.monotonic() >= self.deadline):
             return None
-        return [Orders(tuple(mine), found.cancelled) for mine in new]
+        return [StepCommands(tuple(mine), found.cancelled) for mine in new]
 
-    def deliver(self, done: Sequence[Done]) -> None:
+    def deliver(self, done: Sequence[StepReport]) -> None:
         outcomes = [outcome for one in done for outcome in one.outcomes]
         for number, outcome in outcomes:
             if isinstance(outcome, Refusal) or outcome.finish_reason is not None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 
-from megatron.generation.batching.batcher import Event, Request
+from megatron.generation.batching.requests import Event, Request
 from megatron.generation.serving.errors import APIError
 
 RETRY_AFTER_S = 2
@@ -25,7 +25,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Orders:
+class StepCommands:
     """What happens before a step. new: jobs by number; cancelled: numbers."""
 
     new: tuple[tuple[int, Request], ...] = ()
@@ -48,7 +48,7 @@ class Load:
 Outcome = Event | Refusal
 
 
-class Call:
+class EventStream:
     """The jobs of one HTTP request. numbers: of the jobs, in the order of the requests."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -76,21 +76,21 @@ class Call:
                 del index[number]
 
 
-class Desk:
+class RequestQueue:
     """`open`, `deliver` and `end` belong to the thread of the event loop, `take` and `ring` to the main thread; the
     queue between them may be put into by signal handlers too. closing: no more requests are taken; anyone may set it.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.calls: dict[int, Call] = {}  # by number of the job
+        self.calls: dict[int, EventStream] = {}  # by number of the job
         self.load = Load()
         self.closing = False
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[tuple[int, Request | None] | None] = queue.SimpleQueue()
 
     @contextmanager
-    def open(self, requests: Sequence[Request]) -> Iterator[Call]:
+    def open(self, requests: Sequence[Request]) -> Iterator[EventStream]:
         """Jobs for these requests; those that have not ended when the block is left are cancelled. Raises APIError
         where there is no place for them."""
         if self.closing:
@@ -106,7 +106,7 @@ class Desk:
                 code="queue_full",
                 retry_after=RETRY_AFTER_S,
             )
-        call = Call([next(self._numbers) for _ in requests])
+        call = EventStream([next(self._numbers) for _ in requests])
         for number, request in zip(call.numbers, requests, strict=True):
             self.calls[number] = call
             self._inbox.put((number, request))
@@ -137,7 +137,7 @@ class Desk:
         """Let `take` return."""
         self._inbox.put(None)
 
-    def take(self, seconds: float) -> Orders:
+    def take(self, seconds: float) -> StepCommands:
         """What came in since the last time; waits so many seconds for something to come."""
         new: dict[int, Request] = {}
         cancelled: list[int] = []
@@ -152,4 +152,4 @@ class Desk:
                         cancelled.append(number)
                 item = self._inbox.get_nowait()
         except queue.Empty:
-            return Orders(tuple(new.items()), tuple(cancelled))
+            return StepCommands(tuple(new.items()), tuple(cancelled))

@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron.checkpointing.staging import with_local_model
+from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, configure_logging, meet, run_on_each_rank
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model
 from megatron.generation.prompts.chat import ChatTemplate, find_template
-from megatron.generation.serving.loop import Channel, Leader, Replica, run
-from megatron.generation.serving.request_queue import Desk, Refusal
+from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, run
+from megatron.generation.serving.request_queue import Refusal, RequestQueue
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
-    from megatron.generation.serving.listening import Entrance
+    from megatron.generation.serving.http_server import ServerSocket
 
 PACKAGES = ("pydantic", "starlette", "uvicorn")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Front:
+class ServerSetup:
     """What rank 0 finds out before a model is loaded. name: of the model; why: there is no template."""
 
     name: str
-    entrance: Entrance
+    server_socket: ServerSocket
     chat: ChatTemplate | None
     why: str
 
@@ -54,73 +54,75 @@ def serve(args: NeoXArgs, process: Process) -> None:
     for note in args.notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)
-    front = run_on_each_rank(groups, lambda: _front(name, args, tokenizer) if groups.world_rank == 0 else None)
+    setup = run_on_each_rank(groups, lambda: _prepare_server(name, args, tokenizer) if groups.world_rank == 0 else None)
     model = load_model(args, groups, tokenizer, logger)
-    replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), Channel(groups)
-    if front is None:
+    replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), RankChannel(groups)
+    if setup is None:
         with _on_signals(signal.SIG_IGN):  # rank 0 says when it is over
             run(replica, channel, None)
     else:
-        _lead(front, model, replica, channel, logger)
+        _serve_on_rank0(setup, model, replica, channel, logger)
     groups.barrier()
     dist.destroy_process_group()
 
 
-def _front(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> Front:
+def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSetup:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError([f"serving needs the packages {', '.join(missing)}: pip install 'neox[serve]'"])
-    from megatron.generation.serving.listening import find_entrance
+    from megatron.generation.serving.http_server import open_server_socket
 
     try:
         chat, why = find_template(args, tokenizer), ""
-        chat.ends  # noqa: B018 - imports what the first conversation would wait for
+        chat.stop_token_ids  # noqa: B018 - imports what the first conversation would wait for
     except ConfigError as problem:
         if args.chat_template is not None:
             raise
         chat, why = None, str(problem)
-    return Front(name, find_entrance(args), chat, why)
+    return ServerSetup(name, open_server_socket(args), chat, why)
 
 
-def _lead(front: Front, model: Model, replica: Replica, channel: Channel, logger: logging.Logger) -> None:
+def _serve_on_rank0(
+    setup: ServerSetup, model: Model, replica: Replica, channel: RankChannel, logger: logging.Logger
+) -> None:
     """Rank 0's part: requests are taken in by a thread, and written here."""
     from megatron.generation.serving.app import Service, build_app
-    from megatron.generation.serving.auth import Gate
-    from megatron.generation.serving.listening import Listener
-    from megatron.generation.serving.reading import Reader
-    from megatron.generation.serving.replies import TokenTexts
+    from megatron.generation.serving.auth import AccessControl
+    from megatron.generation.serving.http_server import HTTPServerThread
+    from megatron.generation.serving.request_parsing import RequestParser
+    from megatron.generation.serving.responses import TokenTexts
 
-    args, entrance = model.args, front.entrance
-    desk = Desk(args.serve_max_requests)
-    reader = Reader(front.name, model.tokenizer, model.positions, model.ends, front.chat, front.why)
-    gate = Gate(entrance.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
-    service = Service(desk, gate, reader, TokenTexts(model.tokenizer), args.serve_request_timeout_s)
-    leader = Leader(channel.groups.size("data"), desk.take, args.serve_shutdown_timeout_s, logger.info)
+    args, server_socket = model.args, setup.server_socket
+    queue = RequestQueue(args.serve_max_requests)
+    parser = RequestParser(setup.name, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.why)
+    access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
+    service = Service(queue, access, parser, TokenTexts(model.tokenizer), args.serve_request_timeout_s)
+    dispatcher = Dispatcher(channel.groups.size("data"), queue.take, args.serve_shutdown_timeout_s, logger.info)
 
     def stop(number: int = 0, frame: FrameType | None = None) -> None:
-        desk.closing = True
-        leader.stop()
-        desk.ring()
+        queue.closing = True
+        dispatcher.stop()
+        queue.ring()
 
     try:
-        listener = Listener(entrance.socket, build_app(service), stop, args.serve_header_timeout_s)
+        http_server = HTTPServerThread(server_socket.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
-        raise args.problem("serve_port", f"{entrance.address}: {cause.strerror}") from cause
-    leader.on_done = partial(listener.call, desk.deliver)
+        raise args.problem("serve_port", f"{server_socket.address}: {cause.strerror}") from cause
+    dispatcher.on_done = partial(http_server.call, queue.deliver)
     end = Refusal("the server has shut down", 503)
     with _on_signals(stop):
         try:
-            who = "whoever shows the token" if entrance.token is not None else "this machine"
-            logger.info(f"{reader.name} answers {who} at {entrance.address}/v1")
-            logger.info(front.why if front.chat is None else f"chat template of {front.chat.source}")
-            desk.ring()  # the first round tells how large the cache is
-            run(replica, channel, leader)
+            who = "whoever shows the token" if server_socket.token is not None else "this machine"
+            logger.info(f"{parser.name} answers {who} at {server_socket.address}/v1")
+            logger.info(setup.why if setup.chat is None else f"chat template of {setup.chat.source}")
+            queue.ring()  # the first round tells how large the cache is
+            run(replica, channel, dispatcher)
         except Exception:
             end = Refusal("the server has failed", 500)
             raise
         finally:
-            listener.call(desk.end, end)
-            listener.close()
+            http_server.call(queue.end, end)
+            http_server.close()
     logger.info("the server has shut down")
 
 

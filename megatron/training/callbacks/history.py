@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.callbacks import Callback, TrainingRun
 from megatron.checkpointing import CheckpointError, replace_file
-from megatron.data import holds_answers, rows_per_sample
+from megatron.data import rows_per_sample, trains_preferences
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.losses import sample_kind
@@ -163,9 +163,9 @@ def _summary(training: Training, metadata: Mapping[str, Any], rows: Sequence[Map
 def _answers(training: Training) -> dict[str, float]:
     """Pairs, or examples of KTO, of a step; packed ones on average over the first rows."""
     args, dataset = training.args, training.datasets.train
-    if not holds_answers(args) or dataset is None:
+    if not trains_preferences(args) or dataset is None:
         return {}
-    samples = [len(dataset[i].signs) for i in range(min(_LOOKED_AT, len(dataset)))]  # type: ignore[union-attr]
+    samples = [len(dataset[i].preference_labels) for i in range(min(_LOOKED_AT, len(dataset)))]  # type: ignore[union-attr]
     name, answers = ("pairs", 2) if sample_kind(args) == "pairs" else ("examples", 1)
     return {name: sum(samples) / len(samples) / answers * args.train_batch_size}
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.callbacks import Callback, TrainingRun
-from megatron.data import Batch, holds_answers
+from megatron.data import Batch, trains_preferences
 from megatron.data.packing_efficiency import count_places
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -19,7 +19,7 @@ class PackingEfficiency(Callback):
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         self.groups = groups
-        self.wanted = holds_answers(args) or args.pack_impl != "packed" or args.train_label_data_paths is not None
+        self.wanted = trains_preferences(args) or args.pack_impl != "packed" or args.train_label_data_paths is not None
         self.counts = torch.zeros(3, dtype=torch.float64)
 
     def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:

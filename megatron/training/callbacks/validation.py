@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.data import SampleSet, holds_answers
+from megatron.data import SampleSet, trains_preferences
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.run import Training
 
@@ -33,7 +33,7 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     """The loss on a set, and the metrics of the objective or of language modelling, by name."""
     args, engine, eod = training.args, training.engine, training.tokenizer.eod
     samples = args.eval_iters * args.train_batch_size
-    if holds_answers(args):
+    if trains_preferences(args):
         loss, means = evaluate_objective(engine, dataset, samples, eod)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None

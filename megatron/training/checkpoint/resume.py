@@ -9,28 +9,28 @@ from torch import Tensor
 
 from megatron.checkpointing import (
     MASTER,
-    Change,
     CheckpointError,
+    ConfigChange,
     DamagedError,
     Manifest,
     NeoXOptimizer,
     OptimizerFiles,
     check_model,
-    describe_files,
+    describe_changes,
+    describe_layout,
     load_tensors,
     load_weights,
     model_file,
     read_manifest,
-    responsible,
+    responsible_key,
     restore_rng,
-    told,
     verify,
     verify_finite,
     zero_file,
 )
-from megatron.checkpointing.huggingface import adopted_rows, load_hf_weights
+from megatron.checkpointing.huggingface import load_hf_weights, vocab_size_from_hf
 from megatron.checkpointing.resharding import PRECISIONS
-from megatron.checkpointing.weights import describe_source
+from megatron.checkpointing.weights import describe_checkpoint
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
@@ -58,7 +58,7 @@ class Checkpointer(Saver):
             return Progress()
         if self.source.is_hf:
             self._load_weights(source, None, load_hf_weights)
-            self.logger.info(adopted_rows(source, args, self.tokenizer.vocab_size)[1])
+            self.logger.info(vocab_size_from_hf(source, args, self.tokenizer.vocab_size)[1])
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
             return Progress()
         found = read_manifest(source)
@@ -115,7 +115,7 @@ class Checkpointer(Saver):
         )
         self.engine.set_weights(loaded)
         if manifest is None and load is load_weights:
-            self.logger.info(f"{path}: {describe_files(path, self.args)}")
+            self.logger.info(f"{path}: {describe_layout(path, self.args)}")
 
     def _restore(self, path: Path, goes_on: bool) -> Progress:
         args = self.args
@@ -205,7 +205,7 @@ class Checkpointer(Saver):
             _check_precision(path, self.layout.precision)
             return
         saved, now = manifest.layout, self.layout
-        keys = {"precision": responsible(("fp16", "bf16", "precision"), self.args, manifest.config)}
+        keys = {"precision": responsible_key(("fp16", "bf16", "precision"), self.args, manifest.config)}
         if not OptimizerFiles(path):
             keys |= {
                 "pipe": "pipe_parallel_size",
@@ -213,15 +213,15 @@ class Checkpointer(Saver):
                 "zero_stage": "zero_optimization.stage",
             }
         other = [
-            Change(key, getattr(now, name), getattr(saved, name))
+            ConfigChange(key, getattr(now, name), getattr(saved, name))
             for name, key in keys.items()
             if getattr(saved, name) != getattr(now, name)
         ]
         if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
-            other.append(Change("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
+            other.append(ConfigChange("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
         if other:
             raise CheckpointError(
-                f"{told(other, self.args, f'the run of {path}')}: its optimizer state is of that layout; "
+                f"{describe_changes(other, self.args, f'the run of {path}')}: its optimizer state is of that layout; "
                 "use it, or set no_load_optim: true to go on with the weights alone"
             )
 
@@ -267,7 +267,7 @@ class Checkpointer(Saver):
 
 def _check_precision(path: Path, now: str) -> None:
     """State of GPT-NeoX belongs to weights of one precision."""
-    saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_source(path).dtypes}
+    saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_checkpoint(path).dtypes}
     if saved != {now}:
         raise CheckpointError(
             f"{path}: optimizer state of another layout (precision {', '.join(sorted(saved))} there, {now} here); "

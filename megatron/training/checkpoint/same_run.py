@@ -8,8 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import Change, CheckpointError, Manifest, check_model, read_manifest, responsible, told
-from megatron.data import Begun, Datasets, order_sha256, path_key
+from megatron.checkpointing import (
+    CheckpointError,
+    ConfigChange,
+    Manifest,
+    check_model,
+    describe_changes,
+    read_manifest,
+    responsible_key,
+)
+from megatron.data import Datasets, DataState, order_sha256, path_key
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.declare import keys_of
 from megatron.tokenizer import Tokenizer
@@ -30,22 +38,22 @@ def continued(args: NeoXArgs, source: Source) -> Manifest | None:
     return manifest if manifest is not None and manifest.data else None
 
 
-def begun_of(manifest: Manifest | None) -> Begun:
+def begun_of(manifest: Manifest | None) -> DataState:
     """How far a run is in its data, and how its order was laid out."""
     if manifest is None:
-        return Begun()
+        return DataState()
     found = manifest.data.get("laid_out")
     if found is None:
         found = _earlier_layout(manifest.data["order"])
-    laid_out = {name: tuple(tuple(ends) for ends in members) for name, members in found.items()}
-    return Begun(manifest.iteration, manifest.consumed_samples, laid_out)
+    segment_ends = {name: tuple(tuple(ends) for ends in members) for name, members in found.items()}
+    return DataState(manifest.iteration, manifest.consumed_samples, segment_ends)
 
 
 def data_record(files: Mapping[str, Any], order: Mapping[str, Any], datasets: Datasets, consumed: int) -> dict:
     """What a manifest says of the data. files: `data_fingerprint`; order: `order_keys`."""
     known = datasets.train is not None and consumed <= len(datasets.train)
     looked = order_sha256(datasets.train, consumed) if known and datasets.train is not None else None
-    return {"files": files, "order": order, "laid_out": datasets.laid_out, "consumed_sha256": looked}
+    return {"files": files, "order": order, "laid_out": datasets.segment_ends, "consumed_sha256": looked}
 
 
 def check_same_run(
@@ -62,14 +70,14 @@ def check_same_run(
     whose = f"the run of {path}"
     anew = "restart: true to begin anew" if goes_on else "finetune: true to begin anew with these weights"
     if manifest.seed != args.seed:
-        text = told([Change("seed", args.seed, manifest.seed)], args, whose)
+        text = describe_changes([ConfigChange("seed", args.seed, manifest.seed)], args, whose)
         raise CheckpointError(f"{text}; set it back, or {'another save, or ' if goes_on else ''}{anew}")
     if manifest.data and not args.allow_changed_data:  # a resharded checkpoint of GPT-NeoX has nothing to say of it
         changes = _changed_order(manifest, record["order"]) + _changed_files(manifest, record["files"], args)
         if changes:
             raise CheckpointError(
-                f"{told(changes, args, whose)}; set it back, or {anew}, or allow_changed_data: true to go on with the "
-                "data as it is now"
+                f"{describe_changes(changes, args, whose)}; set it back, or {anew}, or allow_changed_data: true to "
+                "go on with the data as it is now"
             )
         then, now = manifest.data.get("consumed_sha256"), record["consumed_sha256"]
         if None not in (then, now) and then != now:
@@ -79,20 +87,21 @@ def check_same_run(
                 "allow_changed_data: true to go on with the data as it is now"
             )
     if manifest.tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint():
-        key = responsible(_TOKENIZER_KEYS, args, manifest.config)
+        key = responsible_key(_TOKENIZER_KEYS, args, manifest.config)
         now = getattr(args, key)
         was = manifest.config.get(key)
-        text = told([Change(key, now, was if was not in (None, now) else "another content")], args, whose)
+        change = ConfigChange(key, now, was if was not in (None, now) else "another content")
+        text = describe_changes([change], args, whose)
         raise CheckpointError(f"{text}; set it back to the tokenizer that it was trained with")
 
 
-def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[Change]:
+def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[ConfigChange]:
     was = {key: _was(manifest, key) for key in now}
-    changes = [Change(key, now[key], was[key]) for key in now if now[key] != was[key]]
+    changes = [ConfigChange(key, now[key], was[key]) for key in now if now[key] != was[key]]
     if changes and changes[0].key == "train_epochs":
         passes, steps = "passes over the data", "iterations"
         key, here, there = ("train_epochs", passes, steps) if changes[0].here else ("train_iters", steps, passes)
-        changes[0] = Change(key, here, there)
+        changes[0] = ConfigChange(key, here, there)
     return changes
 
 
@@ -116,13 +125,13 @@ def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     return {"train": [[int(str(samples).split()[0])] for samples in (found if isinstance(found, list) else [found])]}
 
 
-def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -> list[Change]:
+def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
     """Sets that are not what they were: their number, else their content, else their weights."""
     was = manifest.data["files"]
     if was.keys() != now.keys():
         keys = sorted({path_key(name) for name in was.keys() ^ now.keys()}, key=lambda key: getattr(args, key) is None)
         counts = [[sum(path_key(name) == key for name in side) for side in (now, was)] for key in keys]
-        return [Change(key, _sets(here), _sets(there)) for key, (here, there) in zip(keys, counts, strict=True)]
+        return [ConfigChange(key, _sets(here), _sets(there)) for key, (here, there) in zip(keys, counts, strict=True)]
     changes, weights = [], []
     for name in sorted(now):
         here, there = now[name], was[name]
@@ -131,18 +140,18 @@ def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -
             sides = [side.get(kind) if kind else side for side in (here, there)]
             changes += _content(key, *sides)
         if here.get("weight") != there.get("weight"):
-            key = responsible((f"{name.split('_')[0]}_data_weights", *_WEIGHT_KEYS), args, manifest.config)
-            weights.append(Change(key, here.get("weight"), there.get("weight")))
+            key = responsible_key((f"{name.split('_')[0]}_data_weights", *_WEIGHT_KEYS), args, manifest.config)
+            weights.append(ConfigChange(key, here.get("weight"), there.get("weight")))
     return changes or weights
 
 
-def _content(key: str, here: Mapping[str, Any] | None, there: Mapping[str, Any] | None) -> list[Change]:
+def _content(key: str, here: Mapping[str, Any] | None, there: Mapping[str, Any] | None) -> list[ConfigChange]:
     """The first fact of two fingerprints that differs."""
     if here is None or there is None:
-        return [] if here == there else [Change(key, _sets(here is not None), _sets(there is not None))]
+        return [] if here == there else [ConfigChange(key, _sets(here is not None), _sets(there is not None))]
     for fact in ("idx_sha256", "bin_bytes", "bin_blocks_sha256"):
         if here[fact] != there[fact]:
-            return [Change(key, f"{fact} {str(here[fact])[:16]}", f"{str(there[fact])[:16]}")]
+            return [ConfigChange(key, f"{fact} {str(here[fact])[:16]}", f"{str(there[fact])[:16]}")]
     return []
 
 

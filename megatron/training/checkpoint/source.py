@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,15 +18,15 @@ from megatron.checkpointing import (
     step_of,
 )
 from megatron.checkpointing.huggingface import (
-    CARRIED,
+    HF_SUBFOLDER,
     HFFolder,
-    adopted_rows,
-    carried_files,
-    exported_rows,
+    exported_vocab_size,
     find_hf,
     is_hf,
+    read_companion_files,
+    vocab_size_from_hf,
 )
-from megatron.checkpointing.staging import bring, refresh, remote_folders
+from megatron.checkpointing.remote_staging import fetch_staged_checkpoint, mirror_remote_checkpoints, remote_folders
 from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
@@ -83,10 +84,11 @@ def stage(args: NeoXArgs) -> None:
         find_hf(args.load)  # may download
     if not remote_folders(args):
         return
-    refresh(args, writes=True)
+    mirror_remote_checkpoints(args, writes=True)
     path = choose_source(args).path
     if path is not None:
-        or_earlier(args, path, lambda found: bring(args, found), lambda earlier: f"fetching {earlier.name} too")
+        fetch = partial(fetch_staged_checkpoint, args)
+        or_earlier(args, path, fetch, lambda earlier: f"fetching {earlier.name} too")
 
 
 def or_earlier(
@@ -119,7 +121,7 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
     if args.padded_vocab_size is not None or source.path is None:
         return args
     if source.is_hf:
-        return args.replace(padded_vocab_size=adopted_rows(source.path, args, vocab_size)[0])
+        return args.replace(padded_vocab_size=vocab_size_from_hf(source.path, args, vocab_size)[0])
     size = saved_model(source.path).get("padded_vocab_size")
     if not size:
         return args
@@ -138,7 +140,7 @@ def real_rows(source: Source, tokens: int) -> int | None:
         return None
     if source.is_hf:
         return max(HFFolder(source.path).vocab_size, tokens)
-    return exported_rows(carried_files(source.path / CARRIED), tokens)
+    return exported_vocab_size(read_companion_files(source.path / HF_SUBFOLDER), tokens)
 
 
 def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:

@@ -25,17 +25,17 @@ from megatron.checkpointing import (
     EPHEMERAL,
     CheckpointError,
     FileRecord,
-    Layout,
     Manifest,
     NonFiniteStateError,
+    ParallelLayout,
     Retention,
-    begin,
+    begin_checkpoint,
     check_finite,
     layer_file,
     local_layer_state,
     model_file,
     model_keys,
-    open_own,
+    open_lock_file,
     optimizer_file,
     publish,
     read_latest,
@@ -48,11 +48,11 @@ from megatron.checkpointing import (
     zero_file,
 )
 from megatron.checkpointing.families import hf_config
-from megatron.checkpointing.huggingface import CARRIED, carried_files, export_hf
-from megatron.checkpointing.layout import LOGITS, is_state
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, read_companion_files
+from megatron.checkpointing.layout import LOGITS, is_optimizer_file
 from megatron.checkpointing.manifest import MANIFEST
-from megatron.checkpointing.remote import Store, fetch, thin
-from megatron.checkpointing.staging import save_store
+from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint, keep_manifest_only
+from megatron.checkpointing.remote_staging import object_store_of
 from megatron.data import Datasets, data_fingerprint
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import stage_parameters
@@ -109,9 +109,9 @@ class Saver:
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
         self.datasets, self.order = datasets, order  # order: `order_keys`
         self.files: Mapping[str, Any] = on_rank_zero(groups, lambda: data_fingerprint(args))
-        folder = None if source.path is None else source.path if source.is_hf else source.path / CARRIED
+        folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # What an imported model brought goes on with it, and out again when it is exported.
-        self.carried = carried_files(folder, tokenizer.files()) if folder is not None else {}
+        self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
         if args.save_hf is not None or args.save_best is not None:
             on_rank_zero(groups, lambda: hf_config(args))  # raises for a model that HuggingFace does not have
         self.saved_at: int | None = None
@@ -119,10 +119,10 @@ class Saver:
         self._said: set[str] = set()
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
         self._temporary = Path()
-        self._store: Store | None = save_store(args)
+        self._store: ObjectStore | None = object_store_of(args)
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
         self.model_rank = groups.rank("pipe") * groups.size("tensor") + groups.rank("tensor")
-        self.layout = Layout(
+        self.layout = ParallelLayout(
             pipe=groups.size("pipe"),
             data=groups.size("data"),
             tensor=groups.size("tensor"),
@@ -178,14 +178,14 @@ class Saver:
 
     def _export(self, path: Path) -> None:
         """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
-        folder: Path | str = path.parent / CARRIED / path.name
+        folder: Path | str = path.parent / HF_SUBFOLDER / path.name
         try:
             if self._store is not None:  # the ranks' files are there alone
-                fetch(self._store, path.name, path, lambda name: not is_state(name))
+                fetch_checkpoint(self._store, path.name, path, lambda name: not is_optimizer_file(name))
             export_hf(path, self.args, folder, check=False)
             if self._store is not None:
                 folder = self._send_hf(Path(folder))
-                thin(path)
+                keep_manifest_only(path)
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
@@ -211,13 +211,13 @@ class Saver:
     def _send_hf(self, folder: Path) -> str:
         """Send an exported folder to the store, and delete it here; its address."""
         assert self._store is not None
-        beside = Store(f"{self._store.url}/{CARRIED}", self._store.patience)
+        beside = ObjectStore(f"{self._store.url}/{HF_SUBFOLDER}", self._store.patience)
         beside.send_folder(folder, folder.name)
         shutil.rmtree(folder)
         return f"{beside.url}/{folder.name}"
 
     def _begin(self, save: str, iteration: int) -> Path:
-        temporary = begin(save, iteration)
+        temporary = begin_checkpoint(save, iteration)
         if self._store is not None:
             self._store.begin(step_tag(iteration))
         return temporary
@@ -381,7 +381,7 @@ class Saver:
             for name, content in self.tokenizer.files().items():
                 yield f"tokenizer/{name}", content
             for name, content in self.carried.items():
-                yield f"{CARRIED}/{name}", content
+                yield f"{HF_SUBFOLDER}/{name}", content
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
         """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
@@ -445,7 +445,7 @@ def _lock(save: Path) -> Any:
     data's workers would inherit, who see only seconds later that they are alone."""
     try:
         save.mkdir(parents=True, exist_ok=True)
-        file = open_own(save / ".lock")
+        file = open_lock_file(save / ".lock")
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
     try:

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpointing import CheckpointError, replace_file, told
+from megatron.checkpointing import CheckpointError, describe_changes, replace_file
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
 from megatron.data.blending import BlendedDataset
-from megatron.data.datasets import MadeOf
-from megatron.data.preferences.answers_dataset import AnswerDataset, Answers
-from megatron.data.preferences.reference_rows import (
+from megatron.data.datasets import SetContents
+from megatron.data.preferences.preference_dataset import PreferenceDataset, PreferenceSample
+from megatron.data.preferences.reference_scores import (
     SCORES,
-    AnswerRow,
-    ReferencedDataset,
-    Scores,
-    all_answer_rows,
-    sample_of,
-    samples_of,
+    ReferenceScoredDataset,
+    ReferenceScores,
+    Response,
+    all_responses_of,
+    pack_responses,
+    responses_to_sample,
 )
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.model import build_stage, forward_only
@@ -125,7 +125,7 @@ def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> N
         )
     known = json.loads(path.read_text())
     if known["digest"] != digest_of(about):
-        changes = told(changed_since(known["about"], about, args), args, f"the reference of {path}")
+        changes = describe_changes(changed_since(known["about"], about, args), args, f"the reference of {path}")
         raise CheckpointError(
             f"{changes}; the run began with {known['weights'] or 'initial values'} as reference, which is not what "
             f"{source.path or 'initialisation'} gives now: set these keys as they were, or restart: true"
@@ -154,11 +154,11 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
         found = forward_only(
             stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
         )
-        filled = [replace(b, reference=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
-        others = [batch.kl for batch in filled if batch.kl is not None]
+        filled = [replace(b, reference_logprobs=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
+        others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled
-        return [replace(batch, kl=kl) for batch, kl in zip(filled, fill(others), strict=True)]
+        return [replace(batch, kl_batch=kl) for batch, kl in zip(filled, fill(others), strict=True)]
 
     return fill
 
@@ -171,7 +171,7 @@ class _Cache:
     ) -> None:
         self.args, self.groups, self.engine, self.logger = run.args, run.groups, run.engine, run.logger
         self.folder, self.about, self.have_weights, self.watchdog = folder, about, have_weights, watchdog
-        self.scores = Scores(on_rank_zero(self.groups, lambda: read_scores(folder)))
+        self.scores = ReferenceScores(on_rank_zero(self.groups, lambda: read_scores(folder)))
         self.collate = collation(self.args, None)
 
     def check(self, datasets: Datasets) -> None:
@@ -192,7 +192,7 @@ class _Cache:
         run_on_all_ranks(self.groups, lambda: self._compare(rows, known, found))
         self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
 
-    def _compare(self, rows: Sequence[AnswerRow], known: np.ndarray, found: np.ndarray) -> None:
+    def _compare(self, rows: Sequence[Response], known: np.ndarray, found: np.ndarray) -> None:
         for row, kept, now in zip(rows, known, found.tolist(), strict=True):
             within = _TOLERANCE[self.args.params_dtype] * max(1, row.count)
             if kept["count"] != row.count or not abs(float(kept["sum"]) - now) <= within:
@@ -212,7 +212,7 @@ class _Cache:
             most = wanted[name]
             if dataset is not None and most != 0:
                 size = len(dataset) if most is None else min(most, len(dataset))
-                for i, count in enumerate(self._whole(name, dataset, size, datasets.made_of[name])):
+                for i, count in enumerate(self._whole(name, dataset, size, datasets.contents[name])):
                     counts[i] += count
         computed, there = counts
         self.logger.info(f"reference: {computed} rows computed, {there} found in {self.folder}")
@@ -220,12 +220,12 @@ class _Cache:
         return replace(datasets, train=train, valid=valid, test=test)
 
     def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
-        assert dataset is None or isinstance(dataset, AnswerDataset | BlendedDataset)
-        return None if dataset is None else ReferencedDataset(dataset, self.scores)
+        assert dataset is None or isinstance(dataset, PreferenceDataset | BlendedDataset)
+        return None if dataset is None else ReferenceScoredDataset(dataset, self.scores)
 
-    def _whole(self, name: str, dataset: SampleSet, size: int, made_of: MadeOf) -> tuple[int, int]:
+    def _whole(self, name: str, dataset: SampleSet, size: int, set_contents: SetContents) -> tuple[int, int]:
         """As `_fill_one`, which reads all of the set; not where an earlier run has noted that nothing is missing."""
-        note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, made_of, size))
+        note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, set_contents, size))
         if known is not None:
             return 0, known
         found = self._fill_one(name, dataset, size)
@@ -257,7 +257,7 @@ class _Cache:
                 said = time.monotonic()
         return computed, len(seen) - computed
 
-    def _add(self, rows: list[AnswerRow]) -> int:
+    def _add(self, rows: list[Response]) -> int:
         """Score rows, keep them, and say how many all ranks had."""
         counts = self._from_data_ranks(len(rows))
         if not sum(counts):
@@ -268,15 +268,15 @@ class _Cache:
         new = np.concatenate(self._from_data_ranks(own))
         run_on_each_rank(self.groups, lambda: _check_finite(new))
         on_rank_zero(self.groups, lambda: add_scores(self.folder, self.about, new))
-        self.scores = Scores(np.concatenate([self.scores.rows, new]))
+        self.scores = ReferenceScores(np.concatenate([self.scores.rows, new]))
         return sum(counts)
 
-    def _score(self, rows: list[AnswerRow]) -> np.ndarray:
+    def _score(self, rows: list[Response]) -> np.ndarray:
         """The sum of each row, float32. Data ranks may have different numbers of rows."""
-        samples, order = samples_of(rows, self.args.seq_length + 1, self.args.pack_impl != "unpacked")
+        samples, order = pack_responses(rows, self.args.seq_length + 1, self.args.pack_impl != "unpacked")
         size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
         batches = max(self._from_data_ranks(-(-len(samples) // size)))
-        samples += [sample_of([], self.args.seq_length + 1)] * (batches * size - len(samples))
+        samples += [responses_to_sample([], self.args.seq_length + 1)] * (batches * size - len(samples))
         sums = [torch.zeros(0)]
         for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
             sums += [found.cpu() for found in self.engine.scores([self.collate(items) for items in chunk])]
@@ -293,15 +293,15 @@ class _Cache:
         return run_on_all_ranks_of(self.groups.group("data"), self.groups.size("data"), lambda: value)
 
 
-def _named(dataset: SampleSet, numbers: range) -> dict[bytes, AnswerRow]:
+def _named(dataset: SampleSet, numbers: range) -> dict[bytes, Response]:
     """The distinct rows of these samples."""
     return {row.name: row for number in numbers for row in _rows_of(dataset, number)}
 
 
-def _rows_of(dataset: SampleSet, number: int) -> list[AnswerRow]:
+def _rows_of(dataset: SampleSet, number: int) -> list[Response]:
     sample = dataset[number]
-    assert isinstance(sample, Answers)
-    return all_answer_rows(sample)
+    assert isinstance(sample, PreferenceSample)
+    return all_responses_of(sample)
 
 
 def _check_finite(rows: np.ndarray) -> None:

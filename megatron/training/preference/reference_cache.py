@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpointing import Change, config_key, model_keys, read_manifest, replace_file
+from megatron.checkpointing import ConfigChange, config_key, model_keys, read_manifest, replace_file
 from megatron.data import DataError
-from megatron.data.datasets import MadeOf, index_cache_dir
-from megatron.data.files import known_sha256, sha256
-from megatron.data.preferences.reference_rows import SCORES
+from megatron.data.datasets import SetContents
+from megatron.data.files import cached_sha256, sha256
+from megatron.data.preferences.reference_scores import SCORES
+from megatron.data.set_config import index_cache_dir
 from megatron.distributed import run_on_all_ranks
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups
@@ -85,15 +86,15 @@ def digest_of(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[Change]:
+def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
     """What differs between two of what `describe_reference` gives."""
     here, there = json.loads(json.dumps(now["model"])), was["model"]  # as the record has it
     names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    changes = [Change(config_key(name, args), here.get(name), there.get(name)) for name in names]
-    changes += [Change("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
+    changes = [ConfigChange(config_key(name, args), here.get(name), there.get(name)) for name in names]
+    changes += [ConfigChange("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
     for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
         if now[section] != was[section]:
-            changes.append(Change(key, getattr(args, key), f"other {section}"))
+            changes.append(ConfigChange(key, getattr(args, key), f"other {section}"))
     return changes
 
 
@@ -136,11 +137,11 @@ def add_scores(folder: Path, about: Mapping[str, Any], rows: np.ndarray) -> None
         ) from problem
 
 
-def find_whole(folder: Path, made_of: MadeOf, size: int) -> tuple[Path, int | None]:
+def find_whole(folder: Path, set_contents: SetContents, size: int) -> tuple[Path, int | None]:
     """The note that all rows of the first `size` samples of a set are in the folder, and how many they are; None where
     it is not noted, or a file that held them is gone."""
-    contents = [known_sha256(file, made_of.notes) for file in made_of.files]
-    name = hashlib.sha256(json.dumps([made_of.layout, contents, size]).encode()).hexdigest()[:32]
+    contents = [cached_sha256(file, set_contents.hash_cache) for file in set_contents.files]
+    name = hashlib.sha256(json.dumps([set_contents.layout, contents, size]).encode()).hexdigest()[:32]
     note = folder / f"whole-{name}.json"
     if not note.is_file():
         return note, None

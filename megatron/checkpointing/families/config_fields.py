@@ -1,0 +1,165 @@
+"""Parts of config.json that families share: sizes, rotary positions, windows, activations."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.family import Config
+from megatron.neox_arguments import NeoXArgs
+
+# HuggingFace's hidden_act -> our activation of a gated MLP; the first of several is written.
+GATES = {
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
+    "relu": "reglu", "linear": "bilinear", "sigmoid": "glu",
+}  # fmt: skip
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def refuse_unless(config: Config, name: str, *taken: Any) -> None:
+    """Refuse a value that changes the model and that we have no key for."""
+    if config.get(name) not in (None, *taken):
+        raise CheckpointError(f"config.json: {name}: {config[name]} is not supported, only {taken[0]}")
+
+
+def get(config: Config, name: str, default: Any) -> Any:
+    """A value, the default where it is absent or null."""
+    value = config.get(name)
+    return default if value is None else value
+
+
+def number(value: float) -> int | float:
+    """Whole numbers without a point, as our files have them."""
+    return int(value) if float(value).is_integer() else value
+
+
+def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
+    """Sizes under our names. defaults: those of the family's configuration class, for what config.json leaves out."""
+
+    def size(name: str) -> Any:
+        value = get(config, name, defaults.get(name))
+        if value is None:
+            raise CheckpointError(f"config.json: {name} is missing")
+        return value
+
+    positions = size("max_position_embeddings")
+    return {
+        "num_layers": size("num_hidden_layers"),
+        "hidden_size": size("hidden_size"),
+        "num_attention_heads": size("num_attention_heads"),
+        "intermediate_size": size("intermediate_size"),
+        "compat_ffn_width": "none",
+        "max_position_embeddings": positions,
+        "seq_length": positions,
+        "pos_emb": "rotary",
+        "no_weight_tying": not get(config, "tie_word_embeddings", defaults.get("tie_word_embeddings", False)),
+    }
+
+
+def size_config(args: NeoXArgs) -> dict[str, Any]:
+    """The inverse of `size_keys`."""
+    for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
+        if isinstance(value, tuple):
+            raise CheckpointError(f"layers differ in {name} here, which a config.json of this family cannot say")
+    return {
+        "num_hidden_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "intermediate_size": args.ffn_size,
+        "max_position_embeddings": trained_length(args),
+        "tie_word_embeddings": not args.no_weight_tying,
+    }
+
+
+def trained_length(args: NeoXArgs) -> int:
+    """max_position_embeddings as HuggingFace has it: of dynamic NTK the length before it is stretched."""
+    scaling = args.rope_scaling
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        return scaling["original_max_position_embeddings"]
+    return args.max_position_embeddings
+
+
+def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:
+    """Rotary parameters with `rope_type` and `rope_theta`: of transformers 5 (`rope_parameters`, by kind of layer where
+    there are several) or before (`rope_scaling` beside the base, whose name is `spelt`). theta: the family's default.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = config.get("rope_parameters") is not None and any(name in given for name in (SLIDING, FULL))
+    found = dict(given.get(kind or FULL) or {}) if nested else dict(given)
+    found["rope_type"] = found.pop("rope_type", found.pop("type", "default"))
+    found.setdefault("rope_theta", get(config, spelt, theta))
+    return found
+
+
+def rope_keys(config: Config, rope: Config) -> dict[str, Any]:
+    """Base and scaling under our names, from what `rope_of` found."""
+    scaling = {
+        name: value
+        for name, value in rope.items()
+        if value is not None and name not in ("rope_theta", "partial_rotary_factor", "type")
+    }
+    if get(rope, "partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"config.json: partial_rotary_factor: {rope['partial_rotary_factor']} is not supported")
+    keys: dict[str, Any] = {"rotary_emb_base": number(rope["rope_theta"])}
+    if scaling["rope_type"] == "default":
+        return keys
+    if not scaling.pop("truncate", True):
+        raise CheckpointError("config.json: rope_scaling.truncate: false is not supported")
+    if scaling["rope_type"] == "dynamic":
+        scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
+    elif scaling["rope_type"] in ("llama3", "yarn"):
+        scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return {**keys, "rope_scaling": scaling}
+
+
+def rope_config(args: NeoXArgs) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    config: dict[str, Any] = {"rope_theta": float(args.rotary_emb_base), "rope_scaling": None}
+    if args.rope_scaling is not None:
+        scaling = {name: value for name, value in args.rope_scaling.items() if value is not None}
+        if scaling["rope_type"] == "dynamic":
+            del scaling["original_max_position_embeddings"]
+        elif scaling["rope_type"] in ("llama3", "yarn"):
+            scaling.setdefault("original_max_position_embeddings", args.max_position_embeddings)
+        config["rope_scaling"] = scaling
+    return config
+
+
+def two_ropes_config(args: NeoXArgs) -> dict[str, Any]:
+    """As `rope_config`, with the base of sliding layers, for each version of transformers."""
+    config = rope_config(args)
+    local = float(args.rope_local_base_freq or args.rotary_emb_base)
+    full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
+    sliding = {"rope_type": "default", "rope_theta": local}
+    return {**config, "rope_local_base_freq": local, "rope_parameters": {FULL: full, SLIDING: sliding}}
+
+
+def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
+    """HuggingFace's window counts the token itself, ours what is before it. types: of every layer."""
+    unknown = sorted(set(types) - {SLIDING, FULL})
+    if unknown:
+        raise CheckpointError(f"config.json: layer_types: {', '.join(unknown)} is not supported")
+    if window is None or SLIDING not in types:
+        return {}
+    return {"sliding_window_width": window - 1, "layer_types": list(types)}
+
+
+def layer_types(args: NeoXArgs) -> list[str]:
+    """Of every layer."""
+    slides = SLIDING if args.sliding_window_width is not None else FULL
+    return list(args.layer_types or (slides,) * args.num_layers)
+
+
+def window_of(args: NeoXArgs) -> int | None:
+    return None if args.sliding_window_width is None else args.sliding_window_width + 1
+
+
+def activation_keys(config: Config, name: str = "hidden_act", default: str = "silu") -> dict[str, str]:
+    found = get(config, name, default)
+    if found not in GATES:
+        raise CheckpointError(f"config.json: {name}: {found} is not supported; one of {', '.join(GATES)}")
+    return {"activation": GATES[found]}
+
+
+def first_name(table: Mapping[str, str], ours: str) -> str | None:
+    """The foreign name of a value, None when there is none."""
+    return next((theirs for theirs, found in table.items() if found == ours), None)

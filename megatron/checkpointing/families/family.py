@@ -1,0 +1,86 @@
+"""What a family of HuggingFace models is: a table of its tensor names, and the translation of its config.json.
+
+A row says which foreign tensors one of our parameters is made of, and how: `join` makes ours, `split` undoes it bit for
+bit. Shapes, tensor-parallel cuts and initial values of our side stand in `model.weight_map`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.specs import AttentionSpec
+from megatron.neox_arguments import NeoXArgs
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """join: whole foreign tensors, in the order of the row, to one of ours; split: its inverse. Both are told the
+    attention of the layer, if it has one."""
+
+    join: Callable[[Sequence[Tensor], AttentionSpec | None], Tensor]
+    split: Callable[[Tensor, AttentionSpec | None], tuple[Tensor, ...]]
+
+
+def _join_qkv(parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
+    assert attention is not None
+    if attention.kv_heads < attention.heads:
+        return torch.cat(tuple(parts))
+    heads = [part.unflatten(0, (attention.heads, attention.head_dim)) for part in parts]
+    return torch.stack(heads, 1).flatten(0, 2)
+
+
+def _split_qkv(whole: Tensor, attention: AttentionSpec | None) -> tuple[Tensor, ...]:
+    assert attention is not None
+    if attention.kv_heads < attention.heads:
+        query, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        return whole.split([query, kv, kv])
+    heads = whole.unflatten(0, (attention.heads, 3, attention.head_dim))
+    return tuple(part.flatten(0, 1) for part in heads.unbind(1))
+
+
+COPY = Transform(lambda parts, attention: parts[0], lambda whole, attention: (whole,))
+# Ours are [q|k|v] of every head where queries and keys have as many heads, else all queries, all keys, all values.
+QKV = Transform(_join_qkv, _split_qkv)
+UP_GATE = Transform(lambda parts, attention: torch.cat(tuple(parts)), lambda whole, attention: whole.chunk(2))
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """ours: name in a layer of the weight map; theirs: foreign names, {} stands for the block's number from 0."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform = COPY
+
+
+def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tuple[TensorMapping, TensorMapping]:
+    """The rows of a linear's (or layernorm's) weight and bias."""
+    weight, bias = (
+        TensorMapping(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), transform)
+        for kind in ("weight", "bias")
+    )
+    return weight, bias
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type, architecture: as in config.json. rows: of all layers; those that a model has no parameter for are
+    left out. ignored: a regular expression of foreign tensors that hold nothing trained.
+
+    to_keys: config.json (of any version of transformers, defaults left out) to our keys, without the vocabulary.
+    to_config: ours to config.json without model_type, architectures and the vocabulary; it may drop what the family
+    cannot say, since the result is translated back and compared.
+    Both raise CheckpointError for what has no counterpart.
+    """
+
+    model_type: str
+    architecture: str
+    rows: tuple[TensorMapping, ...]
+    to_keys: Callable[[Config], dict[str, Any]]
+    to_config: Callable[[NeoXArgs], dict[str, Any]]
+    ignored: str = r".*rotary_emb\.inv_freq"

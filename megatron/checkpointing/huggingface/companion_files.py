@@ -1,0 +1,178 @@
+"""What a HuggingFace folder holds beside weights: tokenizer, chat template, generation defaults, terms of use.
+
+An imported model keeps these files in `huggingface/` of its checkpoints, and training carries them on, so that they
+come out as they went in.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_tokenizer
+
+HF_SUBFOLDER = "huggingface"
+GENERATION, CARD = "generation_config.json", "README.md"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json",
+)  # fmt: skip
+_ROLES = ("bos", "eos", "pad")
+
+
+@dataclass(frozen=True)
+class CompanionFiles:
+    """files: name -> content, all to be written; ids: bos_token_id and so on for config.json; vocab_size: rows that
+    the model had before it was padded, where that is known; tokens: of the tokenizer. config, card: of the model that
+    was imported, if any."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    ids: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
+    tokens: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    card: str = ""
+
+
+def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """Of a HuggingFace folder: what a checkpoint keeps of it. tokenizer: files of the one that a run uses; where it is
+    another than the folder's, that one's files are left out."""
+    path = Path(folder)
+    legal = sorted(file.name for pattern in LEGAL for file in path.glob(pattern))
+    names = dict.fromkeys((CONFIG, GENERATION, CARD, *TOKENIZER, *legal))
+    found = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+    if tokenizer is not None and tokenizer.get("tokenizer.json") != found.get("tokenizer.json"):
+        return {name: content for name, content in found.items() if name not in TOKENIZER}
+    return found
+
+
+def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
+    """Rows of vocabulary that an export of a checkpoint keeps, which carries these files and has a tokenizer of
+    `tokens`; None: all."""
+    rows = json.loads(carried.get(CONFIG, b"{}")).get("vocab_size")
+    return None if rows is None else max(rows, tokens)
+
+
+def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
+    """Ids that end a text by a model's own files: `eos_token_id`, one or a list, of generation_config.json, else of
+    config.json, as transformers reads them."""
+    file = GENERATION if GENERATION in carried else CONFIG
+    found = json.loads(carried.get(file, b"{}")).get("eos_token_id")
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
+def companion_files_of(
+    source: Path, args: NeoXArgs, *, tokenizer: bool = True, vocab_is_hf: bool = False, pad_token_id: int | None = None
+) -> CompanionFiles:
+    """For the checkpoint `source`: what it carries from its import, else made from its own tokenizer or `vocab_file`.
+
+    tokenizer: false leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
+    Raises CheckpointError for a tokenizer that cannot be had.
+    """
+    kept = read_companion_files(source / HF_SUBFOLDER)
+    config, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
+    files, ids, tokens = dict(kept), {}, None
+    carried = any(name in files for name in TOKENIZER)
+    if not carried and tokenizer:
+        files |= _own_tokenizer(source, args, vocab_is_hf)
+    if "tokenizer.json" in files and tokenizer:
+        found = _built(files, args)
+        tokens = found.vocab_size
+        ids = {f"{role}_token_id": getattr(found, role) for role in _ROLES}
+        if "tokenizer_config.json" not in files:
+            files["tokenizer_config.json"] = _tokenizer_config(found)
+    if not tokenizer:
+        files = {name: content for name, content in files.items() if name not in TOKENIZER}
+    if carried or not ids:  # config.json may name several ends
+        ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
+    if pad_token_id is not None:
+        ids["pad_token_id"] = pad_token_id
+        files = _with_pad(files, pad_token_id)
+    if GENERATION not in files:
+        files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
+    return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
+
+
+def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:
+    """Files of the run's tokenizer, as its checkpoint keeps them or from `vocab_file`, with what stands beside it."""
+    place = Path(args.vocab_file) if args.vocab_file else None
+    beside = {}
+    if place is not None:
+        beside = read_companion_files(place if place.is_dir() else place.parent)
+        beside = {name: content for name, content in beside.items() if name in (*TOKENIZER, GENERATION)}
+    kept = read_companion_files(source / "tokenizer")
+    if kept:
+        same = beside.get("tokenizer.json") == kept.get("tokenizer.json")
+        return {**kept, **(beside if same else {})}
+    if vocab_is_hf:
+        return _from_transformers(str(args.vocab_file))
+    if place is None:
+        return {}  # imported without one, or of a kind that transformers cannot read from a file
+    if place.is_dir() and beside:
+        return beside
+    try:
+        made = build_tokenizer(args).files()
+    except TokenizerError as problem:
+        text = f"the tokenizer cannot be had: {problem}; or leave it out with --no_save_tokenizer"
+        raise CheckpointError(text) from problem
+    known = {name: content for name, content in made.items() if name in TOKENIZER}
+    if "tokenizer.json" in known and place.name == "tokenizer.json":
+        known = {**known, **beside}
+    if "vocab.json" in known:
+        known["tokenizer_config.json"] = _json({"tokenizer_class": "GPT2Tokenizer"})
+    return known
+
+
+def _from_transformers(name: str) -> dict[str, bytes]:
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
+        except (OSError, ValueError) as problem:
+            reason = str(problem).strip().splitlines()[0]
+            raise CheckpointError(f"vocab_file: {name} is no HuggingFace tokenizer ({reason})") from problem
+        return read_companion_files(folder)
+
+
+def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        try:
+            return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
+        except TokenizerError as problem:
+            raise CheckpointError(f"tokenizer: {problem}; or leave it out with --no_save_tokenizer") from problem
+
+
+def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
+    names = {}
+    for role in _ROLES:
+        found = getattr(tokenizer, role)
+        if found is not None and found in tokenizer.special_tokens:
+            names[f"{role}_token"] = tokenizer.special_tokens[found]
+    return _json({"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
+    """The token of this id as pad_token."""
+    if "tokenizer.json" not in files:
+        return files
+    told = json.loads(files["tokenizer.json"])
+    names = {token["id"]: token["content"] for token in told.get("added_tokens", [])}
+    vocab = told.get("model", {}).get("vocab", {})
+    names = {**({i: name for name, i in vocab.items()} if isinstance(vocab, dict) else {}), **names}
+    if pad not in names:
+        raise CheckpointError(f"--pad-token-id: {pad}: the tokenizer has no such token")
+    config = {**json.loads(files["tokenizer_config.json"]), "pad_token": names[pad]}
+    return {**files, "tokenizer_config.json": _json(config)}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,180 @@
+"""Whether a HuggingFace folder and a model of ours compute the same: logits of a fixed batch, by transformers and here.
+
+Both models are built without weights, and each of their modules gets its own just for its turn, in fp32: memory is that
+of the largest layer, not of the model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import FAMILIES, family_of
+from megatron.checkpointing.huggingface.folder import HFFolder
+from megatron.data import Batch
+from megatron.model import build_stage
+from megatron.model.specs import HeadSpec
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+
+# Of fp32 logits of order 1, and in proportion above; what is measured for the families is 2e-7 to 2e-6.
+BOUND = 2e-5
+_ROWS, _LENGTH = 2, 48
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """difference: the largest of any logit; largest: the largest logit itself; length: tokens of each row."""
+
+    difference: float
+    largest: float
+    length: int
+
+    @property
+    def bound(self) -> float:
+        return BOUND * max(1.0, self.largest)
+
+    def __str__(self) -> str:
+        return (
+            f"largest logit difference to transformers {self.difference:.2e} (bound {self.bound:.1e}, largest logit "
+            f"{self.largest:.2f}, {_ROWS} x {self.length} tokens, fp32)"
+        )
+
+
+def compare_logits(
+    folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
+) -> LogitComparison:
+    """Raises CheckpointError when the difference is above the bound, and where the folder's logits are NaN or Inf.
+
+    weights: whole tensors of a NeoX layer of ours, as stored. vocab_size: logits that both have.
+    """
+    length = min(_LENGTH, args.max_position_embeddings)
+    tokens = torch.randint(0, vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = transformers_logits(folder, tokens)[..., :vocab_size]
+        ours = our_logits(args, weights, tokens)[..., :vocab_size]
+    if not theirs.isfinite().all():
+        broken = [name for name in folder.shapes if not folder.get(name).isfinite().all()]
+        named = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more tensors' if len(broken) > 3 else ''}"
+        raise CheckpointError(
+            f"{folder.origin}: NaN or Inf in {named or 'the logits of finite weights'}: a broken model, whoever "
+            "computes it; take an earlier checkpoint"
+        )
+    difference = (ours - theirs).abs().max().item()
+    found = LogitComparison(difference, theirs.abs().max().item(), length)
+    if not difference <= found.bound:  # NaN too
+        raise CheckpointError(f"{folder.origin}: is not the same model: {found}")
+    return found
+
+
+def plain_args(args: NeoXArgs) -> NeoXArgs:
+    """The same model in one process, in fp32, on the CPU."""
+    return args.replace(
+        model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
+        compile=False, attention_backend="math", checkpoint_activations=False,
+        train_batch_size=None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=None,
+    )  # fmt: skip
+
+
+def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], tokens: Tensor) -> Tensor:
+    """`[batch, seq, padded vocabulary]`."""
+    args = plain_args(args)
+    with _without_weights():
+        stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
+
+    def load(layer: int) -> Callable[[str], Tensor]:
+        return weights(layer).__getitem__
+
+    for spec in stage.specs:
+        tied = isinstance(spec, HeadSpec) and spec.tied
+        _lend(stage.layers[str(spec.index)], partial(load, 0 if tied else spec.index))
+    out = stage(None, Batch(tokens, tokens, torch.ones_like(tokens)))
+    return out.transpose(0, 1)
+
+
+def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
+    """`[batch, seq, vocabulary]` of the class that transformers has for config.json; no code of the folder is run."""
+    transformers: Any
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
+        with _without_weights():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            ).eval()
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        raise CheckpointError(f"{folder.origin}: transformers cannot build this model ({problem})") from problem
+    # transformers 5 calls GPT-NeoX's head otherwise in memory than in files
+    rows = FAMILIES[family_of(folder.config)].rows
+    head = [row.theirs[0] for row in rows if row.ours == "final_linear.weight"]
+    names: dict[int, list[str]] = {}  # of one parameter, tied ones have several
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for path, module in model.named_modules():
+        if not module._parameters:
+            continue
+        stored: dict[str, str] = {}
+        for own, param in module._parameters.items():
+            if param is None:
+                continue
+            known = names[id(param)] + (head if module is model.get_output_embeddings() else [])
+            there = [name for name in known if name in folder.shapes]
+            if not there:
+                raise CheckpointError(f"{folder.origin}: transformers wants {path}.{own}, which is not there")
+            stored[own] = there[0]
+        _lend(module, partial(_stored, folder, stored))
+    return model(tokens, use_cache=False).logits
+
+
+def _stored(folder: HFFolder, names: Mapping[str, str]) -> Callable[[str], Tensor]:
+    return lambda own: folder.get(names[own])
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Modules built here have parameters without memory; their buffers are as always."""
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if param.is_meta:
+            return None  # tied to another, or made again
+        return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]]) -> None:
+    """Give a module its parameters, in fp32, for the time of its forward pass."""
+    empty: dict[tuple[nn.Module, str], nn.Parameter] = {}
+
+    def take(module: nn.Module, *_: Any) -> None:
+        get = open_layer()
+        for path, part in module.named_modules():
+            for own, param in list(part._parameters.items()):
+                if param is None:
+                    continue
+                empty[part, own] = param
+                value = get(f"{path}.{own}" if path else own).float()
+                if value.shape != param.shape:
+                    raise CheckpointError(f"{path}.{own}: shape {tuple(value.shape)}, not {tuple(param.shape)}")
+                part._parameters[own] = nn.Parameter(value, requires_grad=False)
+
+    def give_back(*_: Any) -> None:
+        for (part, own), param in empty.items():
+            part._parameters[own] = param
+        empty.clear()
+
+    module.register_forward_pre_hook(take)
+    module.register_forward_hook(give_back)

@@ -1,0 +1,182 @@
+"""Tensor files: written with a checksum and synced, read without running any code that the file brings along."""
+
+import errno
+import hashlib
+import io
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.data.files import sync
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of one file. name: path inside the checkpoint; size in bytes; sha256 in hex; tensors:
+    dtype and shape of each, by its path in a tensor file."""
+
+    name: str
+    size: int
+    sha256: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+
+class _HashingWriter:
+    """The part of a file that `torch.save` needs, hashing what goes through."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.size += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write(path: Path, fill: Callable[[_HashingWriter], Any], name: str | None) -> FileRecord:
+    try:
+        with open(path, "wb") as file:
+            writer = _HashingWriter(file)
+            fill(writer)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as e:  # a full disk reaches us as RuntimeError through torch's zip writer
+        raise CheckpointError(f"{path}: cannot be written: {e}") from e
+    return FileRecord(name or path.name, writer.size, writer.sha256.hexdigest())
+
+
+def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileRecord:
+    """`torch.save` to `path`, synced; the checksum is taken on the way. `name`: path inside the checkpoint."""
+    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name)
+    return replace(record, tensors=describe_tensors(state))
+
+
+def describe_tensors(state: Any) -> dict[str, str]:
+    """Dtype and shape of every tensor in nested dicts, by keys: {"norm.weight/exp_avg": "float32 [64]"}."""
+    found = named_tensors(state)
+    return {path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for path, tensor in found}
+
+
+def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested dicts, with its keys: "norm.weight/exp_avg"."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, item in state.items():
+            yield from named_tensors(item, f"{path}/{key}" if path else str(key))
+
+
+def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileRecord:
+    """Any other file of a checkpoint (config, tokenizer), synced."""
+    return _write(Path(path), lambda writer: writer.write(data), name)
+
+
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Write `path` so that a reader sees the old or the new content, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".tmp_{path.name}")
+    write_bytes(data, temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def readable_size(count: float) -> str:
+    """`1.50 GB`, `0 bytes`: powers of 1000, as disks are sold."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def need_free(folder: Path, needed: int, takes: str = "takes about") -> None:
+    """Raises CheckpointError, before anything is written, where `needed` bytes are not free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room")
+
+
+def open_lock_file(path: Path) -> IO[str]:
+    """A file that processes only lock, or note a word in, made if it is not there and left as it is. Raises
+    CheckpointError for a link: what it points to is none of theirs."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
+    except OSError as problem:
+        if problem.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: is a link, not a file of this run; remove it") from problem
+        raise
+
+
+# DeepSpeed classes inside NeoX's files, read without DeepSpeed: same full name, no behaviour. An engine that hands the
+# state on to DeepSpeed passes the real classes as `extra_safe` instead.
+@dataclass
+class FragmentAddress:
+    """deepspeed.utils.tensor_fragment.fragment_address: a slice of a flat ZeRO partition."""
+
+    numel: int
+    start: int
+
+
+class LossScalerState:
+    """deepspeed.runtime.fp16.loss_scaler.*: attributes only."""
+
+
+_STAND_INS: dict[str, Any] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScalerState,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": LossScalerState,
+}
+
+
+def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
+    """The short allow-list: numpy's RNG state under the names of numpy 1 and 2, DeepSpeed's data classes."""
+    reconstruct = np.empty(0).__reduce__()[0]
+    own = list(extra_safe)
+    named = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in own}
+    return [
+        (reconstruct, "numpy._core.multiarray._reconstruct"),
+        (reconstruct, "numpy.core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.uint32)),
+        io.BytesIO,  # Transformer-Engine's _extra_state
+        *((stand_in, name) for name, stand_in in _STAND_INS.items() if name not in named),
+        *own,
+    ]
+
+
+def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
+    """What `torch.save` wrote, on CPU; tensors stay in the file until they are used (memory map).
+
+    extra_safe: classes, or (class, "full.name") pairs, that may be built beside the allow-list.
+    Raises CheckpointError for a file that is missing, damaged, no tensor file, or that asks for other code.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, load another `iteration`")
+    try:
+        with torch.serialization.safe_globals(_safe_list(extra_safe)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError,
+            TypeError, OSError, AssertionError) as e:  # fmt: skip
+        asked = re.search(r"GLOBAL ([\w.]+)", str(e))
+        if asked:
+            raise CheckpointError(
+                f"{path}: asks to run {asked[1]}, which is not on the allow-list; nothing was run. "
+                "Re-save the file with plain tensors, numbers and strings"
+            ) from e
+        reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        raise CheckpointError(f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`") from e

@@ -1,0 +1,165 @@
+"""Token lengths of raw rows, before anything is written: of texts, conversations, prompts with answers, and pairs."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.inspection.statistics import FITS, share
+from megatron.data.preprocessing.chat_rows import PAIR, question, shared_prompt
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, check_characters, conversation, template_settings
+from megatron.data.preprocessing.readers import Row
+
+ROWS_AT_ONCE = 256
+CONVERSATIONS = ("messages", "conversations", "conversation")
+SUGGESTED = tuple(2**power for power in range(7, 21))
+ENOUGH = 0.95  # share of the rows that a suggested length holds
+PARTS = {
+    "pairs": ("prompt", *PAIR, "whole"),
+    "prompts with completions": ("prompt", "completion", "whole"),
+    "conversations": ("prompt", "completion", "whole"),
+    "texts": ("whole",),
+}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A row's texts: its prompt, empty without one, and it with each answer. special: the tokenizer adds its own."""
+
+    prompt: str
+    wholes: tuple[str, ...]
+    special: bool
+
+
+def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
+    """One of PARTS, by the columns that are there."""
+    if all(side in row for side in PAIR):
+        return "pairs"
+    if "prompt" in row and "completion" in row:
+        return "prompts with completions"
+    if any(name in row for name in CONVERSATIONS):
+        return "conversations"
+    if text_column in row:
+        return "texts"
+    raise DataError(
+        f"no column to measure (found: {', '.join(map(str, row))}); known are {', '.join(PAIR)}; prompt, completion; "
+        f"{', '.join(CONVERSATIONS)}; and {text_column} (--text-column)"
+    )
+
+
+def texts_of(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatTokenizer) -> Texts:
+    """What is to be tokenised; DataError for a row of another kind."""
+    if kind == "texts":
+        return Texts("", (_text(row, text_column),), True)
+    if kind == "conversations":
+        name = next((name for name in CONVERSATIONS if name in row), CONVERSATIONS[0])
+        messages = conversation(row.get(name), name)
+        last = messages[-1:] if messages[-1]["role"] == "assistant" else []
+        return _rendered(row, messages[: len(messages) - len(last)], [last], chat)
+    names = PAIR if kind == "pairs" else ("completion",)
+    answers: list[Any] = [
+        row[name] if isinstance(row.get(name), str) else conversation(row.get(name), name) for name in names
+    ]
+    if len({type(answer) for answer in answers}) > 1:
+        raise DataError(f"of {' and '.join(names)} one is text and one is a conversation")
+    plain, prompt = isinstance(answers[0], str), row.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        prompt = conversation(prompt, "prompt")
+    elif prompt is not None and not plain:
+        prompt = question(prompt, answers[0], names[0], "assistant")
+    if kind == "pairs" and (prompt is None or isinstance(prompt, str) != plain):
+        prompt, *answers = shared_prompt(*answers)
+    if not plain:
+        return _rendered(row, [] if prompt is None else prompt, answers, chat)
+    if not isinstance(prompt, str):
+        raise DataError(f'"{names[0]}" is text, and "prompt" beside it is not')
+    end = chat.hf.eos_token or ""
+    return Texts(prompt, tuple(prompt + answer.removesuffix(end) + end for answer in answers), True)
+
+
+def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> Texts:
+    chat.need_template()
+    settings = template_settings(row)
+    asked = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
+    wholes = [chat.render([*prompt, *answer], *settings) for answer in answers]
+    ended = [chat.ends_itself(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)]
+    end = chat.hf.eos_token or ""
+    return Texts(asked, tuple(w if done else w + end for w, done in zip(wholes, ended, strict=True)), False)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    if not isinstance(row.get(name), str):
+        raise DataError(f'"{name}" is {type(row.get(name)).__name__}, not text')
+    return row[name]
+
+
+def measure(rows: Iterable[Row], chat: ChatTokenizer, text_column: str = "text") -> tuple[str, dict[str, np.ndarray]]:
+    """(kind of the rows, part -> its tokens [rows] int32); whole: the prompt with the longer of the answers.
+
+    Raises DataError, naming the row. Memory: 4 bytes a row and part.
+    """
+    kind = ""
+    found: dict[str, array] = {}
+    stream = iter(rows)
+    while batch := list(islice(stream, ROWS_AT_ONCE)):
+        texts = []
+        for row in batch:
+            value = row.value()
+            value = {text_column: value} if isinstance(value, str) else value
+            try:
+                if not isinstance(value, dict):
+                    raise DataError(f"is {type(value).__name__}, not an object with columns")
+                if not kind:
+                    kind = kind_of_rows(value, text_column)
+                    found = {part: array("i") for part in PARTS[kind]}
+                texts.append(texts_of(value, kind, text_column, chat))
+                for text in (texts[-1].prompt, *texts[-1].wholes):
+                    check_characters(text)
+            except DataError as problem:
+                raise DataError(f"{row.where()}: {problem}") from None
+        for prompt, wholes in _counted(texts, chat):
+            numbers = [prompt, *(max(0, whole - prompt) for whole in wholes), max(wholes)]
+            for part, number in zip(found, numbers if len(found) > 1 else wholes, strict=True):
+                found[part].append(number)
+    return kind, {part: np.array(values, dtype=np.int32) for part, values in found.items()}
+
+
+def _counted(texts: Sequence[Texts], chat: ChatTokenizer) -> Iterator[tuple[int, list[int]]]:
+    backend = chat.hf.backend_tokenizer
+    lengths: dict[tuple[str, bool], int] = {("", False): 0, ("", True): 0}
+    for special in (False, True):
+        wanted = {text for row in texts if row.special == special for text in (row.prompt, *row.wholes) if text}
+        encoded = backend.encode_batch_fast(list(wanted), add_special_tokens=special)
+        lengths |= {(text, special): len(row.ids) for text, row in zip(wanted, encoded, strict=True)}
+    for row in texts:
+        yield lengths[row.prompt, row.special], [lengths[whole, row.special] for whole in row.wholes]
+
+
+def suggested(lengths: np.ndarray) -> int:
+    """The smallest power of two that holds ENOUGH of the rows."""
+    return next((length for length in SUGGESTED if (lengths <= length).mean() >= ENOUGH), SUGGESTED[-1])
+
+
+def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_prompt_length: int) -> list[str]:
+    """The table for a terminal."""
+    whole = lengths["whole"]
+    of = " (prompt and longer answer)" if kind == "pairs" else ""
+    lines = [f"{len(whole)} {kind}, {whole.sum(dtype=np.int64)} tokens{of}"]
+    lines.append(f"{'tokens':<12}{'median':>8}{'p95':>8}{'max':>8}  share that fits" + "".join(f"{n:>8}" for n in FITS))
+    for part, values in lengths.items():
+        numbers = [int(np.percentile(values, p, method="higher")) for p in (50, 95, 100)]
+        fits = "".join(f"{(values <= length).mean():>8.1%}" for length in FITS)
+        lines.append(f"{part:<12}" + "".join(f"{n:>8}" for n in numbers) + " " * 17 + fits)
+    cut = int((whole > max_length).sum())
+    lines.append(f"--max-length {max_length}: {cut} rows ({share(cut, len(whole))}) would be cut")
+    flags = f"--max-length {suggested(whole)}"
+    if "prompt" in lengths:
+        cut = int((lengths["prompt"] > max_prompt_length).sum())
+        lines.append(f"--max-prompt-length {max_prompt_length}: {cut} prompts ({share(cut, len(whole))}) would be cut")
+        flags += f" --max-prompt-length {suggested(lengths['prompt'])}"
+    lines.append(f"suggested: {flags} (powers of two that hold {ENOUGH:.0%} of the rows)")
+    return lines

@@ -1,0 +1,110 @@
+"""Samples of seq_length + 1 tokens, cut from documents as index maps say, with their labels and rewards."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.index_maps import IndexMaps, Packing
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.labels import MASKED
+from megatron.data.slices import PromptMaskedLabels, SlicedDocuments
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSample:
+    """One row of a batch, seq_length + 1 places wide."""
+
+    tokens: np.ndarray  # int64; 0 in padding
+    labels: np.ndarray  # int64, of the token in the same place; negative where it is not trained, as in padding
+    begins: np.ndarray  # boolean: here begins the row, a document, or the padding
+    labelled: bool = False  # the labels were given; else they are the tokens
+    reward: float | None = None  # of the row's first document
+    filled: int | None = None  # places that hold documents, which come first; None: all
+
+
+class PackedDataset:
+    """Item i: the `TokenSample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards beside it.
+
+    `len()` counts every row; upstream leaves the last one out. Raises DataError for a row with a token or label that is
+    not below vocab_size (None: any goes).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        indexed: IndexedDataset | SlicedDocuments,
+        maps: IndexMaps,
+        seq_length: int,
+        vocab_size: int | None = None,
+        *,
+        packing: Packing | None = None,
+        labels: IndexedDataset | SlicedDocuments | PromptMaskedLabels | None = None,
+        rewards: IndexedDataset | None = None,
+    ):
+        self.name, self.indexed, self.maps, self.seq_length = name, indexed, maps, seq_length
+        self.packing, self.labels, self.rewards = packing or Packing(), labels, rewards
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self.maps.shuffle_idx)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        tokens = np.zeros(self.seq_length + 1, np.int64)
+        labels = np.full(self.seq_length + 1, MASKED, np.int64)
+        begins = np.zeros(self.seq_length + 1, bool)
+        filled, reward = 0, None
+        for document, offset, count in self.pieces(index):
+            place = slice(filled, filled + count)
+            tokens[place] = self.indexed.get(document, offset, count)
+            labels[place] = tokens[place] if self.labels is None else self.labels.get(document, offset, count)
+            if self.rewards is not None and not filled:
+                reward = float(self.rewards.get(document, 0, 1)[0])
+            begins[filled] = True
+            filled += count
+        begins[0] = True
+        begins[filled : filled + 1] = True
+        if self.packing.compat and self.labels is None:
+            labels[filled:] = 0
+        if self.vocab_size is not None:
+            # Read as unsigned, a negative id is a large one
+            if tokens.view(np.uint64).max() >= self.vocab_size or labels.max() >= self.vocab_size:
+                raise self._foreign_token(index, self.vocab_size)
+        return TokenSample(tokens, labels, begins, self.labels is not None, reward, filled)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """(document, its token to begin at, how many tokens) of a sample."""
+        row = int(self.maps.shuffle_idx[index])
+        (place, offset), (last_place, last_offset) = self.maps.sample_idx[row : row + 2].tolist()
+        missing = self.packing.width(self.seq_length)
+        documents = self.maps.doc_idx[place : last_place + 1].tolist()
+        for here, document in enumerate(documents, start=place):
+            end = int(self.packing.lengths(self.indexed.sizes[document]))
+            if here == last_place:
+                end = min(end, last_offset + self.packing.overlap)
+            count = min(end - offset, missing)
+            if count > 0:
+                yield document, offset, count
+                missing -= count
+            offset = 0
+
+    def _foreign_token(self, index: int, vocab_size: int) -> DataError:
+        document, place, token, data = next(
+            (document, offset + int(bad[0]), int(row[bad[0]]), data)
+            for document, offset, count in self.pieces(index)
+            for data in (self.indexed, self.labels)
+            if data is not None
+            for row in [data.get(document, offset, count).astype(np.int64)]
+            if len(bad := np.flatnonzero((row >= vocab_size) | ((row < 0) & (data is self.indexed))))
+        )
+        file = data.data_file
+        if isinstance(data, SlicedDocuments):
+            file, document, place = data.origin(document, place)
+        return DataError(
+            f"{file}: document {document} holds token id {token} (its token {place}), but the "
+            f"vocabulary has {vocab_size} entries (padded_vocab_size): the data was made with another tokenizer; "
+            "set vocab_file to that one, or preprocess the text again with this one"
+        )

@@ -1,0 +1,138 @@
+"""Samples of preference training: rows of whole responses, each a prompt and what a model wrote to it.
+
+The chosen and the rejected response of pair p are documents 2p and 2p + 1; an example of KTO is one document. A unit,
+a pair or an example, is whole in one sample: packed `best_fit` its responses stand in one row; otherwise the chosen and
+the rejected response of a pair stand in the same places of two rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.data.index_maps import IndexMaps, Packing
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import PackedDataset, TokenSample
+from megatron.data.slices import DocumentSlices, PromptMaskedLabels, SlicedDocuments
+
+
+@dataclass(frozen=True, eq=False)
+class PreferenceSample:
+    """One sample of n responses.
+
+    response_ids: for each row [seq_length + 1] int64, the response that a token belongs to (of pair p these are 2p and
+    2p + 1), -1 in padding. preference_labels [n] float32 and reference_logprobs [n] float32: as in `Batch`.
+    kl_sample: responses to other prompts, for KTO's KL.
+    """
+
+    rows: tuple[TokenSample, ...]
+    response_ids: tuple[np.ndarray, ...]
+    preference_labels: np.ndarray
+    reference_logprobs: np.ndarray | None = None
+    kl_sample: "PreferenceSample | None" = None
+
+    def as_padding(self) -> "PreferenceSample":
+        """A sample of the same shapes in which nothing is trained."""
+        rows = tuple(replace(row, labels=np.full_like(row.labels, MASKED)) for row in self.rows)
+        kl_sample = None if self.kl_sample is None else self.kl_sample.as_padding()
+        return replace(self, rows=rows, preference_labels=np.zeros_like(self.preference_labels), kl_sample=kl_sample)
+
+
+class PreferenceDataset:
+    """Item i: the `PreferenceSample` of sample i.
+
+    parts: the slices of `sources` that make the documents. prompts [documents]: how many tokens of each come before the
+    first trained one. two_rows: documents 2p and 2p + 1 stand in two rows; the maps are over pairs p then. labels,
+    references: beside each source, one value for each token; references (float32) may also hold one for each document.
+    preference_labels [documents] float32: as in `Batch`. kl_dataset: item i of it is the `kl_sample` of sample i.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[IndexedDataset],
+        parts: Sequence[DocumentSlices],
+        prompts: np.ndarray,
+        maps: IndexMaps,
+        *,
+        seq_length: int,
+        packing: Packing,
+        preference_labels: np.ndarray,
+        two_rows: bool = False,
+        labels: Sequence[IndexedDataset] | None = None,
+        references: Sequence[IndexedDataset] | None = None,
+        vocab_size: int | None = None,
+        kl_dataset: "PreferenceDataset | None" = None,
+    ):
+        self.indexed, self.maps = sources[0], maps
+        self.preference_labels, self.kl_dataset = preference_labels, kl_dataset
+        self.parts, self.references = tuple(parts), None if references is None else tuple(references)
+        step, whole = 2 if two_rows else 1, replace(packing, truncate_documents=None)
+        self.rows = []
+        for row in range(step):
+            row_parts = [DocumentSlices(*(array[row::step] for array in vars(part).values())) for part in parts]
+            documents = SlicedDocuments(sources, row_parts)
+            row_labels: SlicedDocuments | PromptMaskedLabels
+            if labels is None:
+                row_labels = PromptMaskedLabels(documents, prompts[row::step])
+            else:
+                row_labels = SlicedDocuments(labels, row_parts)
+            self.rows.append(
+                PackedDataset(name, documents, maps, seq_length, vocab_size, packing=whole, labels=row_labels)
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
+
+    def __getitem__(self, index: int) -> PreferenceSample:
+        rows = tuple(row[index] for row in self.rows)
+        place = int(self.maps.shuffle_idx[index])
+        first, last = self.maps.sample_idx[place : place + 2, 0].tolist()
+        units, step = self.maps.doc_idx[first:last].astype(np.int64), len(rows)
+        documents = (units[:, None] * step + np.arange(step)).ravel()
+        response_ids = tuple(self._response_ids(row, index, len(units)) for row in range(step))
+        reference = None if self.references is None else self._reference_logprobs(documents, rows, response_ids)
+        kl_sample = None if self.kl_dataset is None else self.kl_dataset[index % len(self.kl_dataset)]
+        return PreferenceSample(rows, response_ids, self.preference_labels[documents], reference, kl_sample)
+
+    def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
+        """(row, document of that row, its token to begin at, how many tokens) of each document in a sample; tokens
+        are counted in what is used of a document."""
+        for number, row in enumerate(self.rows):
+            for piece in row.pieces(index):
+                yield number, *piece
+
+    def documents(self, index: int) -> list[int]:
+        """The documents of a sample, in the order of its responses."""
+        pieces = [[document for document, _, _ in row.pieces(index)] for row in self.rows]
+        return [document * len(pieces) + row for each in zip(*pieces, strict=True) for row, document in enumerate(each)]
+
+    def _response_ids(self, row: int, index: int, units: int) -> np.ndarray:
+        """The responses of the places in one row, [seq_length + 1] int64."""
+        packed = self.rows[row]
+        response_ids, filled = np.full(packed.seq_length + 1, -1, np.int64), 0
+        # GPT-NeoX's rows end in a token of a document that is no response of theirs
+        for unit, (_, _, count) in zip(range(units), packed.pieces(index), strict=False):
+            response_ids[filled : filled + count] = unit * len(self.rows) + row
+            filled += count
+        return response_ids
+
+    def _reference_logprobs(
+        self, documents: np.ndarray, rows: tuple[TokenSample, ...], response_ids: tuple[np.ndarray, ...]
+    ) -> np.ndarray:
+        """The sum of the reference's log-probabilities over the trained tokens of each response, [n] float32."""
+        assert self.references is not None
+        sums, (part,) = np.zeros(len(documents), np.float32), self.parts
+        for response, document in enumerate(documents.tolist()):
+            source = self.references[int(part.source[document])]
+            number, begin = int(part.document[document]), int(part.begin[document])
+            if (source.sizes == 1).all():
+                sums[response] = source[number][0]
+                continue
+            row = response % len(rows)
+            places = np.flatnonzero(response_ids[row] == response)
+            trained = rows[row].labels[places] >= 0
+            trained[:1] = False
+            sums[response] = source.get(number, begin, len(places))[trained].sum(dtype=np.float64)
+        return sums

@@ -1,0 +1,357 @@
+"""Running a preprocess job: shards to worker processes, their parts appended in order, and going on after a crash.
+
+While it runs, everything lies in `.<name>.parts-<digest of the job>/` beside the output:
+  journal.json       what the files hold of finished shards; the truth after a crash, they are cut back to it
+  <i>.bin, <i>.len   of output i: the tokens, and the length of each document (int32)
+  bad.jsonl          rows that --on-error skip left out
+  part-<pid>-<n>.*   of shards that are finished but not yet appended
+"""
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.files import sha256, sync, temporary
+from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
+from megatron.data.preprocessing import readers
+from megatron.data.preprocessing.encode_job import Job
+from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.workers import BadRow, Part, encode_shard, in_order
+
+FORMAT = 1  # of the journal and its files
+JOURNAL_SECONDS = 2.0  # the most work that a crash can cost
+LENGTHS_AT_ONCE = 1 << 20
+LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the very least
+
+
+@dataclass
+class PreprocessProgress:
+    """What is done, of all the runs of a job. text_bytes: read as rows; disk_bytes: share of the input files."""
+
+    shards: int = 0
+    documents: int = 0
+    skipped: int = 0
+    text_bytes: int = 0
+    disk_bytes: int = 0
+    total_bytes: int = 0
+    seconds: float = 0.0
+    resumed: int = 0  # shards that were there already
+
+
+@dataclass(frozen=True)
+class Output:
+    """One written dataset. `empty`: documents without a single token, which are boundaries only, without an EOD."""
+
+    prefix: str
+    documents: int
+    empty: int
+    tokens: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PreprocessResult:
+    """All that a job made; counts: what it counted, by name."""
+
+    outputs: list[Output]
+    progress: PreprocessProgress
+    counts: dict[str, int]
+
+
+def preprocess(
+    inputs: Sequence[str | Path | InputFile],
+    output_prefixes: Sequence[str | Path],
+    job: Job,
+    *,
+    workers: int = 1,
+    on_error: str = "stop",
+    errors_file: str | Path | None = None,
+    metadata_file: str | Path | None = None,
+    arguments: dict[str, Any] | None = None,
+    progress: Callable[[PreprocessProgress], None] = lambda state: None,
+) -> PreprocessResult:
+    """Write one `.bin/.idx` pair for each of the job's outputs; they appear at the end, or not at all.
+
+    on_error: `stop` raises DataError at the first bad row; `skip` leaves it out and writes it to errors_file.
+    metadata_file: where to describe the result in JSON, `arguments` with it. progress is called after each shard.
+    """
+    files = [file for item in inputs for file in ([item] if isinstance(item, InputFile) else resolve([item]))]
+    prefixes = [str(prefix) for prefix in output_prefixes]
+    if len(set(prefixes)) < len(prefixes):
+        raise DataError(f"{', '.join(prefixes)}: the same name twice; each key needs a pair of its own")
+    if workers < 1:
+        raise DataError(f"{workers} workers: at least 1 is wanted")
+    with _work_folder(prefixes, job, files) as folder:
+        run = _Run(folder, job, files, prefixes, on_error)
+        if not run.journal["published"]:
+            run.check_space(first=True)
+            try:
+                run.shards(workers, progress)
+            except BrokenProcessPool:
+                raise DataError(f"a worker process died (out of memory?){run.how_to_go_on()}") from None
+            except OSError as problem:
+                raise DataError(f"{_os_error(problem, folder)}{run.how_to_go_on()}") from None
+            except BadRow as problem:
+                raise DataError(f"{problem}{run.how_to_go_on(' with --on-error skip')}") from None
+            finally:
+                run.close()
+        return run.finish(errors_file, metadata_file, arguments or {})
+
+
+class _Run:
+    """One run of a job in its folder."""
+
+    def __init__(self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], on_error: str):
+        self.folder, self.job, self.files, self.prefixes, self.on_error = folder, job, files, prefixes, on_error
+        self.dtypes = job.dtypes()
+        self.names = [f"{i}.{kind}" for i in range(len(prefixes)) for kind in ("bin", "len")] + ["bad.jsonl"]
+        self.journal: dict[str, Any] = {
+            "published": False,
+            "sizes": dict.fromkeys(self.names, 0),
+            "progress": asdict(PreprocessProgress(total_bytes=sum(file.bytes_read for file in files))),
+            "part": asdict(Part(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))),
+        }
+        path = folder / "journal.json"
+        if path.is_file():
+            self.journal = json.loads(path.read_text())
+        self.state = PreprocessProgress(**self.journal["progress"])
+        self.state.resumed = self.state.shards
+        self.total = Part(**self.journal["part"])
+        self.start = time.monotonic() - self.state.seconds
+        self.saved = time.monotonic()
+        self.handles: dict[str, IO[bytes]] = {}
+
+    def shards(self, workers: int, progress: Callable[[PreprocessProgress], None]) -> None:
+        """Every shard that is not done yet."""
+        for left_over in self.folder.glob("part-*"):
+            left_over.unlink(missing_ok=True)
+        for name in self.names:  # cut back to what the journal vouches for
+            self.handles[name] = open(self.folder / name, "ab")
+            self.handles[name].truncate(self.journal["sizes"][name])
+            self.handles[name].seek(0, os.SEEK_END)
+        progress(self.state)
+        shards = (shard for file in self.files for shard in file.shards(self.job.fields))
+        todo = itertools.islice(enumerate(shards), self.state.shards, None)
+        tasks = ((self.job, shard, self._part(number), self.on_error, len(self.prefixes)) for number, shard in todo)
+        for part in in_order(encode_shard, tasks, workers):
+            self._append(self.state.shards, part)
+            if time.monotonic() - self.saved >= JOURNAL_SECONDS:
+                self._save()
+            progress(self.state)
+            self.check_space()
+        self._save()
+
+    def _part(self, number: int) -> str:
+        # Named after this run: a worker of a killed one may still write for a moment
+        return str(self.folder / f"part-{os.getpid()}-{number}")
+
+    def _append(self, number: int, part: Part) -> None:
+        for name, handle in self.handles.items():
+            with open(f"{self._part(number)}.{name}", "rb") as source:
+                shutil.copyfileobj(source, handle, 1 << 20)
+            os.unlink(f"{self._part(number)}.{name}")
+        self.journal["sizes"] = {name: handle.tell() for name, handle in self.handles.items()}
+        total, state = self.total, self.state
+        for mine, new in ((total.tokens, part.tokens), (total.documents, part.documents), (total.empty, part.empty)):
+            mine[:] = map(sum, zip(mine, new, strict=True))
+        total.counts = dict(Counter(total.counts) + Counter(part.counts))
+        state.shards, state.documents = state.shards + 1, total.documents[0]
+        state.skipped += part.skipped
+        state.text_bytes, state.disk_bytes = state.text_bytes + part.text_bytes, state.disk_bytes + part.disk_bytes
+        state.seconds = time.monotonic() - self.start
+
+    def _save(self) -> None:
+        """Sync the files, then let the journal vouch for them."""
+        for handle in self.handles.values():
+            handle.flush()
+            os.fsync(handle.fileno())
+        self.saved = time.monotonic()
+        self.journal |= {"progress": asdict(self.state), "part": asdict(self.total)}
+        _write(self.folder / "journal.json", self.journal)
+
+    def check_space(self, first: bool = False) -> None:
+        """Refuse a job that the disk cannot hold, judged by what was written so far."""
+        left = self.state.total_bytes - self.state.disk_bytes
+        if first:
+            need = left * LEAST_TOKENS_PER_BYTE * sum(dtype.itemsize for dtype in self.dtypes)
+        else:
+            written = sum(self.journal["sizes"].values())
+            need = written / max(self.state.disk_bytes, 1) * left + self.journal["sizes"]["0.len"] * 5
+        free = shutil.disk_usage(self.folder).free
+        if need > free:
+            raise DataError(
+                f"{self.folder.parent}: disk full: about {need / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
+                + ("" if first else f" (at {self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input)")
+                + self.how_to_go_on()
+            )
+
+    def how_to_go_on(self, options: str = "") -> str:
+        if not self.state.shards:
+            return ""
+        done = f"{self.state.disk_bytes / max(self.state.total_bytes, 1):.0%} of the input is done and kept"
+        return f"; {done}: the same command{options} goes on from there"
+
+    def close(self) -> None:
+        """Keep what is done, also after a failure; on a full disk, what the journal holds already."""
+        with suppress(OSError):
+            if self.state.shards > self.state.resumed:
+                self._save()
+        for handle in self.handles.values():
+            with suppress(OSError):
+                handle.close()
+        self.handles = {}
+
+    def finish(
+        self, errors_file: str | Path | None, metadata_file: str | Path | None, arguments: dict
+    ) -> PreprocessResult:
+        """Write the indexes, then give all files their names; may be called again where it was cut short."""
+        outputs = [
+            Output(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
+            for i, prefix in enumerate(self.prefixes)
+        ]
+        result = PreprocessResult(outputs, self.state, self.total.counts)
+        if not self.journal["published"]:
+            self._check_result(outputs)
+            try:
+                for i, dtype in enumerate(self.dtypes):
+                    write_index(self.folder / f"{i}.idx", dtype, partial(_documents, self.folder / f"{i}.len"))
+                if metadata_file:
+                    _write(self.folder / "metadata.json", self._metadata(result, arguments))
+            except OSError as problem:
+                raise DataError(f"{_os_error(problem, self.folder)}{self.how_to_go_on()}") from None
+            self.journal["published"] = True
+            self._save()
+        for i, prefix in enumerate(self.prefixes):
+            publish(self.folder / f"{i}.bin", self.folder / f"{i}.idx", prefix)
+        bad = self.folder / "bad.jsonl"
+        if errors_file and bad.exists():
+            os.replace(bad, errors_file) if self.state.skipped else Path(errors_file).unlink(missing_ok=True)
+        if metadata_file and (self.folder / "metadata.json").exists():
+            os.replace(self.folder / "metadata.json", metadata_file)
+        return result
+
+    def _check_result(self, outputs: list[Output]) -> None:
+        problem = ""
+        for file in self.files:
+            if not file.path.exists() or InputFile.of(file.path, file.rows) != file:
+                problem = f"{file.path}: changed while it was read; run again"
+        for output in outputs:
+            if not output.tokens:
+                names = ", ".join(str(file.path) for file in self.files)
+                problem = f"{names}: no text in any document for {output.prefix}; nothing is written"
+                problem += f" ({self.state.skipped} bad rows skipped)" if self.state.skipped else ""
+        if problem:
+            (self.folder / "journal.json").unlink(missing_ok=True)  # nothing of it is worth keeping
+            raise DataError(problem)
+
+    def _metadata(self, result: PreprocessResult, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The fork's names, and what tells how the files came to be."""
+        names = [Path(prefix).name for prefix in self.prefixes]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(sha256, [file.path for file in self.files]))
+        return {
+            "token_counts": {name: output.tokens for name, output in zip(names, result.outputs, strict=True)},
+            "document_counts": {name: output.documents for name, output in zip(names, result.outputs, strict=True)},
+            "total_tokens": sum(output.tokens for output in result.outputs),
+            "empty_documents": {name: output.empty for name, output in zip(names, result.outputs, strict=True)},
+            "dtypes": {name: output.dtype for name, output in zip(names, result.outputs, strict=True)},
+            "rows_skipped": self.state.skipped,
+            "counts": result.counts,
+            **self.job.describe(),
+            "args": arguments,
+            "inputs": [
+                {"path": str(file.path), "bytes": file.size, "sha256": digest}
+                | ({} if file.rows is None else {"rows": file.rows[:2]})
+                for file, digest in zip(self.files, digests, strict=True)
+            ],
+            "timing": {
+                "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "seconds": round(self.state.seconds, 3),
+                "text_bytes": self.state.text_bytes,
+            },
+            "output_files": [f"{prefix}.{kind}" for prefix in self.prefixes for kind in ("bin", "idx")],
+        }
+
+
+def _documents(path: Path) -> Iterator[Documents]:
+    with open(path, "rb") as file:
+        while block := file.read(4 * LENGTHS_AT_ONCE):
+            yield documents_of(np.frombuffer(block, "<i4"))
+
+
+@contextmanager
+def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Iterator[Path]:
+    """The folder of this very job (same input, same description), as an earlier run left it or new; gone when done.
+
+    Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go first.
+    """
+    versions = [[str(file.path), file.size, file.modified, file.rows] for file in files]
+    identity = [FORMAT, readers.CHUNK_BYTES, prefixes, job.describe(), versions]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    target = data_path(prefixes[0]).absolute()
+    folder = target.with_name(f".{Path(prefixes[0]).name}.parts-{digest}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for other in target.parent.glob(f".{Path(prefixes[0]).name}.parts-*"):
+            with _locked(other, prefixes[0]):
+                if other != folder:
+                    _remove(other)
+        folder.mkdir(exist_ok=True)
+        held = _locked(folder, prefixes[0])
+    except OSError as problem:
+        raise DataError(f"{_os_error(problem, folder)}; choose another --output-prefix") from None
+    done = False
+    try:
+        yield folder
+        done = True
+    finally:
+        if done or not (folder / "journal.json").exists():
+            _remove(folder)
+        held.close()
+
+
+def _locked(folder: Path, prefix: str) -> IO[str]:
+    """A record lock: unlike others it dies with this process, whatever its workers do."""
+    lock = open(folder / "lock", "w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise DataError(f"{prefix}: another process is writing it ({folder})") from None
+    return lock
+
+
+def _remove(folder: Path) -> None:
+    """A worker of a killed run may write one more file while this goes on."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+
+
+def _os_error(problem: OSError, folder: Path) -> str:
+    return f"{problem.filename or folder.parent}: {problem.strerror}"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    unfinished = temporary(path)
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    sync(unfinished)
+    os.replace(unfinished, path)

@@ -1,0 +1,277 @@
+"""Finding tasks: shipped ones, own folders, lm-eval's; what cannot be had is said with what to do."""
+
+import difflib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from megatron.checkpointing.huggingface import find_in_hub_or_cache
+from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.generation.prompts.files import text_of
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.best_metric import best_metric
+from megatron.tokenizer import Tokenizer
+
+SHIPPED = Path(__file__).parent / "tasks"
+_YAML = (".yaml", ".yml")
+_LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
+_ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
+SEED = 1234  # of the choice of examples, lm-eval's own
+# Kinds of exceptions of datasets and the Hub that mean: not here.
+_ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "OfflineModeIsEnabled", "HTTPError"}
+
+
+@dataclass
+class LoadedTasks:
+    """tasks: by the name asked for, what lm-eval's `evaluate` takes; failures: names whose data cannot be had, and
+    why; template: of conversations, if tasks are asked as such; system_prompt: what stands before all."""
+
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    template: ChatTemplate | None = None
+    system_prompt: str | None = None
+
+
+def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
+    """Load the tasks of `eval_tasks`, ready to be evaluated. log: told if the Hub is needed and does not answer.
+
+    Raises ConfigError for names that are none, with the nearest ones, and for YAML files with mistakes.
+    """
+    assert args.eval_tasks is not None
+    manager, names = _manager(args, args.eval_tasks)
+    found = LoadedTasks(system_prompt=_system_prompt(args))
+    if args.eval_apply_chat_template:
+        found.template = find_template(args, tokenizer)
+    with find_in_hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
+        for name in names:
+            try:
+                found.tasks[name] = dict(manager.load([name]))
+            except Exception as problem:  # of lm-eval, datasets, the Hub, Jinja: a task is data that others wrote
+                found.failures[name] = _why(name, manager, problem)
+    for loaded in found.tasks.values():
+        for task in loaded["tasks"].values():
+            _settle(task, args.eval_num_fewshot)
+    return found
+
+
+def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
+    """Raise ConfigError for a `save_best` that none of the tasks has. Tasks that score with code of their own, groups
+    and tasks that could not be loaded may have any metric that begins with their name."""
+    metric = best_metric(args.save_best)[0] if args.save_best is not None else ""
+    if not metric.startswith(_ROW):
+        return
+    known: list[str] = []
+    free = [*loaded_tasks.failures]
+    for loaded in loaded_tasks.tasks.values():
+        free += loaded.get("groups", ())
+        for name, task in loaded["tasks"].items():
+            metrics = _metrics(task)
+            known += [f"{name}_{each}" for each in metrics or ()]
+            free += [name] if metrics is None else []
+    asked = metric.removeprefix(_ROW)
+    if asked in known or any(asked.startswith(f"{name}_") for name in free):
+        return
+    there = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
+    raise args.problem("save_best", f"{metric}: this run has no such metric; its tasks have {there}")
+
+
+def _metrics(task: Task) -> list[str] | None:
+    """Names of a task's results, as `Evaluation.metrics` has them; None where its own code decides on them."""
+    listed = task.config.metric_list or []
+    own = type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
+    if own or not all(isinstance(each["metric"], str) and not each.get("hf_evaluate") for each in listed):
+        return None
+    kinds = ["" if each.name == "none" else f"_{each.name}" for each in task._filters]
+    return [f"{metric}{kind}" for metric in task.aggregation() for kind in kinds]
+
+
+def seed_tasks(tasks: Mapping[str, Any]) -> None:
+    """Let tasks choose the same examples as the first time."""
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=SEED)
+
+
+def _system_prompt(args: NeoXArgs) -> str | None:
+    """`eval_system_prompt`, or what is in its file. Raises ConfigError."""
+    if args.eval_system_prompt_file is None:
+        return args.eval_system_prompt
+    return text_of(args, "eval_system_prompt_file").rstrip("\n")
+
+
+def _settle(task: Task, examples: int | None) -> None:
+    """The number of examples, as lm-eval's `simple_evaluate` decides on it."""
+    declared = task.get_config("num_fewshot")
+    if examples is not None and declared != 0:
+        task.set_config(key="num_fewshot", value=examples)
+    elif declared is None:
+        task.set_config(key="num_fewshot", value=0)
+
+
+def _manager(args: NeoXArgs, asked: Sequence[str]) -> tuple[TaskManager, list[str]]:
+    folders = [SHIPPED, *_own_folders(args)]
+    place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in asked if name.endswith(_YAML)]
+    gone = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
+    if gone or (gone := [f"{place}: {line}" for line in _broken([Path(name) for name in files])]):
+        raise ConfigError(gone)
+    # lm-eval's own 15,000 tasks take seconds to look through: only where they are needed.
+    local = TaskManager(include_path=list(folders), include_defaults=False, metadata=_metadata(args))
+    names = _expand(asked, local)
+    if not _missing(names, local):
+        return local, names
+    every = TaskManager(include_path=list(folders), metadata=_metadata(args))
+    names = _expand(asked, every)
+    unknown = _missing(names, every)
+    if unknown:
+        raise ConfigError([*_unknown(args, unknown, every), *_broken(folders)])
+    return every, names
+
+
+def _own_folders(args: NeoXArgs) -> list[Path]:
+    given = args.eval_include_path or ()
+    folders = [Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        place = args.origin("eval_include_path")
+        raise ConfigError([f"{place}: eval_include_path: {folder}: no such folder" for folder in missing])
+    return folders
+
+
+def _metadata(args: NeoXArgs) -> dict[str, Any]:
+    """Arguments of tasks; RULER's also want to know whose tokens they count."""
+    task_args: dict[str, Any] = thaw(args.eval_task_args or {})
+    if task_args and args.vocab_file is not None and "tokenizer" not in task_args:
+        folder = Path(args.vocab_file)
+        task_args["tokenizer"] = str(folder if folder.is_dir() else folder.parent)
+    return task_args
+
+
+def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:
+    """Patterns such as `arc_*` become the names that match, tags their tasks, so that one that fails is one alone."""
+    names: list[str] = []
+    for name in asked:
+        matches = manager.match_tasks([name]) if any(sign in name for sign in "*?[") else []
+        for match in matches or [name]:
+            entry = manager.task_index.get(match)
+            members = sorted(entry.tags) if entry is not None and entry.kind.name == "TAG" else [match]
+            names += [member for member in members if member not in names]
+    return names
+
+
+def _missing(names: Sequence[str], manager: TaskManager) -> list[str]:
+    """Names that are neither known nor files, and those that groups hold and nobody knows."""
+    return [name for name in names if not Path(name).is_file() and not _known(name, manager, set())]
+
+
+def _known(name: str, manager: TaskManager, seen: set[str]) -> bool:
+    entry = manager.task_index.get(name)
+    if entry is None or name in seen:
+        return name in seen
+    seen.add(name)
+    members = (entry.cfg or {}).get("task") if entry.kind.name == "GROUP" else None
+    members = members if isinstance(members, list) else []
+    inner = [m if isinstance(m, str) else m.get("task", m.get("group")) for m in members]
+    named = [m for member, m in zip(members, inner, strict=True) if isinstance(m, str) and not _whole(member)]
+    return all(_known(member, manager, seen) for member in named)
+
+
+def _whole(member: Any) -> bool:
+    """Whether a group describes a task in place."""
+    return isinstance(member, dict) and ("dataset_path" in member or isinstance(member.get("task"), list))
+
+
+def _unknown(args: NeoXArgs, names: Sequence[str], manager: TaskManager) -> Iterator[str]:
+    place = args.origin("eval_tasks")
+    for name in names:
+        near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
+        if name in manager.task_index:
+            yield f"{place}: eval_tasks: the group {name} names tasks that nobody knows"
+        else:
+            hint = f"; near it: {', '.join(near)}" if near else ""
+            yield f"{place}: eval_tasks: no task, group or tag {name}{hint} (own ones: eval_include_path)"
+
+
+def _broken(folders: Sequence[Path]) -> Iterator[str]:
+    """Task files, of folders or given themselves, that cannot be read; lm-eval passes over them in silence."""
+    for folder in folders:
+        for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
+            try:
+                load_yaml(file, resolve_func=False, recursive=True)
+            except Exception as problem:  # of YAML, of an include that is not there
+                yield f"{file}: cannot be read as a task: {' '.join(str(problem).split())}"
+
+
+def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
+    """Say which of one's own task files are passed over."""
+    for line in _broken(_own_folders(args)):
+        logger.warning(line)
+
+
+def _why(name: str, manager: TaskManager, problem: Exception) -> str:
+    reason = " ".join(str(problem).split()) or type(problem).__name__
+    wanted = ", ".join(sorted(_datasets(name, manager)))
+    if wanted and _is_absent(problem):
+        return (
+            f"its data ({wanted}) cannot be had: {reason}; without a network, load it once where there is one "
+            "(datasets.load_dataset) and copy that cache (HF_HOME), or write a task over local JSON lines"
+        )
+    return f"{type(problem).__name__}: {reason}"
+
+
+def _is_absent(problem: BaseException | None) -> bool:
+    """Whether data is not there, rather than wrong; what it came from counts too."""
+    while problem is not None:
+        kinds = {kind.__name__ for kind in type(problem).__mro__}
+        if kinds & _ABSENT:
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
+
+
+def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
+    """What the file of a task says, or the files of all tasks of a group or tag; a file by its name is read."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}
+        return
+    config = entry.cfg or {}
+    members = config.get("task") if entry.kind.name == "GROUP" else None
+    if entry.kind.name == "TAG":
+        members = sorted(entry.tags)
+    if not isinstance(members, list):
+        yield config
+        return
+    for member in members:
+        if isinstance(member, str):
+            yield from _configs(member, manager)
+        else:
+            yield member
+
+
+def _of_hub(name: str, manager: TaskManager) -> bool:
+    """Whether a task may have to be fetched: all that is not plainly of this machine."""
+    return not all(
+        config.get("custom_dataset") or path in _LOCAL or path and Path(path).exists()
+        for config in _configs(name, manager)
+        for path in [str(config.get("dataset_path") or "")]
+    )
+
+
+def _datasets(name: str, manager: TaskManager) -> set[str]:
+    """Datasets of a task, or of all tasks of a group or tag."""
+    return {data for config in _configs(name, manager) for data in _named(config)}
+
+
+def _named(config: Mapping[str, Any]) -> set[str]:
+    path, part = config.get("dataset_path"), config.get("dataset_name")
+    if path == "json":
+        files = (config.get("dataset_kwargs") or {}).get("data_files")
+        return {str(file) for file in (files.values() if isinstance(files, dict) else [files]) if file}
+    return {f"{path} {part}" if part else str(path)} if path else set()

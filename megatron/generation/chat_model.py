@@ -1,0 +1,99 @@
+"""Models by name, for asking them questions in one process: HuggingFace folders, names on the Hub, checkpoints."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpointing import CheckpointError, find_checkpoint
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, load_checkpoint_args
+from megatron.checkpointing.layout import LATEST, is_tag, step_of
+from megatron.distributed import Process
+from megatron.generation.complete import Completion, complete
+from megatron.generation.from_huggingface import hf_model_keys, tokenizer_keys
+from megatron.generation.model import Model, load_model
+from megatron.generation.prompts.chat import ChatTemplate, find_template
+from megatron.generation.prompts.questions import Question, all_tokens
+from megatron.generation.sampling import SamplingParams
+from megatron.mpu import init_model_parallel, mix_seed
+from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.tokenizer import build_tokenizer
+
+_OF_FILES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A model that is asked. name: as it was given."""
+
+    name: str
+    model: Model
+    template: ChatTemplate
+
+    def answer(
+        self, questions: Sequence[Question], sampling: SamplingParams, maximum_tokens: int, seed: int
+    ) -> list[Completion]:
+        """Answers in order; what one becomes depends on its place and the seed alone. Raises RequestError."""
+        room = self.model.positions - maximum_tokens
+        return complete(
+            self.model,
+            all_tokens(questions, self.model.tokenizer, self.template, room),
+            sampling,
+            maximum_tokens=maximum_tokens,
+            seeds=[mix_seed(seed, "sample", i) for i in range(len(questions))],
+            stop_token_ids=(*self.model.stop_token_ids, *self.template.stop_token_ids),
+        )
+
+
+def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
+    """The configuration of a model: of a HuggingFace folder or name on the Hub; of a folder of checkpoints or one
+    `global_stepN`, what that keeps, with its own tokenizer where `vocab_file` is not there any more.
+
+    Raises ConfigError, CheckpointError.
+    """
+    path = Path(name)
+    if path.is_dir() and not is_hf(path):
+        return _checkpoint_args(path, iteration)
+    if iteration is not None:
+        raise CheckpointError(f"{name}: is a HuggingFace model and has no iterations; leave out --iteration")
+    find_hf(name)
+    return load([], hf_model_keys(name), origin="--model")
+
+
+def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
+    if is_tag(path.name) and not (path / LATEST).exists():
+        path, iteration = path.parent, step_of(path)
+    found = find_checkpoint(path, iteration)
+    args, _ = load_checkpoint_args(found)
+    tokenizer: dict[str, str] = {}
+    if args.tokenizer_type in _OF_FILES and not (args.vocab_file and Path(args.vocab_file).exists()):
+        tokenizer = tokenizer_keys(found / ("tokenizer" if (found / "tokenizer").is_dir() else HF_SUBFOLDER))
+    return args.replace(
+        **tokenizer, load=str(path), iteration=step_of(found),
+        model_parallel_size=1, pipe_parallel_size=1, sequence_parallel=False, train_batch_size=None,
+        train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None, distributed_backend="auto",
+    )  # fmt: skip
+
+
+def load_chat_model(
+    name: str,
+    process: Process,
+    logger: logging.Logger,
+    *,
+    iteration: int | None = None,
+    chat_template: str | None = None,
+    precision: str | None = None,
+) -> ChatModel:
+    """A model ready to be asked, in this process alone. Raises ConfigError, CheckpointError, TokenizerError."""
+    args = chat_model_args(name, iteration)
+    if chat_template is not None:
+        args = args.replace(chat_template=chat_template)
+    if precision is not None:
+        args = args.replace(precision=precision, fp16=None, bf16=None)
+    args = args.for_world(process.world_size)
+    tokenizer = build_tokenizer(args)
+    try:
+        template = find_template(args, tokenizer)
+    except ConfigError as problem:
+        raise ConfigError([f"{name}: {problem} (--chat-template FILE)"]) from problem
+    return ChatModel(name, load_model(args, init_model_parallel(args, process, logger), tokenizer, logger), template)

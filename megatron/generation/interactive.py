@@ -1,0 +1,163 @@
+"""`text_gen_type: interactive`: prompts typed at the terminal of rank 0, text shown as it comes."""
+
+import codecs
+import os
+import select
+import sys
+
+from megatron.distributed import on_rank_zero
+from megatron.generation.batching.batcher import Batcher
+from megatron.generation.batching.requests import Request, RequestError
+from megatron.generation.prompts.chat import ChatTemplate, Message, find_template
+from megatron.generation.prompts.files import NOT_STARTED, make_prompts, text_of
+from megatron.generation.sampling import SamplingParams
+from megatron.model import Model
+from megatron.mpu import mix_seed
+
+PROMPT = "Context prompt >>> "  # GPT-NeoX's
+_PATIENCE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
+
+
+class TypedPrompts:
+    """Prompts read from a file descriptor as they are typed, each ended by `prompt_end`."""
+
+    def __init__(self, descriptor: int, prompt_end: str) -> None:
+        self.descriptor, self.prompt_end = descriptor, prompt_end
+        self.text = ""  # read, not yet used
+        self.open = True
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def next(self, patience: float | None) -> str | None:
+        """The next prompt without white space around it, "" at the end, which an empty one, the line `stop` and the end
+        of input are. None when it has not come after `patience` seconds."""
+        while self.open and self.prompt_end not in self.text and not self._stopped():
+            if not select.select([self.descriptor], [], [], patience)[0]:
+                return None
+            try:
+                data = os.read(self.descriptor, 64 * 1024)
+            except OSError:  # a terminal that is gone
+                data = b""
+            self.open = bool(data)
+            self.text += self.decoder.decode(data, final=not data)
+        if self._stopped():
+            return ""
+        prompt, _, self.text = self.text.partition(self.prompt_end)
+        return prompt.strip()
+
+    def _stopped(self) -> bool:
+        first, newline, _ = self.text.lstrip().partition("\n")
+        return first.strip() == "stop" and (bool(newline) or not self.open)
+
+
+class Conversation:
+    """Turns of a user and a model, as the prompts that a chat template makes of them."""
+
+    def __init__(self, template: ChatTemplate, system: str | None, room: int) -> None:
+        """room: tokens that a prompt may have."""
+        self.template, self.room = template, room
+        self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[Message] = []
+
+    def ask(self, text: str) -> tuple[list[int], str | None]:
+        """The prompt of a user's turn, and what is to be said of it. Raises RequestError for one that is too long by
+        itself, which is then forgotten."""
+        turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        forgotten = 0
+        while len(tokens := self.template.tokens([*self.system, *turns])) > self.room:
+            if len(turns) < 3:
+                raise RequestError(
+                    f"this turn has {len(tokens)} tokens with what stands before it, {self.room} would fit"
+                )
+            del turns[:2]
+            forgotten += 2
+        self.turns = turns
+        return (
+            tokens,
+            f"WARNING: the first {forgotten} turns were left out; the conversation is too long" if forgotten else None,
+        )
+
+    def answer(self, text: str) -> None:
+        """What the model said."""
+        self.turns.append({"role": "assistant", "content": text})
+
+
+def _conversation(model: Model) -> Conversation | None:
+    args = model.args
+    if not args.chat:
+        return None
+
+    def find() -> tuple[str, str, str | None]:
+        template = find_template(args, model.tokenizer)
+        system = text_of(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
+        return template.text, template.source, system
+
+    text, source, system = on_rank_zero(model.groups, find)
+    return Conversation(ChatTemplate(text, model.tokenizer, source), system, model.positions - args.maximum_tokens)
+
+
+def converse(model: Model) -> int:
+    """Answer prompts of rank 0's standard input on its standard output until they end; how many there were.
+
+    Each gets the text it would get in a file of these prompts. All ranks call it together. Raises ConfigError where
+    input ends before the first prompt and nobody is there to see why.
+    """
+    args, groups = model.args, model.groups
+    conversation = _conversation(model)
+    batcher = Batcher(model, maximum_rows=1)
+    first = groups.world_rank == 0
+    typed = TypedPrompts(sys.stdin.fileno(), args.prompt_end) if first and sys.stdin is not None else None
+    on_terminal = typed is not None and os.isatty(typed.descriptor)
+
+    def write(text: str) -> None:
+        if first:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def wait() -> str | None:
+        return typed.next(_PATIENCE_S if groups.world_size > 1 else None) if typed is not None else ""
+
+    def refuse() -> None:
+        if not on_terminal:
+            raise args.problem(
+                "text_gen_type",
+                "interactive takes prompts from the standard input of rank 0, which ended before the first one; use a "
+                "terminal, a pipe, or input-file with -i FILE",
+            )
+
+    number = 0
+    while True:
+        write(PROMPT if on_terminal else "")
+        text = None
+        while text is None:
+            text = on_rank_zero(groups, wait)
+        if not text:
+            write("\n" if on_terminal else "")
+            if number == 0:
+                on_rank_zero(groups, refuse)
+            return number
+        ends, message = None, None
+        if conversation is None:
+            prompt = make_prompts([text], args, model.tokenizer)[0]
+            tokens, message = prompt.tokens, prompt.message
+        else:
+            try:
+                tokens, message = conversation.ask(text)
+            except RequestError as problem:
+                write(f"WARNING: {problem}\n")
+                continue
+            ends = (*model.stop_token_ids, *conversation.template.stop_token_ids)
+        if message is not None:
+            write(f"{message}\n")
+        seed = mix_seed(args.seed, "sample", number)
+        batcher.add(Request(tokens, SamplingParams.from_args(args), args.maximum_tokens, seed, args.stop_strings, ends))
+        answer, count = "", 0
+        while batcher.busy:
+            for event in batcher.step():
+                write(event.text)
+                answer += event.text
+                count += len(event.tokens)
+        begun = count > 1 or bool(answer)
+        write("\n" if begun else f"{NOT_STARTED}\n")
+        if conversation is not None:
+            conversation.answer(answer)
+        number += 1

@@ -1,0 +1,144 @@
+"""Where the server listens, who may talk to it, and the thread that does the talking."""
+
+import asyncio
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron.generation.prompts.files import text_of
+from megatron.neox_arguments import NeoXArgs
+
+TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
+
+
+@dataclass(frozen=True)
+class ServerSocket:
+    """socket: bound, but not listening yet; token: that clients show."""
+
+    socket: socket.socket
+    token: str | None
+
+    @property
+    def address(self) -> str:
+        """`http://127.0.0.1:8000`."""
+        host, port = self.socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def open_server_socket(args: NeoXArgs) -> ServerSocket:
+    """What `serve_host`, `serve_port` and the token say. Raises ConfigError for an address that is taken or not of this
+    machine, and for one that others reach without a token."""
+    token = _find_token(args)
+    return ServerSocket(_bind(args, token is not None), token)
+
+
+def _find_token(args: NeoXArgs) -> str | None:
+    if args.serve_token_file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    token = text_of(args, "serve_token_file").strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise args.problem("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
+    return token
+
+
+def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
+    host, port = args.serve_host, args.serve_port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as cause:
+        raise args.problem("serve_host", f"{host}: is no address of this machine ({cause.strerror})") from cause
+    if not has_token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise args.problem(
+            "serve_host", f"{host}: others reach it, and would need no token; set the environment variable "
+            f"{TOKEN_VARIABLE} or serve_token_file, or leave serve_host at 127.0.0.1",
+        )  # fmt: skip
+    found = socket.socket(family, kind)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+    except OSError as cause:
+        found.close()
+        raise args.problem("serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
+    return found
+
+
+class _Protocol(H11Protocol):
+    """A connection that does not bring the header of a request in time is closed: within so many seconds of connecting,
+    or of the first byte after the last request."""
+
+    def __init__(self, seconds: float, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._seconds = seconds
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late is not None:
+            self._late.cancel()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # the header is there
+            if self._late is not None:
+                self._late.cancel()
+            self._late = None
+        elif self._late is None:
+            self._late = self.loop.call_later(self._seconds, self.transport.close)
+
+
+class HTTPServerThread:
+    """An ASGI application served by a thread with an event loop of its own."""
+
+    def __init__(self, found: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:
+        """on_end: called when the thread ends, also by itself. header_seconds: in which a request's header must have
+        come. Raises OSError when it cannot listen."""
+        config = uvicorn.Config(
+            app, http=partial(_Protocol, header_seconds),  # type: ignore[arg-type]
+            ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+            server_header=False, timeout_graceful_shutdown=5,
+        )  # fmt: skip
+        self.loop = asyncio.new_event_loop()
+        self.problem: BaseException | None = None
+        self._server, self._on_end = uvicorn.Server(config), on_end
+        self._thread = threading.Thread(target=self._run, args=(found,), name="http", daemon=True)
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        if self.problem is not None:
+            raise self.problem
+
+    def _run(self, found: socket.socket) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._server.serve(sockets=[found]))
+        except BaseException as problem:  # told to the main thread
+            self.problem = problem
+        self._on_end()
+
+    def call(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do it in the thread, soon."""
+        self.loop.call_soon_threadsafe(work, *arguments)
+
+    def close(self) -> None:
+        """Answer what is being answered, and end. Raises what the thread failed at."""
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        if self.problem is not None:
+            raise self.problem

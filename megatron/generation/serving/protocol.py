@@ -1,0 +1,229 @@
+"""What clients may send: the fields of OpenAI's API that are honoured, a few that others added, and no field that would
+be passed over in silence."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from megatron.generation.sampling import SamplingParams
+from megatron.generation.serving.errors import APIError
+
+STOPS = 16
+# Fields that change nothing here: what they are for does not exist.
+_HARMLESS = {
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+}  # fmt: skip
+# Fields that would change the answer, with the values that do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A text, texts, token ids or lists of them, as a list of texts and lists."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if _is_ids(value):
+            return [value]
+        if all(isinstance(item, list) and item and _is_ids(item) for item in value):
+            return list(value)
+    raise ValueError("expected a text, a list of texts, token ids, or a list of lists of token ids, none of them empty")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+class _StrictModel(BaseModel):
+    """Strict: `"1"` is no number. A field that is null is one that was not sent."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(_StrictModel):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # pads events against eavesdroppers; nothing is padded
+
+
+class _SamplingRequest(_StrictModel):
+    """What both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
+    return_token_ids: as in vLLM."""
+
+    model: str
+    n: int = Field(1, ge=1, le=128)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops)] = Field([], max_length=STOPS)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    return_token_ids: bool = False
+
+    def sampling(self) -> SamplingParams:
+        """top_p 0 is OpenAI's way to ask for the most likely token."""
+        return SamplingParams(
+            temperature=self.temperature if self.top_p > 0 else 0.0,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+        )
+
+
+class CompletionRequest(_SamplingRequest):
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens
+
+
+class TextPart(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: str = "{}"
+
+    def plain(self) -> dict[str, Any]:
+        """Arguments as the object that their JSON says, which templates expect (transformers, vLLM)."""
+        try:
+            told = json.loads(self.arguments or "{}")
+        except ValueError as problem:
+            raise APIError(
+                400, f"messages: the arguments of the tool call {self.name} are no JSON ({problem})", param="messages"
+            ) from None
+        return {"name": self.name, "arguments": told}
+
+
+class ToolCall(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = []
+
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is required")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id is for messages of role tool, and required there")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template takes it. Raises APIError for a call's arguments that are no JSON."""
+        content = self.content
+        found: dict[str, Any] = {
+            "role": self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+        }
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.plain()} for call in self.tool_calls
+            ]
+        return {key: value for key, value in found.items() if value is not None}
+
+
+class ChatCompletionRequest(_SamplingRequest):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+B = TypeVar("B", bound=_SamplingRequest)
+
+
+def parse(kind: type[B], content: bytes) -> B:
+    """The body of a request. Raises APIError, which names the field."""
+    try:
+        body = kind.model_validate_json(content)
+    except ValidationError as problem:
+        raise _first(problem, kind) from None
+    for name, value in (body.model_extra or {}).items():
+        if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
+            continue
+        raise APIError(
+            400, f"{name}: this server does not support it; leave it out", param=name, code="unsupported_parameter"
+        )
+    if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
+        raise APIError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if body.stream_options.include_usage and not body.stream:
+        raise APIError(400, "stream_options: needs stream to be true", param="stream_options")
+    return body
+
+
+def _first(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
+    """The first mistake; places within unions of types are named without the types."""
+    first = problem.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid" or not first["loc"]:
+        return APIError(400, f"the body is not a JSON object: {first['msg']}", code="invalid_json")
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        message = "is required"
+    return APIError(400, f"{place}: {message}", param=str(first["loc"][0]))

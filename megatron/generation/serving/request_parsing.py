@@ -1,0 +1,122 @@
+"""From the body of an HTTP request to requests of the batcher."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.generation.batching.requests import Request, RequestError
+from megatron.generation.prompts.chat import ChatTemplate
+from megatron.generation.serving.errors import APIError
+from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest, parse
+from megatron.generation.serving.responses import ParsedRequest
+from megatron.mpu import mix_seed
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RequestParser:
+    """HTTP bodies as requests of the batcher. positions, stop_token_ids: of the model. chat: None without a template;
+    why: the reason that there is none."""
+
+    name: str
+    tokenizer: Tokenizer
+    positions: int
+    stop_token_ids: tuple[int, ...]
+    chat: ChatTemplate | None
+    why: str = ""
+
+    def completion(self, content: bytes) -> ParsedRequest:
+        """Of `/v1/completions`. Raises APIError."""
+        body = parse(CompletionRequest, content)
+        self._check_model(body.model)
+        if body.max_tokens == 0 and not body.echo:
+            raise APIError(400, "max_tokens: 0 leaves nothing to do without echo", param="max_tokens")
+        self._check_ids("prompt", (token for ids in body.prompt if not isinstance(ids, str) for token in ids))
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        found = iter(self.tokenizer.tokenize_batch(texts))
+        prompts = [next(found) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        echoed = [
+            (prompt if isinstance(prompt, str) else self.tokenizer.detokenize(prompt)) if body.echo else ""
+            for prompt in body.prompt
+        ]
+        scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+        return self._asked(body, prompts, echoed, body.logprobs, scored, self.stop_token_ids)
+
+    def conversation(self, content: bytes) -> ParsedRequest:
+        """Of `/v1/chat/completions`. Raises APIError."""
+        body = parse(ChatCompletionRequest, content)
+        self._check_model(body.model)
+        if self.chat is None:
+            raise APIError(400, f"{self.why}; use /v1/completions", code="no_chat_template")
+        messages = [message.plain() for message in body.messages]
+        try:
+            prompt = self.chat.tokens(messages)
+            self.chat.check_heard(messages)
+        except RequestError as problem:
+            raise APIError(400, f"messages: {problem}", param="messages") from None
+        count = body.top_logprobs if body.logprobs else None
+        return self._asked(body, [prompt], [""], count, False, (*self.stop_token_ids, *self.chat.stop_token_ids))
+
+    def _asked(
+        self,
+        body: CompletionRequest | ChatCompletionRequest,
+        prompts: Sequence[Sequence[int]],
+        echoed: Sequence[str],
+        logprobs: int | None,
+        scored: bool,
+        stop_token_ids: tuple[int, ...],
+    ) -> ParsedRequest:
+        seed = body.seed if body.seed is not None else secrets.randbits(62)
+        self._check_ids("logit_bias", body.logit_bias)
+        sampling = body.sampling()
+        requests: list[Request] = []
+        for prompt in prompts:
+            tokens = list(prompt) or [self.tokenizer.eod]  # an empty one begins a document
+            maximum = self._fitting(len(tokens), body)
+            for _ in range(body.n):
+                requests.append(
+                    Request(
+                        tokens,
+                        sampling,
+                        maximum,
+                        mix_seed(seed, "sample", len(requests)),
+                        tuple(body.stop),
+                        () if body.ignore_eos else stop_token_ids,
+                        logprobs,
+                        scored,
+                        minimum_tokens=body.min_tokens,
+                    )
+                )
+        return ParsedRequest(body, requests, echoed)
+
+    def _fitting(self, length: int, body: CompletionRequest | ChatCompletionRequest) -> int:
+        room = self.positions - length
+        limit = room if body.limit is None else body.limit
+        if limit > room or room < 1 and body.limit is None:
+            asked = "" if body.limit is None else f", and {body.limit} more are asked for"
+            raise APIError(
+                400,
+                f"the model has {self.positions} positions; the prompt has {length} tokens{asked}. Shorten it"
+                + ("" if body.limit is None else " or ask for fewer"),
+                param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        if body.min_tokens > limit:
+            raise APIError(
+                400,
+                f"min_tokens: {body.min_tokens} is more than the {limit} that are written at most",
+                param="min_tokens",
+            )
+        return limit
+
+    def _check_ids(self, name: str, tokens: Iterable[int]) -> None:
+        wrong = next((token for token in tokens if not 0 <= token < self.tokenizer.vocab_size), None)
+        if wrong is not None:
+            last = self.tokenizer.vocab_size - 1
+            raise APIError(400, f"{name}: {wrong} is no token id; they go from 0 to {last}", param=name)
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            raise APIError(
+                404, f"there is no model {name!r} here, but {self.name!r}", param="model", code="model_not_found"
+            )

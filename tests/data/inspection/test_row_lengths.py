@@ -1,0 +1,140 @@
+"""Lengths of raw rows against transformers' own, and the tool on what people have."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.inspection.row_lengths import suggested
+from tests.data.samples import DATASET
+from tools.datasets.analyze import main
+
+TOKENIZER = DATASET / "hf_tokenizer"
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def analyze(monkeypatch, capsys) -> Callable[..., Done]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the tool sets: put back afterwards
+
+    def run(*words: object) -> Done:
+        code: object = 0
+        try:
+            main(list(map(str, words)))
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return Done(int(code != 0), out, err + (f"{code}\n" if isinstance(code, str) else ""))
+
+    return run
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATASET / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def hf():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+def table(done: Done) -> dict[str, list[str]]:
+    assert done.code == 0, done.stderr
+    return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+
+
+def numbers(lengths: list[int], cut: int = 8192) -> list[str]:
+    middle = [str(int(np.percentile(lengths, p, method="higher"))) for p in (50, 95, 100)]
+    return middle + [f"{np.mean(np.array(lengths) <= n):.1%}" for n in (1024, 2048, 4096, 8192, 16384, 32768)]
+
+
+def chat_length(hf, messages: list[dict], **options) -> int:
+    return len(hf.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_pairs(tmp_path: Path, hf, analyze, explicit: bool):
+    """prompt + chosen + rejected, and chosen + rejected that share their first messages; an EOS ends each."""
+    lines, prompts, wholes = [], [], []
+    for row in rows("pairs"):
+        shared = next(i for i, (a, b) in enumerate(zip(row["chosen"], row["rejected"], strict=True)) if a != b)
+        prompt = row["chosen"][:shared]
+        if explicit:
+            row = {"prompt": prompt} | {side: row[side][shared:] for side in ("chosen", "rejected")}
+        lines.append(json.dumps(row))
+        prompts.append(chat_length(hf, prompt, add_generation_prompt=True))
+        sides = [prompt + row[side][shared if not explicit else 0 :] for side in ("chosen", "rejected")]
+        wholes.append([chat_length(hf, side) + 1 for side in sides])
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    done = analyze(tmp_path / "p.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--max-prompt-length", 30)
+    found, whole = table(done), [max(pair) for pair in wholes]
+    assert found["prompt"] == numbers(prompts) and found["whole"] == numbers(whole)
+    assert found["chosen"] == numbers([pair[0] - p for pair, p in zip(wholes, prompts, strict=True)])
+    assert found["rejected"] == numbers([pair[1] - p for pair, p in zip(wholes, prompts, strict=True)])
+    for flag, lengths, limit in (("--max-length", whole, 100), ("--max-prompt-length", prompts, 30)):
+        over = sum(length > limit for length in lengths)
+        assert 0 < over < 24 and found[flag][1] == str(over)
+    assert "suggested: --max-length 128 --max-prompt-length 128 " in done.stdout
+
+
+def test_conversations_texts_and_completions(tmp_path: Path, hf, analyze):
+    chat = [chat_length(hf, row["conversation"]) + 1 for row in rows("chat")]
+    assert table(analyze(DATASET / "chat.jsonl", "--tokenizer", TOKENIZER))["whole"] == numbers(chat)
+    texts = [row["text"] for row in rows("corpusA")]
+    found = table(analyze(DATASET / "corpusA.jsonl", "--tokenizer", DATASET / "tokenizer.json"))
+    assert found["whole"] == numbers([len(ids) for ids in hf(texts)["input_ids"]]) and "prompt" not in found
+    pairs = [{"prompt": text[:30], "completion": text[30:]} for text in texts]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    found = table(analyze(tmp_path / "c.jsonl", "--tokenizer", TOKENIZER))
+    assert found["prompt"] == numbers([len(hf(row["prompt"])["input_ids"]) for row in pairs])
+    assert found["whole"] == numbers([len(ids) + 1 for ids in hf(texts)["input_ids"]])
+
+
+def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n{"messages": "x"}\n')
+    (tmp_path / "b.jsonl").write_text('{"words": "x"}\n')
+    (tmp_path / "c.jsonl").write_text("\n")
+    for file, words, message in (
+        ("a.jsonl", [], 'a.jsonl:2: "messages" is str, not a list of messages'),
+        ("b.jsonl", [], "b.jsonl:1: no column to measure (found: words)"),
+        ("b.jsonl", ["--tokenizer", DATASET / "none"], "none: no such folder"),
+        ("c.jsonl", [], "c.jsonl: no rows"),
+        ("d.jsonl", [], "d.jsonl: no such file"),
+    ):
+        done = analyze(tmp_path / file, "--tokenizer", TOKENIZER, *words)
+        assert done.code == 1 and done.stderr.startswith("analyze.py: error: "), done.stderr
+        assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_no_gpu_is_touched(tmp_path: Path):
+    """The variable is emptied before torch, which transformers may load, can look."""
+    code = (
+        "import os, sys; sys.argv[0] = 'x'; from tools.datasets.analyze import main; "
+        f"main([{str(DATASET / 'corpusA.jsonl')!r}, '--tokenizer', {str(TOKENIZER)!r}]); "
+        "torch = sys.modules.get('torch'); "
+        "print(repr(os.environ['CUDA_VISIBLE_DEVICES']), torch is not None and torch.cuda.is_initialized())"
+    )
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment)
+    assert done.stdout.splitlines()[-1] == "'' False", done.stderr
+
+
+def test_suggestions():
+    lengths = np.array([100] * 95 + [3000] * 5)
+    assert suggested(lengths) == 128 and suggested(lengths[1:]) == 4096, "95 of 100 fit, 94 of 99 do not"
+    assert suggested(np.array([1 << 21])) == 1 << 20

@@ -1,0 +1,168 @@
+"""Damage of every kind is found, and the first bad document named."""
+
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, IndexedDatasetWriter
+from megatron.data.indexed_dataset import check_boundaries
+from megatron.data.inspection.file_groups import find_columns
+from megatron.data.inspection.verify import Checked, blocks, verify
+from tests.data.samples import DATASET, TOKENIZER
+
+TOOL = Path(__file__).parents[3] / "tools" / "datasets" / "verify.py"
+HEADER = 34  # bytes of an .idx before its tables
+TEXT, LABEL, REWARD = (f"chat_kto_conversation_{kind}document" for kind in ("", "label_", "reward_"))
+COUNT = 24
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    """A copy of golden text, labels and rewards (int32, 24 documents)."""
+    for file in DATASET.glob("chat_kto_*"):
+        shutil.copy(file, tmp_path)
+    return tmp_path / TEXT
+
+
+def checked(prefix: Path, vocab_size: int | None = 380) -> list[Checked]:
+    return [found for column in find_columns(prefix) for found in verify(column, vocab_size)]
+
+
+def poke(file: Path, offset: int, kind: str, value: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        opened.write(struct.pack(kind, value))
+
+
+def test_golden_files_are_whole(chat: Path):
+    text, label, reward = checked(chat)
+    assert (text.documents, text.tokens, text.dtype, text.ids) == (COUNT, 4099, "int32", (0, 379))
+    labels = np.fromfile(DATASET / f"{LABEL}.bin", "<i4")
+    assert (label.trained, label.tokens) == (int((labels != -100).sum()), 4099) and reward.tokens == COUNT
+    assert [found.documents for found in checked(DATASET / "corpusA_lazy_text_document")] == [80]
+    assert [Path(found.prefix).name for found in checked(DATASET / "instruct")] == [
+        "instruct_text_document", "instruct_label_document",
+    ]  # fmt: skip
+
+
+SIZES = np.fromfile(DATASET / f"{TEXT}.idx", "<i4", COUNT, offset=HEADER)
+POINTERS = HEADER + 4 * COUNT
+BOUNDARIES = POINTERS + 8 * COUNT
+START = 4 * int(SIZES[:7].sum())  # byte of document 7
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"1234567")
+
+
+# name, what is done in the folder, what is said
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("size", lambda d: poke(d / f"{TEXT}.idx", HEADER + 28, "<i", -3), r"document 7 \(sequence 7\) has -3 tokens"),
+    ("pointer", lambda d: poke(d / f"{TEXT}.idx", POINTERS + 56, "<q", 1), f"document 7 .* byte 1, but .* at {START}"),
+    ("boundary", lambda d: poke(d / f"{TEXT}.idx", BOUNDARIES + 56, "<q", 3), "document 6 is sequences 6 to 3 of 24"),
+    ("boundary off by one", lambda d: poke(d / f"{TEXT}.idx", BOUNDARIES + 56, "<q", 6), "document 7 is .* is wrong"),
+    (
+        "boundaries that wrap around",
+        lambda d: [poke(d / f"{TEXT}.idx", BOUNDARIES + 56 + 8 * i, "<q", v) for i, v in enumerate((2**63 - 1, -2))],
+        "document 7 is sequences 9223372036854775807 to -2 of 24",
+    ),
+    ("other file", lambda d: shutil.copy(d / f"{TEXT}.bin", d / f"{TEXT}.idx"), "not an index"),
+    ("cut index", lambda d: cut(d / f"{TEXT}.idx", -1), "needs"),
+    ("cut off", lambda d: cut(d / f"{TEXT}.bin", START + 9), f"after {START + 9} bytes, before the end of document 7 "),
+    ("longer", lambda d: longer(d / f"{TEXT}.bin"), "7 bytes after the last document"),
+    ("id", lambda d: poke(d / f"{TEXT}.bin", START + 20, "<i", 380), "document 7, token 5: 380 is no token id in a"),
+    ("negative id", lambda d: poke(d / f"{TEXT}.bin", START, "<i", -1), "document 7, token 0: -1 is no token id"),
+    ("label", lambda d: poke(d / f"{LABEL}.bin", START + 20, "<i", 9), "document 7, token 5: 9 is neither -100 nor"),
+    ("no labels", lambda d: (d / f"{LABEL}.bin").unlink(), r"label_document.bin: no such file"),
+    ("fewer labels", lambda d: shorter(d / LABEL), "document 7 has 1 labels, but .* tokens"),
+    ("fewer rewards", lambda d: write(d / REWARD, [[1]] * 23), "23 documents, but .* has 24"),
+    (
+        "no reward",
+        lambda d: write(d / REWARD, [[1.0]] * 4 + [[np.nan]] + [[1.0]] * 19),
+        "document 4, token 0: nan",
+    ),
+]
+
+
+def shorter(prefix: Path) -> None:
+    write(prefix, [[-100] * (1 if i == 7 else size) for i, size in enumerate(SIZES.tolist())])
+
+
+def write(prefix: Path, rows: list[list]) -> None:
+    dtype = np.float32 if isinstance(rows[0][0], float) else np.int32
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for row in rows:
+            writer.add_document(np.array(row, dtype))
+
+
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_damage_is_found(chat: Path, damage: Callable[[Path], None], message: str):
+    damage(chat.parent)
+    with pytest.raises(DataError, match=message):
+        checked(chat)
+
+
+def test_documents_of_several_sequences(tmp_path: Path):
+    """As Megatron-core writes them: documents are groups of sequences."""
+    sizes, boundaries = [3, 4, 5, 1, 2], [0, 2, 2, 5]
+    tokens = np.arange(15, dtype="<u2")
+    tokens.tofile(tmp_path / "m.bin")
+    tables = struct.pack("<5i5q4q", *sizes, 0, 6, 14, 24, 26, *boundaries)
+    (tmp_path / "m.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 4) + tables)
+    assert checked(tmp_path / "m", 15)[0].documents == 3
+    for limit, document, token in ((5, 0, 5), (11, 2, 4)):
+        with pytest.raises(DataError, match=f"document {document}, token {token}: {limit} is no token id"):
+            checked(tmp_path / "m", limit)
+
+
+def test_wrong_boundaries_of_the_old_format(tmp_path: Path):
+    for kind in ("bin", "idx"):
+        shutil.copy(DATASET / f"corpusA_lazy_text_document.{kind}", tmp_path / f"old.{kind}")
+    file = tmp_path / "old.idx"
+    poke(file, file.stat().st_size - 16, "<q", 3)
+    with pytest.raises(DataError, match=r"old.idx: document 78 is sequences 78 to 3 of 80"):
+        checked(tmp_path / "old")
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 4, 100])
+def test_a_boundary_off_by_one_beside_the_edge_of_a_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.data.indexed_dataset.CHUNK", chunk)
+    for wrong in range(1, 9):
+        for by in (-1, 1):
+            boundaries = np.arange(10)
+            boundaries[wrong] += by
+            with pytest.raises(DataError, match=f"document {wrong - 1 if by > 0 else wrong} is .* is wrong"):
+                check_boundaries(tmp := Path("x.idx"), boundaries, 9)
+    check_boundaries(tmp, np.array([0, 2, 2, 5, 6, 8]), 8)
+    check_boundaries(tmp, np.array([0, 0, 1, 2, 2, 2, 3]), 3)
+
+
+def test_blocks_cover_all_sequences():
+    sizes = np.array([0, 1, 1 << 22, 5, 0, (1 << 22) + 7, 3, 0], np.int32)
+    found = list(blocks(sizes))
+    assert [first for first, _ in found] == [0, *[last for _, last in found[:-1]]] and found[-1][1] == len(sizes)
+    assert all(last == first + 1 or sizes[first:last].sum() <= 1 << 22 for first, last in found)
+
+
+def test_tool(chat: Path):
+    def run(*words: object) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, TOOL, *map(str, words)], capture_output=True, text=True, timeout=60)
+
+    done = run(chat, "--vocab-file", TOKENIZER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"{chat}: 24 documents, 4099 values, int32, ids 0 to 379 (vocabulary 380)"
+    done = run(chat, "--vocab-size", 379)
+    assert done.returncode == 1 and done.stderr.startswith(f"verify.py: error: {chat}.bin: document ")
+    assert done.stderr.count("\n") == 1
+    done = run(chat.parent / "none")
+    assert done.returncode == 1 and "none.idx: no such file, and no" in done.stderr

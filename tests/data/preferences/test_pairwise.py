@@ -1,0 +1,224 @@
+"""Preference pairs against GPT-NeoX's samples and TRL's implicit prompt."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from trl.data_utils import extract_prompt
+
+from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
+from megatron.data.blending import BlendedDataset
+from megatron.data.index_maps import DataState
+from megatron.data.preferences.preference_sets import build_preference_sets
+from tests.data.samples import DATASET, INDEXMAPS, golden_maps
+
+PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}
+LABELS = {name: str(DATASET / f"pairs_{name}_label_document") for name in ("chosen", "rejected")}
+GOLDEN = np.load(INDEXMAPS / "pairwise_unpacked" / "samples.npz")
+SIZES = [72, 108, 119, 62, 101, 93, 49, 84, 112, 111, 105, 90, 100, 114, 78, 53, 93, 116, 115, 51, 70, 76, 119, 97]
+
+
+def make_args(**changes):
+    sets = {f"{side}_{name}_{middle}data_paths": None
+            for side in ("pos", "neg") for name in ("train", "valid", "test") for middle in ("", "label_")}  # fmt: skip
+    values = {
+        **sets, "pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
+        "pos_train_label_data_paths": (LABELS["chosen"],), "neg_train_label_data_paths": (LABELS["rejected"],),
+        "precompute_model_name": None, "data_impl": "infer", "seq_length": 128, "seed": 1234, "data_seed": None,
+        "pack_impl": "unpacked", "allow_chopped": True, "truncate_documents": None, "drop_last": None,
+        "compat_group_texts_batch": None, "compat_pack_impl": False, "padded_vocab_size": 380,
+        "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
+        "weight_by_num_documents": False, "weight_by": None, "weighted_sampler_alpha": 1.0,
+        "compat_weight_by_num_documents": False, "train_impl": "dpo", "dataset_impl": "pairwise", "max_length": None,
+        "max_prompt_length": None, "limit_samples": None, "train_iters": 1, "eval_interval": 1, "eval_iters": 0,
+        "index_cache_dir": None, "save": None,
+    }  # fmt: skip
+    return SimpleNamespace(**values | changes)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory):
+    CACHE["index_cache_dir"] = str(tmp_path_factory.mktemp("cache"))
+
+
+CACHE: dict[str, str] = {}
+
+
+def build(samples: int = 40, **changes):
+    args = make_args(**CACHE, **changes)
+    return build_preference_sets(args, samples, lambda work: work(), None, DataState()).train
+
+
+def notes(**changes):
+    args = make_args(**CACHE, **changes)
+    return build_preference_sets(args, 4, lambda work: work(), None, DataState()).log_lines
+
+
+def test_order_and_samples_equal_neox_with_its_error():
+    dataset, maps = build(compat_pack_impl=True), golden_maps("pairwise_unpacked")
+    assert len(dataset) == 40
+    ours = dataset.maps
+    # Its order names documents straight, ours their place in doc_idx: the same documents
+    np.testing.assert_array_equal(ours.doc_idx[ours.shuffle_idx], maps.doc_idx[maps.shuffle_idx])
+    for i in range(20):
+        for side, sample in zip(("pos", "neg"), dataset[i].rows, strict=True):
+            np.testing.assert_array_equal(sample.tokens, GOLDEN[side][i])
+            np.testing.assert_array_equal(sample.labels, GOLDEN[f"{side}_label"][i])
+
+
+def test_samples_end_with_their_document():
+    """GPT-NeoX adds the first token of the next one."""
+    found = {sample.tokens.tobytes(): sample for i in range(40) for sample in [build()[i].rows[0]]}
+    for row, label in zip(GOLDEN["pos"], GOLDEN["pos_label"], strict=True):
+        wrong = np.flatnonzero(row)[-1]
+        assert row[wrong] == 60 and label[wrong] == -100
+        right = row.copy()
+        right[wrong] = 0
+        np.testing.assert_array_equal(found[right.tobytes()].labels, label)
+
+
+def test_each_pair_once_in_each_epoch_and_both_sides_together():
+    dataset = build()
+    chosen, rejected = (IndexedDataset(PAIRS[name]) for name in ("chosen", "rejected"))
+    rows = {tuple(chosen[i]): tuple(rejected[i]) for i in range(24)}
+    for epoch in (0, 24):
+        seen = []
+        for i in range(epoch, min(epoch + 24, len(dataset))):
+            chosen, rejected = dataset[i].rows
+            seen.append(tuple(chosen.tokens[: np.flatnonzero(chosen.labels >= 0)[-1] + 1]))
+            end = np.flatnonzero(rejected.labels >= 0)[-1] + 1
+            assert tuple(rejected.tokens[:end]) == rows[seen[-1]]
+        assert len(set(seen)) == len(seen)
+    assert len(dataset) == 48
+
+
+def test_without_labels_the_prompt_is_what_trl_takes():
+    given = {"pos_train_label_data_paths": None, "neg_train_label_data_paths": None}
+    dataset, places = build(**given), {}
+    chosen, rejected = (IndexedDataset(PAIRS[name]) for name in ("chosen", "rejected"))
+    for i in range(24):
+        theirs = extract_prompt({"chosen": chosen[i].tolist(), "rejected": rejected[i].tolist()})
+        places[tuple(chosen[i])] = theirs
+    for i in range(24):
+        rows = dataset[i].rows
+        theirs = next(row for text, row in places.items() if tuple(rows[0].tokens[: len(text)]) == text)
+        for sample, side in zip(rows, ("chosen", "rejected"), strict=True):
+            assert sample.labels[sample.labels >= 0].tolist() == theirs[side]
+            assert (sample.labels[: len(theirs["prompt"])] == -100).all()
+
+
+def test_rows_of_two_hold_the_same_pairs():
+    dataset, several = build(20, seq_length=256, pack_impl="pack_until_overflow"), 0
+    for i in range(len(dataset.maps.sample_idx) - 1):
+        chosen, rejected = ([piece[0] for piece in row.pieces(i)] for row in dataset.rows)
+        assert chosen == rejected
+        several += len(chosen) > 1
+        assert sum(SIZES[d] for d in chosen) == np.count_nonzero(dataset[i].rows[0].tokens) + len(chosen)
+        assert dataset.documents(i) == [document for d in chosen for document in (2 * d, 2 * d + 1)]
+    assert several > 3
+
+
+def test_too_long_pairs_are_cut_or_left_out():
+    assert len(build(24, seq_length=100).maps.sample_idx) - 1 == 24
+    kept = build(24, seq_length=100, allow_chopped=False)
+    longest = np.maximum(SIZES, IndexedDataset(PAIRS["rejected"]).sizes)
+    assert set(kept.maps.doc_idx.tolist()) == set(np.flatnonzero(longest <= 101).tolist()) != set(range(24))
+
+
+def write(prefix: Path, documents: list[list[float]], dtype: type = np.int32) -> str:
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(np.array(document, dtype))
+    return str(prefix)
+
+
+def sides(tmp_path: Path, pos: list[list[int]], neg: list[list[int]]) -> dict:
+    paths = (write(tmp_path / "p", pos),), (write(tmp_path / "n", neg),)
+    return {"pos_train_data_paths": paths[0], "neg_train_data_paths": paths[1],
+            "pos_train_label_data_paths": None, "neg_train_label_data_paths": None}  # fmt: skip
+
+
+def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
+    pos = [[1, 2, 3], [1, 2], [5, 6, 7, 8, 9, 1], [4, 4, 4]]
+    neg = [[1, 2, 4], [1, 2, 3], [5, 6, 7, 8, 9, 2], [3, 4]]
+    two = sides(tmp_path, pos, neg)
+    # 1: nothing comes after the prompt of one side; 2: what differs is cut off
+    assert set(build(10, **two, seq_length=4).maps.doc_idx) == {0, 3}
+    first, untrained, unreached = notes(**two, seq_length=4)
+    assert first == (
+        f"train: {tmp_path}/p.bin: 2 pairs in 4 rows of 4 tokens, 4.0 pairs a step on average; 45.0 % padding"
+    )
+    assert "1 pairs are left out: an answer has no token to train (the first: number 1)" in untrained
+    assert "1 pairs are left out: all to train is cut off (the first: number 2)" in unreached
+    with pytest.raises(DataError, match=r"p\.bin: none of 4 documents makes a train sample"):
+        build(4, **two, seq_length=0)
+
+
+def test_references_for_tokens_and_sums(tmp_path: Path):
+    args = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]]) | {"seq_length": 8}
+    assert build(2, **args)[0].reference_logprobs is None
+    write(tmp_path / "p_base", [[7, -1.5, -2.5], [7, -3.5]], np.float32)
+    write(tmp_path / "n_base", [[7, -4.5], [7, -5.5, -6.5, -7.5]], np.float32)
+    write(tmp_path / "p_sums", [[-4], [-3.5]], np.float32)
+    write(tmp_path / "n_sums", [[-4.5], [-19.5]], np.float32)
+    for pack_impl in ("unpacked", "best_fit", "pack_until_overflow"):
+        for name in ("base", "sums"):
+            dataset = build(2, precompute_model_name=name, pack_impl=pack_impl, **args)
+            for i in range(2):
+                sums = {0: [-4, -4.5], 1: [-3.5, -19.5]}
+                pairs = dataset.documents(i)[::2]
+                assert dataset[i].reference_logprobs.dtype == np.float32
+                assert dataset[i].reference_logprobs.tolist() == [value for pair in pairs for value in sums[pair // 2]]
+    args["seq_length"] = 2
+    assert sorted(build(2, precompute_model_name="base", **args)[i].reference_logprobs.tolist() for i in (0, 1)) == [
+        [-4, -4.5], [-3.5, -12]
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"n_sums\.bin: sums over whole documents, but document 1 .* cut to 3 tokens"):
+        build(2, precompute_model_name="sums", **args)
+    build(2, precompute_model_name="sums", allow_chopped=False, **args)
+
+
+@pytest.mark.parametrize(
+    ("reference", "dtype", "message"),
+    [
+        ([[0, 1, 2]], np.float32, "1 documents of float32; expected 2"),
+        ([[0, 1, 2], [0, 1]], np.int32, "2 documents of int32; expected 2 of float32"),
+        ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 has 3 values for 2 tokens"),
+        ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 is not finite"),
+    ],
+)
+def test_references_that_do_not_fit(reference: list, dtype: type, message: str, tmp_path: Path):
+    two = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]])
+    write(tmp_path / "n_base", [[0, 1], [0, 1, 2, 3]], np.float32)
+    write(tmp_path / "p_base", reference, dtype)
+    with pytest.raises(DataError, match=message):
+        build(2, precompute_model_name="base", **two)
+
+
+def test_sides_that_are_no_pairs(tmp_path: Path):
+    with pytest.raises(DataError, match=r"p\.bin: 1 documents, but .*n\.bin has 2: no pairs"):
+        build(1, **sides(tmp_path, [[1, 2]], [[1, 2], [3]]))
+
+
+def test_several_sets_of_pairs_are_blended():
+    twice = {"pos_train_data_paths": (PAIRS["chosen"], PAIRS["rejected"]),
+             "neg_train_data_paths": (PAIRS["rejected"], PAIRS["chosen"]),
+             "pos_train_label_data_paths": (LABELS["chosen"], LABELS["rejected"]),
+             "neg_train_label_data_paths": (LABELS["rejected"], LABELS["chosen"])}  # fmt: skip
+    dataset = build(40, **twice, train_data_weights=(3.0, 1.0))
+    assert isinstance(dataset, BlendedDataset) and len(dataset) == 40
+    first = {build(24)[i].rows[0].tokens.tobytes() for i in range(24)}
+    assert sum(dataset[i].rows[0].tokens.tobytes() in first for i in range(40)) == 30
+
+
+def test_sides_with_empty_documents_in_other_places_are_refused(tmp_path: Path):
+    """An empty text is a boundary without a sequence: counted in sequences both sides are as long, and slip."""
+    for name, rows in (("pos", [[1, 2], [], [1, 3]]), ("neg", [[], [1, 4], [1, 5]])):
+        with IndexedDatasetWriter(str(tmp_path / name), np.dtype(np.uint16)) as writer:
+            writer.add_documents(np.array(sum(rows, []), np.uint16), np.array([len(row) for row in rows]))
+    with pytest.raises(DataError, match="empty documents stand in other places"):
+        build(
+            pos_train_data_paths=(str(tmp_path / "pos"),), neg_train_data_paths=(str(tmp_path / "neg"),),
+            pos_train_label_data_paths=None, neg_train_label_data_paths=None,
+        )  # fmt: skip

@@ -1,0 +1,357 @@
+"""Properties of preference samples on random data: what is once in an epoch, together in a row, trained or not."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import (
+    DataError,
+    IndexedDatasetWriter,
+    build_datasets,
+    collation,
+    epoch_iterations,
+    eval_batches,
+    order_sha256,
+)
+from megatron.data import train_loader as loader
+from megatron.data.index_maps import Packing
+from megatron.data.labels import first_labelled_token
+from megatron.data.preferences.kto import mismatched_documents
+from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
+from megatron.data.storage import open_dataset
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+SEQ, PAIRS = 48, 60
+LAYOUTS = ["unpacked", "pack_until_overflow", "best_fit"]
+
+
+def write(prefix: Path, rows: list, dtype: type = np.int32) -> str:
+    with IndexedDatasetWriter(str(prefix), dtype) as writer:
+        for row in rows:
+            writer.add_document(np.asarray(row, dtype))
+    return str(prefix)
+
+
+def random_pairs(seed: int, count: int = PAIRS) -> list[tuple[list[int], list[int], list[int]]]:
+    """(prompt, chosen, rejected), each pair with tokens of its own."""
+    random, made = np.random.default_rng(seed), []
+    for pair in range(count):
+        sizes = random.integers([1, 1, 1], [12, 14, 14])
+        made.append(tuple([10 + 7 * pair + part] * size for part, size in enumerate(sizes)))
+    return made
+
+
+def write_pairs(folder: Path, pairs: list, name: str = "") -> dict:
+    paths = {}
+    for side, place in (("pos", 1), ("neg", 2)):
+        rows = [row[0] + row[place] for row in pairs]
+        labels = [[-100] * len(row[0]) + row[place] for row in pairs]
+        paths[f"{side}_train_data_paths"] = (write(folder / f"{name}{side}", rows),)
+        paths[f"{side}_train_label_data_paths"] = (write(folder / f"{name}{side}_label", labels),)
+    return paths
+
+
+def configuration(folder: Path, world: int = 1, **changes) -> NeoXArgs:
+    values = {
+        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": SEQ, "max_position_embeddings": SEQ,
+        "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "best_fit", "train_iters": 8, "eval_iters": 0,
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "num_workers": 0,
+        "padded_vocab_size": 512, "tokenizer_type": "CharLevelTokenizer", "index_cache_dir": str(folder / "cache"),
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    return NeoXArgs.from_dict(values | changes).for_world(world)
+
+
+def build(args: NeoXArgs, epochs: int | None = None):
+    return build_datasets(args, train_batch_size=args.train_batch_size, once=lambda work: work(), epochs=epochs)
+
+
+def answers_of(batch) -> dict[int, tuple[list[int], list[int]]]:
+    """Answer -> (tokens, trained labels), read as a model reads them: each in one piece of one row."""
+    found = {}
+    for row in range(len(batch.tokens)):
+        for number in batch.response_ids[row].unique().tolist():
+            places = torch.where(batch.response_ids[row] == number)[0]
+            assert torch.equal(places, torch.arange(places[0], places[-1] + 1))
+            weights = batch.loss_weights[row, places] > 0
+            if number < 0:
+                assert not weights.any(), "padding is trained"
+                continue
+            assert number not in found
+            found[number] = batch.tokens[row, places].tolist(), batch.labels[row, places][weights].tolist()
+            if batch.positions is not None:
+                assert torch.equal(batch.positions[row, places], torch.arange(len(places)))
+                assert int(places[0]) in batch.cu_seqlens[row].tolist()
+    assert set(found) == set(range(len(batch.preference_labels)))
+    return found
+
+
+def batches(args: NeoXArgs, dataset, consumed: int = 0, **rank) -> list:
+    rank = rank or {"data_rank": 0, "data_size": 1}
+    return [batch for step in loader(dataset, args, consumed_samples=consumed, **rank) for batch in step]
+
+
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path: Path):
+    pairs = random_pairs(seed)
+    args = configuration(tmp_path, pack_impl=pack_impl, seed=seed, train_epochs=2, train_iters=None,
+                         gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=1,
+                         **write_pairs(tmp_path, pairs))  # fmt: skip
+    steps = epoch_iterations(args, 1)
+    args = args.replace(train_epochs=None, train_iters=steps)
+    dataset = build(args, epochs=2).train
+    assert len(dataset) == steps
+    seen: Counter = Counter()
+    orders = []
+    for i, batch in enumerate(batches(args, dataset)):
+        assert batch.tokens.shape == (1 if pack_impl == "best_fit" else 2, SEQ)
+        assert (batch.positions is None) == (batch.cu_seqlens is None) == (pack_impl == "unpacked")
+        found = answers_of(batch)
+        assert batch.preference_labels.tolist() == [1.0] * len(found)
+        for number in range(0, len(found), 2):
+            (chosen, trained), (rejected, other) = found[number], found[number + 1]
+            pair = next(p for p in pairs if p[1] == trained)
+            # What only the last token of a full row predicts is no input
+            assert chosen in (pair[0] + pair[1], (pair[0] + pair[1])[:-1])
+            assert rejected in (pair[0] + pair[2], (pair[0] + pair[2])[:-1]) and other == pair[2]
+            seen[pair[1][0], 2 * i // steps] += 1
+            orders.append(pair[1][0])
+        if pack_impl == "best_fit":
+            assert (batch.cu_seqlens[:, 0] == 0).all()
+    assert seen == {(pair[1][0], epoch): 1 for pair in pairs for epoch in (0, 1)}
+    assert orders[:PAIRS] != orders[PAIRS:], "each epoch has an order of its own"
+
+
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+@pytest.mark.parametrize("train_impl", ["dpo", "kto"])
+def test_a_run_goes_on_exactly_and_ranks_share_its_samples(train_impl: str, pack_impl: str, tmp_path: Path):
+    def flat(found) -> list:
+        parts = ("tokens", "labels", "loss_weights", "response_ids", "preference_labels", "positions", "cu_seqlens")
+        values = [
+            [getattr(batch, part) for part in parts] + [batch.kl_batch and batch.kl_batch.tokens] for batch in found
+        ]
+        return [[None if value is None else value.tolist() for value in row] for row in values]
+
+    changes = {"train_impl": train_impl, "pack_impl": pack_impl, **write_pairs(tmp_path, random_pairs(3))}
+    args = configuration(tmp_path, **changes)
+    dataset = build(args).train
+    whole = flat(batches(args, dataset))
+    assert len(whole) >= 16
+    more = build(args.replace(train_iters=30, num_workers=1)).train
+    assert flat(batches(args.replace(num_workers=1), more, 12))[: len(whole) - 6] == whole[6:]
+    assert order_sha256(more, 20) == order_sha256(dataset, 20) != order_sha256(dataset, 19)
+    one = configuration(tmp_path, **changes, gradient_accumulation_steps=1, world=2)
+    ranks = [flat(batches(one, dataset, data_rank=rank, data_size=2)) for rank in (0, 1)]
+    assert [batch for step in zip(*ranks, strict=True) for batch in step] == whole
+
+
+def test_lengths_left_and_right(tmp_path: Path):
+    pairs = [([1, 2, 3, 4, 5, 6], [7, 8, 9], [7, 9, 9, 9, 9]), ([1, 2], [3] * 20, [4] * 30), ([5], [6], [7])]
+    paths = write_pairs(tmp_path, pairs)
+
+    def texts(**changes) -> dict:
+        args = configuration(tmp_path, pack_impl="unpacked", gradient_accumulation_steps=1, train_iters=3,
+                             train_micro_batch_size_per_gpu=1, **paths, **changes)  # fmt: skip
+        datasets = build(args)
+        found = [answers_of(batch) for batch in batches(args, datasets.train)]
+        return {answers[0][1][0]: answers for answers in found}, datasets.log_lines
+
+    found, notes = texts(max_prompt_length=4, max_length=10)
+    assert found[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
+    assert found[3] == {0: ([1, 2] + [3] * 8, [3] * 8), 1: ([1, 2] + [4] * 8, [4] * 8)}
+    assert any("2 prompts lose their beginning, 4 tokens in all" in note for note in notes)
+    assert any("2 answers lose their end, 34 tokens in all" in note for note in notes)
+    found, notes = texts(max_length=10, allow_chopped=False)
+    assert set(found) == {6} and any("2 pairs are left out: too long (allow_chopped: false)" in note for note in notes)
+    found, notes = texts(max_length=6)
+    assert set(found) == {3, 6} and any("1 pairs are left out: all to train is cut off (the first: number 0)" in n
+                                        for n in notes)  # fmt: skip
+
+
+def test_pairs_longer_than_a_row_are_cut_evenly():
+    sizes, first = np.array([[30, 40], [3, 60], [10, 10]]), np.full((3, 2), 2)
+    maps = build_preference_maps(sizes, first, 3, 48, 0, Packing("best_fit"), LengthLimits())
+    assert maps.size.tolist() == [24, 24, 3, 46, 10, 10]
+    kept = build_preference_maps(sizes, first, 3, 48, 0, Packing("best_fit", allow_chopped=False), LengthLimits())
+    assert kept.doc_idx.tolist() == [4, 5] and kept.counts[COUNTS.index("too_long")] == 2
+
+
+@pytest.mark.parametrize("median, p95, seq", [(2138, 15433, 16384), (682, 3521, 4096)])
+def test_padding_of_lengths_like_olmo_3(median: int, p95: int, seq: int):
+    """Lengths of Dolci-Think-DPO-7B and Dolci-Instruct-DPO, an eighth of them: log-normal, cut at half a row."""
+    random = np.random.default_rng(0)
+    sizes = np.exp(random.normal(np.log(median / 8), np.log(p95 / median) / 1.6449, (4000, 2)))
+    sizes = np.maximum(4, sizes.astype(np.int64))
+    first, limits = np.full_like(sizes, 2), LengthLimits(seq // 16)
+    maps = build_preference_maps(sizes, first, 1, seq // 8, 0, Packing("best_fit"), limits)
+    count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
+    assert count["units"] == 4000
+    assert 1 - count["tokens"] / (count["samples"] * (seq // 8 + 1)) < 0.03
+    # Rows of like lengths do not follow each other: the number of pairs in a row says nothing about its place
+    rows = np.diff(maps.sample_idx[:, 0])[maps.shuffle_idx] // 2
+    assert abs(np.corrcoef(rows, np.arange(len(rows)))[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+def test_kto_compares_with_answers_to_other_prompts(pack_impl: str, tmp_path: Path):
+    pairs = random_pairs(5)
+    args = configuration(tmp_path, train_impl="kto", pack_impl=pack_impl, **write_pairs(tmp_path, pairs),
+                         kto_undesirable_weight=0.5, gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=1,
+                         train_iters=1)  # fmt: skip
+    dataset = build(args).train
+    prompts = {pair[0][0]: pair[0] for pair in pairs}
+    good, bad = ({tuple(pair[place]) for pair in pairs} for place in (1, 2))
+    seen, compared = Counter(), Counter()
+    for batch in batches(args, dataset):
+        for number, (tokens, trained) in answers_of(batch).items():
+            assert tuple(trained) in (good if batch.preference_labels[number] > 0 else bad)
+            assert tokens[: len(prompts[tokens[0]])] == prompts[tokens[0]]
+            seen[tuple(trained)] += 1
+        for tokens, trained in answers_of(batch.kl_batch).values():
+            prompt = prompts[tokens[0]]
+            assert tokens[: len(prompt)] == prompt and trained[0] - 10 not in range(prompt[0] - 10, prompt[0] - 7)
+            compared[tuple(trained)] += 1
+        if pack_impl == "unpacked":
+            assert batch.kl_batch.tokens[0, 0] == batch.tokens[0, 0]
+    assert seen == dict.fromkeys(good | bad, 1)
+    assert set(compared) <= good | bad and max(compared.values()) <= 2
+
+
+def test_examples_with_rewards_and_no_kl(tmp_path: Path):
+    paths = {
+        "train_data_paths": (write(tmp_path / "t", [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),),
+        "train_label_data_paths": (write(tmp_path / "l", [[-100, 2, 3], [-100, -100, 6], [-100, 8, 9]]),),
+        "train_reward_data_paths": (write(tmp_path / "r", [[1], [-1], [1]], np.float32),),
+    }
+    changes = {"train_impl": "kto", "dataset_impl": "gpt2", "gradient_accumulation_steps": 1, "train_iters": 1}
+    args = configuration(tmp_path, **changes, train_micro_batch_size_per_gpu=1, **paths)
+    (batch,) = batches(args, build(args).train)
+    answers = zip(answers_of(batch).values(), batch.preference_labels.tolist(), strict=True)
+    assert {trained[0]: sign for (_, trained), sign in answers} == {2: 1.0, 6: -1.0, 8: 1.0}
+    assert len(batch.kl_batch.preference_labels) == 3
+    free = args.replace(kto_loss_type="apo_zero_unpaired")
+    assert batches(free, build(free).train)[0].kl_batch is None
+    few = args.replace(limit_samples=2)
+    assert batches(few, build(few).train)[0].preference_labels.tolist() == [1.0, -1.0]
+    with pytest.raises(DataError, match="KTO compares with answers to other prompts, but 1 answers to 1 prompts"):
+        build(args.replace(limit_samples=1))
+    write(tmp_path / "r", [[1], [0], [1]], np.float32)
+    with pytest.raises(DataError, match=r"r\.bin: document 1 has reward 0"):
+        build(args)
+
+
+def test_rotated_answers_equal_trl(tmp_path: Path):
+    trl = pytest.importorskip("trl.trainer.kto_trainer", reason="pip install trl==1.16.0")
+    args = configuration(tmp_path, train_impl="kto", pack_impl="unpacked", kto_kl="rotated", seq_length=20,
+                         dpo_reference="on_the_fly",
+                         max_position_embeddings=20, max_length=20, train_micro_batch_size_per_gpu=6, train_iters=5,
+                         **write_pairs(tmp_path, random_pairs(7, 20)))  # fmt: skip
+    for batch in batches(args, build(args).train):
+        examples = []
+        for tokens, trained in answers_of(batch).values():
+            prompt = len(tokens) - len(trained)
+            examples.append({"prompt_ids": tokens[:prompt], "completion_ids": tokens[prompt:], "label": True})
+        for i, example in enumerate(examples):
+            example["KL_completion_ids"] = examples[i - 1]["completion_ids"]
+        theirs = trl.DataCollatorForUnpairedPreference(pad_token_id=0, max_length=20)(examples)
+        width = theirs["KL_input_ids"].shape[1]
+        assert torch.equal(batch.kl_batch.tokens[:, :width], theirs["KL_input_ids"])
+        assert not batch.kl_batch.tokens[:, width:].any()
+        # A place predicts the next one
+        shifted = theirs["KL_completion_mask"][:, 1:]
+        assert torch.equal(batch.kl_batch.loss_weights[:, : width - 1], shifted)
+        assert int(batch.kl_batch.loss_weights.sum()) == int(shifted.sum())
+
+
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+@pytest.mark.parametrize("train_impl", ["dpo", "kto"])
+def test_validation_counts_every_pair_once(train_impl: str, pack_impl: str, tmp_path: Path):
+    args = configuration(tmp_path, train_impl=train_impl, pack_impl=pack_impl, **write_pairs(tmp_path, random_pairs(1)))
+    dataset = build(args).train
+    count, weights, shapes = 0, 0, set()
+    for rank in range(4):
+        for batch in eval_batches(dataset, 5, 2, rank, 4, collation(args, None)):
+            shapes.add(batch.tokens.shape)
+            count += int((batch.preference_labels != 0).sum())
+            weights += int(batch.loss_weights.sum())
+            if batch.kl_batch is not None:
+                assert (batch.kl_batch.preference_labels != 0).sum() == 0 or (batch.preference_labels != 0).any()
+    (batch,) = eval_batches(dataset, 5, 5, 0, 1, collation(args, None))
+    assert (count, weights) == (len(batch.preference_labels), int(batch.loss_weights.sum())) and len(shapes) == 1
+
+
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+def test_a_small_set_is_validated_with_once(pack_impl: str, tmp_path: Path):
+    train = write_pairs(tmp_path, random_pairs(1))
+    small = write_pairs(tmp_path, random_pairs(2, 7), "v")
+    valid = {key.replace("train", "valid"): paths for key, paths in small.items()}
+    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, **train, **valid)
+    dataset = build(args).valid
+    found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in found) == 2 * 7
+
+
+@pytest.mark.parametrize("pack_impl", LAYOUTS)
+def test_a_blend_is_validated_with_once_each_pair_by_weight(pack_impl: str, tmp_path: Path):
+    train = write_pairs(tmp_path, random_pairs(1))
+    parts = [write_pairs(tmp_path, random_pairs(seed, count), f"v{seed}") for seed, count in ((2, 7), (3, 30))]
+    valid = {key.replace("train", "valid"): parts[0][key] + parts[1][key] for key in train}
+    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, valid_data_weights=(3, 1),
+                         **train, **valid)  # fmt: skip
+    dataset = build(args).valid
+    found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in found) == 2 * (7 + 30)
+    assert dataset.maps.dataset_index[:4].sum() == 1, "three of the first set for one of the second"
+
+
+def test_several_sets_and_limits(tmp_path: Path):
+    first = random_pairs(1, 20)
+    second = [tuple([300 + 3 * n + part] * 3 for part in range(3)) for n in range(40)]
+    one, two = write_pairs(tmp_path, first, "a"), write_pairs(tmp_path, second, "b")
+    args = configuration(tmp_path, **{key: one[key] + two[key] for key in one}, train_data_weights=(3, 1),
+                         pack_impl="unpacked", limit_samples=10)  # fmt: skip
+    dataset = build(args).train
+    drawn = [answer[1][0] for batch in batches(args, dataset) for n, answer in answers_of(batch).items() if n % 2 == 0]
+    assert len(drawn) == 32 and len(set(drawn)) == 10 + 8
+    assert sum(token >= 300 for token in drawn) == len(drawn) / 4
+    args = args.replace(train_data_weights=None)
+    steps = epoch_iterations(args.replace(train_epochs=1, train_iters=None), 4)
+    assert steps == 5
+    dataset = build(args.replace(train_iters=steps), epochs=1).train
+    assert len({dataset[i].rows[0].tokens.tobytes() for i in range(20)}) == 20
+
+
+def test_first_labelled_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    random = np.random.default_rng(0)
+    rows = [np.where(random.random(size) < 0.2, 5, -100) for size in random.integers(1, 30, 200)]
+    expected = [next((i for i in range(1, len(row)) if row[i] >= 0), len(row)) for row in rows]
+    monkeypatch.setattr("megatron.data.labels.CHUNK", 64)
+    assert first_labelled_token(open_dataset(write(tmp_path / "l", rows))).tolist() == expected
+
+
+@pytest.mark.parametrize("count, per_prompt", [(9, 1), (40, 2), (5, 2), (4, 2)])
+def test_partners(count: int, per_prompt: int):
+    documents = np.arange(count) + 10
+    found = mismatched_documents(documents, per_prompt, 3)
+    assert sorted(found) == documents.tolist() and (found // per_prompt != documents // per_prompt).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pack_impl": "packed"}, "answers are whole documents"),
+        ({"max_length": 60}, "max_length: rows have 48 tokens"),
+        ({"max_length": 8, "max_prompt_length": 8}, "leaves nothing of max_length 8"),
+        ({"kto_kl": "rotated"}, "kto_kl: only train_impl: kto reads it, not dpo"),
+        ({"train_impl": "normal"}, "dataset_impl: pairs are for train_impl dpo, kto and rm"),
+        ({"eod_mask_loss": True}, "eod_mask_loss: is for language modelling"),
+        ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "takes an answer for a row"),
+    ],
+)
+def test_keys_that_contradict_each_other(changes: dict, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        configuration(tmp_path, **{"pos_train_data_paths": ("p",), "neg_train_data_paths": ("n",)} | changes)

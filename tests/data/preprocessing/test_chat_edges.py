@@ -1,0 +1,186 @@
+"""Chat data at its edges: answers without words, tokens that hold blanks, false stop tokens, prompts of text."""
+
+import json
+from datetime import date
+
+import pytest
+
+from megatron.data import DataError
+from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import (
+    ADDED,
+    CHATML,
+    GENERATION,
+    LLAMA3,
+    PLAIN,
+    chat_tokenizer,
+    fast_tokenizer,
+)
+from tools.datasets import analyze
+from tools.datasets import preprocess_data_with_chat_template as tool
+
+ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
+TALK = [ASK, ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
+COMPLETED = {"prompt": [ASK], "completion": [ANSWER]}
+
+
+def encode(row, template=CHATML, keys=("messages",), chat=None, **options):
+    chat = chat or chat_tokenizer(template, eos_token="<|endoftext|>", bos_token="<|begin_of_text|>")
+    chosen = ChatOptions(keys=keys, **options)
+    chosen.check()
+    (made,), counts = encode_rows([prepare(row, chat, chosen)], chat, chosen)
+    documents = [document for (document,) in made.documents]
+    trained = [chat.hf.decode(document.labels[document.labels >= 0]) for document in documents]
+    return [chat.hf.decode(document.ids) for document in documents], trained, counts
+
+
+def said(text):
+    return {**ANSWER, "content": text}
+
+
+def test_a_prompt_of_text_beside_messages_is_the_users():
+    as_text, as_messages = ({"prompt": p, "completion": [ANSWER]} for p in (ASK["content"], [ASK]))
+    assert encode(as_text, keys=("completion",))[:2] == encode(as_messages, keys=("completion",))[:2]
+    sides = {"chosen": [ANSWER], "rejected": [said("Ten.")]}
+    keys = ("chosen", "rejected")
+    assert encode({"prompt": ASK["content"], **sides}, keys=keys) == encode({"prompt": [ASK], **sides}, keys=keys)
+
+
+def test_a_prompt_of_text_that_the_messages_hold_is_not_repeated():
+    row = {"prompt": ASK["content"], "completion": TALK}
+    (whole,), (trained,), _ = encode(row, keys=("completion",))
+    assert whole.count(ASK["content"]) == 1 and trained == "Nine coins.<|im_end|>\nTen.<|im_end|>\n"
+    pair = {side: [{**ASK, "content": "Other words."}, said(side)] for side in ("chosen", "rejected")}
+    wholes, trained, _ = encode({"prompt": "dialogue: ...", **pair}, keys=("chosen", "rejected"))
+    assert trained[0] == "chosen<|im_end|>\n" and "dialogue" not in wholes[0]
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_an_answer_without_words_trains_its_stop_token(blank):
+    row = {"messages": [ASK, said(blank), *TALK[2:]]}
+    assert encode(row)[1] == [f"{blank}<|im_end|>\nTen.<|im_end|>\n"]
+    assert encode(row, GENERATION)[1] == [f"{blank}<|im_end|>Ten.<|im_end|>"]
+    assert encode(row, LLAMA3)[1] == ["<|eot_id|>Ten.<|eot_id|>"]
+    assert encode({"messages": [ASK, said(blank)]}, PLAIN)[1][0].endswith("\n<|endoftext|>")
+    bare = "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim }}{% endfor %}"
+    bare += "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    row_of = {"messages": {"messages": [ASK, said(blank)]}, "completion": COMPLETED | {"completion": [said(blank)]}}
+    for key, short in row_of.items():
+        assert encode(short, bare, (key,))[1] == ["<|endoftext|>"]
+    silent = CHATML.replace("{% if add_generation_prompt", "{% if false and add_generation_prompt")
+    with pytest.raises(DataError, match="the template writes '<.im_start.>assistant.n' before the answer"):
+        encode(row, silent)
+
+
+def words(**added):
+    """Whole words, blanks dropped; added: of the control tokens."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "Nine": 1, "coins": 2, "Ten": 3, ".": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken(token, **added) for token in ADDED])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+@pytest.mark.parametrize("added", [{}, {"lstrip": True}, {"rstrip": True}])
+def test_the_next_turns_token_is_not_trained_for_the_blanks_before_it(added):
+    hf = words(**added)
+    hf.chat_template = CHATML
+    trained = encode({"messages": TALK}, chat=ChatTokenizer(hf, date(2026, 1, 31)))[1]
+    assert trained[0].split() == "Nine coins . <|im_end|> Ten . <|im_end|>".split()
+
+
+def test_a_token_of_the_answers_own_is_no_stop_token():
+    row = {"messages": [ASK, said("<think>42 </think>"), *TALK[2:], ASK, said("Ten </think>")]}
+    (whole,), (trained,), counts = encode(row, PLAIN)
+    assert trained == "<think>42 </think>\nTen.\nTen </think>\n<|endoftext|>" and whole.endswith("<|endoftext|>")
+    assert counts["answers without a stop token"] == 2  # the last has the one that is added
+    _, (trained,), counts = encode(row, CHATML)
+    assert trained.endswith("Ten </think><|im_end|>\n") and not counts["answers without a stop token"]
+    assert encode({"messages": [ASK, said("Ten.<|endoftext|>")]}, PLAIN)[1] == ["Ten.<|endoftext|>\n"]
+
+
+def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
+    for row, keys, only_last, without in (
+        ({"messages": TALK}, ("messages",), True, 0),
+        ({"messages": TALK}, ("messages",), False, 1),
+        (COMPLETED, ("completion",), False, 0),
+    ):
+        _, (trained,), counts = encode(row, PLAIN, keys, scope="last_turn" if only_last else None)
+        assert trained.endswith("<|endoftext|>") and counts["answers without a stop token"] == without
+    dangling = encode({"messages": [*TALK, ASK]}, PLAIN)
+    assert dangling[1] == ["Nine coins.\nTen.\n"] and dangling[2]["answers without a stop token"] == 2
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_any_failure_of_a_template_names_the_row(template, reason):
+    with pytest.raises(DataError, match=f"^row: the chat template fails: {reason}"):
+        encode({"messages": TALK}, template)
+
+
+def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
+    (tmp_path / "endless.jinja").write_text(ENDLESS)
+    fast_tokenizer(None).save_pretrained(tmp_path / "tokenizer")
+    chat = load_chat_tokenizer(str(tmp_path / "tokenizer"), str(tmp_path / "endless.jinja"))
+    with pytest.raises(DataError, match=r"^row: the chat template fails: stopped after 0.2 s.*endless.jinja\)"):
+        prepare({"messages": TALK}, chat, ChatOptions(keys=("messages",)))
+
+
+@pytest.mark.parametrize("calls", [[{"function": "f"}], ["f"], "f"])
+def test_tool_calls_of_another_form(calls):
+    with pytest.raises(DataError, match='^row: "messages" message 1: tool_calls is no list of objects'):
+        encode({"messages": [ASK, {**ANSWER, "tool_calls": calls}]})
+
+
+def test_a_row_cut_on_the_left_keeps_its_bos():
+    row = {"messages": TALK}
+    (whole,), (trained,), _ = encode(row, LLAMA3, max_length=6, overlong="truncate_left")
+    assert whole.startswith("<|begin_of_text|>") and whole.count("<|begin_of_text|>") == 1
+    assert whole.endswith("<|eot_id|>") and whole.removeprefix("<|begin_of_text|>").endswith(trained)
+    chat = chat_tokenizer(LLAMA3, bos_token="<|begin_of_text|>")
+    options = ChatOptions(keys=("messages",), max_length=6, overlong="truncate_left")
+    ((document,),) = encode_rows([prepare(row, chat, options)], chat, options)[0][0].documents
+    assert len(document.ids) == len(document.labels) == 6 and document.labels[0] == -100
+
+
+@pytest.mark.parametrize("start", ["<|begin_of_text|>\n<|begin_of_text|>", " <|begin_of_text|><|begin_of_text|>"])
+def test_two_bos_with_blanks_between(start):
+    with pytest.raises(DataError, match="begins with <.begin_of_text.> twice"):
+        encode({"messages": TALK}, json.dumps(start).join(("{{ ", " }}")) + CHATML)
+
+
+def test_plain_text_under_another_name_is_told_the_right_ones():
+    with pytest.raises(DataError, match="completion, chosen or rejected"):
+        encode({"prompt": "a", "response": "b"}, keys=("response",))
+
+
+def test_flags_are_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tool.main("--input x --output-prefix y --tokenizer-path z --date foo".split())
+    assert "--date: 'foo' is no date, which is written as 2026-01-31" in capsys.readouterr().err
+    tokenizer = tmp_path / "tokenizer.json"
+    words().backend_tokenizer.save(str(tokenizer))
+    with pytest.raises(DataError, match=r"nope: no such file \(--chat-template\)"):
+        analyze.load(str(tokenizer), str(tmp_path / "nope"))
+
+
+def test_analyze_takes_a_prompt_of_text_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    chat_tokenizer().hf.save_pretrained(tmp_path / "tokenizer")
+    tables = []
+    for prompt in (ASK["content"], [ASK]):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": [ANSWER]}) + "\n")
+        analyze.main([str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")])
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and "prompt" in tables[0]

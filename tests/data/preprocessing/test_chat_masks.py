@@ -1,0 +1,145 @@
+"""What is trained of a conversation: the three checks, and templates that fail them."""
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError
+from megatron.data.preprocessing.chat_masks import completion_labels, delimiter_labels, span_labels, trained_spans
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
+
+TALK = [
+    {"role": "system", "content": "The harbour trades copper."},
+    {"role": "user", "content": "What does silk cost?"},
+    {"role": "assistant", "content": "Nine coins."},
+    {"role": "user", "content": "In winter?"},
+    {"role": "assistant", "content": " Ten. "},
+]
+
+
+def trained(template, messages=TALK, **settings):
+    found = trained_spans(chat_tokenizer(template), messages, **settings)
+    return [found.text[start:end] for start, end in found.spans]
+
+
+def test_spans():
+    assert trained(CHATML) == ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]
+    assert trained(GENERATION) == ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]
+    assert trained(LLAMA3) == ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]
+    assert trained(PLAIN) == ["Nine coins.\n", " Ten. \n"]
+
+
+def test_a_template_that_ends_every_conversation():
+    """Phi-3's, which renders the eos_token behind the last message only."""
+    template = PLAIN.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    assert trained(template) == ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]
+
+
+def test_only_last():
+    assert trained(CHATML, only_last=True) == [" Ten. <|im_end|>\n"]
+    assert trained(GENERATION, only_last=True) == [" Ten. <|im_end|>"]
+    assert trained(CHATML, TALK[:4], only_last=True) == []
+
+
+def test_another_role():
+    swapped = [{**m, "role": "model" if m["role"] == "assistant" else m["role"]} for m in TALK]
+    assert trained(CHATML.replace("assistant", "model"), swapped, role="model") == trained(CHATML)
+    with pytest.raises(DataError, match=r'no message has the role "assistant" \(found: system, user, model\)'):
+        trained(CHATML, swapped)
+
+
+def test_the_model_speaks_first():
+    """Of an opening without a prompt a template that marks nothing cannot tell the beginning: it is not trained."""
+    opening = [{"role": "assistant", "content": "Ahoy."}, *TALK[1:3]]
+    assert trained(CHATML, opening) == ["Nine coins.<|im_end|>\n"]
+    assert trained(GENERATION, opening) == ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]
+
+
+def test_tool_calls():
+    template = CHATML.replace("m['content'] +", "(m['content'] or m['tool_calls'] | tojson) +")
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "price", "arguments": {}}}]}
+    (text,) = trained(template, [*TALK[:2], call])
+    assert '"name": "price"' in text and text.endswith("<|im_end|>\n")
+    with pytest.raises(DataError, match="message 2 cannot be verified: .* does not hold its text 'price'"):
+        trained(CHATML.replace("m['content'] +", "(m['content'] or 'a call') +"), [*TALK[:2], call])
+
+
+# name: (template, what is replaced in it, by what, pieces of the message)
+REFUSED = {
+    "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", ["does not hold its text 'Nine coins.'"]),
+    "check 1, words of others": (
+        GENERATION,
+        "{% generation %}{{ ",
+        "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
+        ["what is trained holds the words of other messages: 'What does silk cost?Nine"],
+    ),
+    "check 1, no generation prompt": (
+        CHATML,
+        "{% if add_generation_prompt",
+        "{% if false and add_generation_prompt",
+        ["the template writes '<|im_start|>assistant\\n' before the answer"],
+    ),
+    "check 2": (
+        GENERATION,
+        " + '<|im_end|>' }}{% endgeneration %}{{ ",
+        " }}{% endgeneration %}{{ '<|im_end|>' + ",
+        ["<|im_end|> behind the answer is not trained"],
+    ),
+    "check 3, history": (
+        CHATML,
+        "m['content']",
+        "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
+        ["rendered alone, the conversation reads 'ine coins", "where the whole reads ' coins"],
+    ),
+    "check 3, prompt": (
+        GENERATION,
+        "{{ '<|im_start|>assistant\\n' }}",
+        "{{ '<|im_start|>assistant\\n<think></think>' }}",
+        ["rendered alone, the conversation reads '<think></think>'", "where the whole reads 'Nine"],
+    ),
+}
+
+
+@pytest.mark.parametrize("template, old, new, pieces", REFUSED.values(), ids=REFUSED)
+def test_templates_that_cannot_be_verified(template, old, new, pieces):
+    assert old in template
+    with pytest.raises(DataError, match="^message 2 cannot be verified: [^\n]*$") as raised:
+        trained(template.replace(old, new))
+    assert all(piece in str(raised.value) for piece in pieces), raised.value
+
+
+def test_marks_that_are_no_answers():
+    template = GENERATION.replace("{% for", "{% generation %}{{ 'x' }}{% endgeneration %}{{ ' ' }}{% for", 1)
+    with pytest.raises(DataError, match="the template marks 3 texts with .*, but 2 messages are to be trained"):
+        trained(template)
+
+
+def test_history_that_is_rewritten_can_still_be_trained_at_its_end():
+    """As Qwen3 does with thoughts: they are dropped of all answers but the last."""
+    template = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])")
+    talk = [{**m, "content": f"<think>So</think>{m['content']}"} if m["role"] == "assistant" else m for m in TALK]
+    with pytest.raises(DataError, match="message 2 cannot be verified: .*--only-last"):
+        trained(template, talk)
+    assert trained(template, talk, only_last=True) == ["<think>So</think> Ten. <|im_end|>\n"]
+
+
+def test_span_labels_count_tokens_that_reach_into_a_span():
+    ids, ranges = np.arange(10, 15), np.array([[0, 2], [2, 5], [5, 5], [5, 9], [9, 9]])
+    text = "abcdefghi"
+    assert span_labels(ids, ranges, text, [(3, 6)]).tolist() == [-100, 11, 12, 13, -100]
+    assert span_labels(ids, ranges, text, []).tolist() == [-100] * 5
+
+
+def test_completion_labels_begin_where_the_first_of_a_pair_parts():
+    prompt, chosen, rejected = np.array([1, 2, 3]), np.array([1, 2, 3, 4]), np.array([1, 2, 9, 9])
+    assert [row.tolist() for row in completion_labels([prompt, prompt], [chosen, rejected])] == [
+        [-100, -100, 3, 4],
+        [-100, -100, 9, 9],
+    ]
+
+
+def test_delimiter_labels():
+    ids = np.array([5, 7, 8, 6, 7, 8, 9])
+    assert delimiter_labels(ids, (7, 8))[0].tolist() == [-100, -100, -100, 6, 7, 8, 9]
+    labels, found = delimiter_labels(ids, (8, 7))
+    assert labels.tolist() == ids.tolist() and not found
+    assert not delimiter_labels(ids[:1], (5, 7))[1]

@@ -1,0 +1,354 @@
+"""Shapes of chat data, the chat tool's flags, and input that cannot be used."""
+
+import json
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, IndexedDataset
+from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tools.datasets import preprocess_data_with_chat_template as tool
+
+ROOT = Path(__file__).parents[3]
+ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
+ROW = {"messages": [ASK, ANSWER]}
+
+
+def encode(row, template=CHATML, keys=("messages",), special=None, **options):
+    chat = chat_tokenizer(template, **(special or {}))
+    chosen = ChatOptions(keys=keys, **options)
+    chosen.check()
+    (made,), counts = encode_rows([prepare(row, chat, chosen)], chat, chosen)
+    return made, counts, chat
+
+
+def texts(row, *args, **options):
+    """(whole text, trained text) of each document."""
+    made, _, chat = encode(row, *args, **options)
+    trained = [[i for i in d.labels if i >= 0] if d.labels is not None else d.ids for (d,) in made.documents]
+    return [(chat.hf.decode(d.ids), chat.hf.decode(t)) for (d,), t in zip(made.documents, trained, strict=True)]
+
+
+def test_sharegpt_names():
+    row = {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": ANSWER["content"]}]}
+    assert texts(row, keys=("conversations",)) == texts(ROW)
+
+
+def test_tools_and_template_variables():
+    template = "{{ tools | tojson if tools else '' }}{{ city }}" + CHATML
+    tools = [{"type": "function", "function": {"name": "price", "parameters": {}}}]
+    as_list, as_text = (
+        {**ROW, "tools": t, "chat_template_kwargs": {"city": "Oslo"}} for t in (tools, json.dumps(tools))
+    )
+    ((whole, trained),) = texts(as_list, template)
+    assert texts(as_text, template) == [(whole, trained)]
+    assert '"name": "price"' in whole and "Oslo<|im_start|>" in whole and trained == "Nine coins.<|im_end|>\n"
+
+
+def test_columns_made_into_messages():
+    maps = (("user", "For {topic}, {{n}}: {question}"), ("assistant", "{answer}"))
+    row = {"topic": "silk", "question": "what?", "answer": 9}
+    ((whole, trained),) = texts(row, maps=maps, system="Be {brief}.")
+    assert whole.startswith(
+        "<|im_start|>system\nBe {brief}.<|im_end|>\n<|im_start|>user\nFor silk, {n}: what?<|im_end|>"
+    )
+    assert trained == "9<|im_end|>\n"
+
+
+def test_a_system_message_of_the_row_stays():
+    row = {"messages": [{"role": "system", "content": "Mine."}, ASK, ANSWER]}
+    made, counts, chat = encode(row, system="File's.")
+    assert "Mine." in (whole := chat.hf.decode(made.documents[0][0].ids)) and "File's" not in whole
+    assert counts["conversations that keep a system message of their own"] == 1
+
+
+def test_stop_token_is_added_only_where_the_template_has_none():
+    special = {"eos_token": "<|endoftext|>"}
+    assert texts(ROW, PLAIN, special=special)[0][1] == "Nine coins.\n<|endoftext|>"
+    assert texts(ROW, CHATML, special=special)[0][1] == "Nine coins.<|im_end|>\n"
+    dangling = {"messages": [ASK, ANSWER, ASK]}
+    whole, trained = texts(dangling, PLAIN, special=special)[0]
+    assert whole.endswith("cost?\n<|endoftext|>") and trained == "Nine coins.\n"
+
+
+def test_exactly_one_bos():
+    """A template writes its own; to plain text the tokenizer adds it, and text that brings one is refused."""
+    from tokenizers import processors
+
+    hf = fast_tokenizer(LLAMA3, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", hf.bos_token_id)]
+    )
+    chat, options = ChatTokenizer(hf, date(2026, 1, 31)), ChatOptions(keys=("completion",))
+    assert chat.adds_bos
+    rows = [{"prompt": "The ", "completion": "silk"}, {"prompt": [ASK], "completion": [ANSWER]}]
+    made, _ = encode_rows([prepare(row, chat, options) for row in rows], chat, options)
+    assert all((row.documents[0][0].ids == chat.bos).sum() == 1 for row in made)
+    with pytest.raises(DataError, match="begins with <.begin_of_text.> twice"):
+        prepare({"prompt": "<|begin_of_text|>The ", "completion": "silk"}, chat, options)
+
+
+def test_blanks_that_a_tokenizer_leaves_out_of_its_ranges():
+    """ByteLevel's trim_offsets: the blank that ends the answer is a token without characters, and is trained."""
+    from tokenizers import processors
+
+    plain = GENERATION.replace(" + '<|im_end|>' }}{% end", " }}{% end").replace("<|im_end|>", "")
+    hf = fast_tokenizer(plain.replace("<|im_start|>", "* "))
+    hf.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    chat, options = ChatTokenizer(hf, date(2026, 1, 31)), ChatOptions(keys=("messages",))
+    row = {"messages": [ASK, {"role": "assistant", "content": "  Nine  coins. "}, ASK]}
+    ((made,), _) = encode_rows([prepare(row, chat, options)], chat, options)
+    labels = made.documents[0][0].labels
+    assert hf.decode(labels[labels >= 0]) == "  Nine  coins. "
+
+
+def test_binary_rewards():
+    made = [encode({**ROW, "good": good}, reward_key="good", binary_reward=True)[0] for good in (True, False, 1, 0, -1)]
+    assert [row.reward for row in made] == [1, -1, 1, -1, -1]
+
+
+def test_the_last_token_alone_for_a_reward_model():
+    assert texts(ROW, LLAMA3, for_rm=True)[0][1] == "<|eot_id|>"
+    assert texts(ROW, PLAIN, for_rm=True)[0][1] == "<|im_end|>"
+
+
+def test_only_last_of_a_longer_completion():
+    row = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Ten."}]}
+    assert texts(row, keys=("completion",), scope="last_turn")[0][1] == "Ten.<|im_end|>\n"
+    assert texts(row, keys=("completion",))[0][1].startswith("Nine coins.<|im_end|>")
+
+
+def test_broken_encodings_are_mended():
+    row = {"messages": [ASK, {"role": "assistant", "content": "CafÃ©"}]}
+    assert texts(row, ftfy=True)[0][1] == "Café<|im_end|>\n"
+
+
+def test_over_long_rows():
+    whole = encode(ROW)[0].documents[0][0]
+    n = len(whole.ids)
+    assert np.array_equal(encode(ROW, max_length=n)[0].documents[0][0].ids, whole.ids)
+    with pytest.raises(DataError, match=rf"^row: {n} tokens, more than --max-length {n - 1}; see --overlong$"):
+        encode(ROW, max_length=n - 1)
+    for overlong, ids, name in (
+        ("drop", None, "over-long rows dropped"),
+        ("truncate_left", whole.ids[3:], "over-long rows truncated"),
+        ("truncate_right", whole.ids[:-3], "over-long rows truncated"),
+    ):
+        made, counts, _ = encode(ROW, max_length=n - 3, overlong=overlong)
+        assert (made is None) if ids is None else np.array_equal(made.documents[0][0].ids, ids), overlong
+        assert counts[name] == 1
+    made, counts, _ = encode(ROW, max_length=5, overlong="truncate_right")
+    assert made is None and counts["over-long rows left out, as nothing in the rest is trained"] == 1
+
+
+def test_over_long_rows_in_pieces():
+    whole = encode(ROW)[0].documents[0][0]
+    made, counts, _ = encode(ROW, max_length=6, overlong="split")
+    (pieces,) = made.documents
+    assert all(len(piece.ids) <= 6 and (piece.labels >= 0).any() for piece in pieces)
+    trained = np.concatenate([piece.labels[piece.labels >= 0] for piece in pieces])
+    assert np.array_equal(trained, whole.labels[whole.labels >= 0])
+    left_out = counts["pieces left out, as nothing in them is trained"]
+    assert left_out and len(pieces) + left_out == -(-len(whole.ids) // 6)
+
+
+def test_both_sides_of_a_pair_go():
+    pair = {"chosen": [ASK, ANSWER], "rejected": [ASK, {**ANSWER, "content": "It costs nine coins, or ten in a storm"}]}
+    made, _, _ = encode(pair, keys=("chosen", "rejected"))
+    limit = len(made.documents[0][0].ids)
+    assert encode(pair, keys=("chosen", "rejected"), max_length=limit, overlong="drop")[0] is None
+
+
+@pytest.mark.parametrize(
+    "row, options, message",
+    [
+        ([], {}, "a row is list, not an object"),
+        ({"text": "x"}, {}, r'no key "messages" \(found: text\)'),
+        ({"messages": []}, {}, '"messages" is an empty conversation'),
+        ({"messages": "hello"}, {}, '"messages" is text, not a list of messages'),
+        ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str, not an object'),
+        ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 has no role'),
+        ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 has no content'),
+        ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int, not text"),
+        ({"messages": [ASK]}, {}, r'no message has the role "assistant" \(found: user\)'),
+        ({**ROW, "tools": "[{"}, {}, '"tools" is not valid JSON'),
+        ({**ROW, "tools": {}}, {}, '"tools" is dict, not a list'),
+        ({**ROW, "chat_template_kwargs": [1]}, {}, '"chat_template_kwargs" is list'),
+        ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "half of a surrogate pair"),
+        (ROW, {"template": "{{ raise_exception('no system role') }}"}, "the chat template fails: no system role"),
+        (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "the chat template fails: "),
+        (ROW, {"template": None}, "the tokenizer has no chat template; give one with --chat-template"),
+        (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 cannot be verified"),
+        (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "the tokenizer has no eos_token to add"),
+        (
+            ROW,
+            {"template": "{{ bos_token }}" + LLAMA3, "special": {"bos_token": "<|begin_of_text|>"}},
+            r"begins with <\|begin_of_text\|> twice",
+        ),
+        ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "share no beginning"),
+        (
+            {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]},
+            {"keys": ("completion",)},
+            'no message of "completion" has the role',
+        ),
+        ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins with'),
+        ({**ROW, "score": float("nan")}, {"reward_key": "score"}, '"score" is nan: a reward is a finite number'),
+        ({**ROW, "score": 1e39}, {"reward_key": "score"}, '"score" is 1e[+]39: a reward is a finite number'),
+        ({**ROW, "score": "9"}, {"reward_key": "score"}, "\"score\" is '9': a reward is a finite number"),
+        (ROW, {"reward_key": "score"}, '"score" is missing'),
+        ({**ROW, "score": 0.5}, {"reward_key": "score", "binary_reward": True}, "--binary-reward reads true and false"),
+        ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: no column 'b' \(found: a\)"),
+        ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces hold column names"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_used(row, options, message):
+    with pytest.raises(DataError, match=rf"^row: .*{message}[^\n]*$"):
+        encode(row, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"binary_reward": True},
+        {"for_rm": True, "mask": False},
+        {"for_rm": True, "scope": "last_turn"},
+        {"overlong": "drop"},
+        {"overlong": "split", "max_length": 8, "keys": ("chosen", "rejected")},
+        {"overlong": "truncate_right", "max_length": 8, "for_rm": True},
+        {"maps": (("user", "x"),), "keys": ("a", "b")},
+        {"max_length": 1},
+    ],
+)
+def test_flags_that_exclude_each_other(options):
+    with pytest.raises(DataError, match="^--"):
+        ChatOptions(**options).check()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A tokenizer folder whose template writes the date."""
+    hf = fast_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    hf.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" if not isinstance(row, str) else row for row in rows))
+    return path
+
+
+def test_row_19_as_typed_and_its_frozen_date(saved, tmp_path):
+    source = write(tmp_path / "chats.jsonl", [ROW] * 40)
+    command = (
+        f"tools/datasets/preprocess_data_with_chat_template.py --input {source} --output-prefix {tmp_path}/out "
+        f"--tokenizer-path {saved} --jsonl-keys messages --dataset-impl mmap --num-docs 40 --workers 50"
+    )
+    done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text, labels = (IndexedDataset(f"{tmp_path}/out_messages_{kind}") for kind in ("document", "label_document"))
+    assert len(text) == 40 and np.array_equal(text.sizes, labels.sizes) and text.dtype == np.int32
+    about = json.loads((tmp_path / "out_metadata.json").read_text())
+    year = about["template_date"][:4]
+    assert load_chat_tokenizer(str(saved)).hf.decode(text[39]).split("<")[0].endswith(year)
+    assert about["counts"]["trained tokens"] == int((labels.tokens >= 0).sum())
+    tool.main(
+        f"--input {source} --output-prefix {tmp_path}/old --tokenizer-path {saved} --jsonl-keys messages "
+        "--date 2024-07-26".split()
+    )
+    dated = IndexedDataset(f"{tmp_path}/old_messages_document")
+    assert load_chat_tokenizer(str(saved)).hf.decode(dated[0]).startswith("26 Jul 2024<|im_start|>")
+    assert json.loads((tmp_path / "old_metadata.json").read_text())["template_date"] == "2024-07-26"
+
+
+def test_a_bad_row_is_named_or_skipped(saved, tmp_path, capsys):
+    source = write(tmp_path / "chats.jsonl", [ROW, {"messages": []}, ROW, "{\n"])
+    flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages".split()
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(flags)
+    assert str(stopped.value).startswith(
+        f'preprocess_data_with_chat_template.py: error: {source}:2: "messages" is an empty conversation'
+    )
+    assert not list(tmp_path.glob("out*"))
+    tool.main([*flags, "--on-error", "skip"])
+    assert len(IndexedDataset(f"{tmp_path}/out_messages_document")) == 2
+    assert "2 bad rows left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--tokenizer-path nobody/nothing", "nobody/nothing: neither a folder here nor to be had from the Hugging"),
+        ("--tokenizer-path ./nowhere", "no such folder"),
+        ("--tokenizer-path {data}", "no tokenizer of transformers"),
+        ("--tokenizer-path {saved} --chat-template nowhere.jinja", "nowhere.jinja: no such file"),
+        ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: cannot be read"),
+        ("--tokenizer-path {saved} --map user", "write ROLE=TEXT"),
+        ("--tokenizer-path {saved} --binary-reward", "--binary-reward needs --reward-key"),
+    ],
+)  # fmt: skip
+def test_one_line_for_flags_that_cannot_be(saved, tmp_path, monkeypatch, flags, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "data").mkdir()
+    source = write(tmp_path / "chats.jsonl", [ROW])
+    flags = flags.format(saved=saved, data=tmp_path / "data")
+    with pytest.raises(SystemExit, match=rf"^preprocess_data_with_chat_template.py: error: [^\n]*{message}[^\n]*$"):
+        tool.main(f"--input {source} --output-prefix {tmp_path}/out {flags}".split())
+
+
+def test_a_date_of_no_plain_format_cannot_be_frozen():
+    with pytest.raises(DataError, match="its date cannot be frozen"):
+        chat_tokenizer("{{ strftime_now(form) }}" + CHATML)
+
+
+def test_template_file_and_system_file(saved, tmp_path):
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    source = write(tmp_path / "chats.jsonl", [{"q": "silk", "a": "nine"}])
+    tool.main(
+        [
+            *f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved}".split(),
+            *("--chat-template", str(tmp_path / "plain.jinja"), "--system-file", str(tmp_path / "system.txt")),
+            *("--map", "user={q}", "--map", "assistant={a}"),
+        ]
+    )
+    ids = IndexedDataset(f"{tmp_path}/out_conversation_document")[0]
+    text = "[system] Be brief.\n[user] silk\n[assistant] nine\n<|im_end|>"
+    assert load_chat_tokenizer(str(saved)).hf.decode(ids) == text
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("scope", [None, "all_assistant", "last_turn"])
+def test_a_conversation_without_an_answer_is_kept_when_asked(template, scope):
+    made, counts, chat = encode({"messages": [ASK]}, template, scope=scope, untrained="keep")
+    ((document,),) = made.documents
+    assert ASK["content"] in chat.hf.decode(document.ids) and (document.labels == -100).all()
+    assert counts["rows without a trained token"] == 1
+    completed = {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}
+    made, counts, chat = encode(completed, keys=("completion",), untrained="keep")
+    assert "and?" in chat.hf.decode(made.documents[0][0].ids) and counts["rows without a trained token"] == 1
+
+
+@pytest.mark.parametrize(("rejected", "count"), [("Nine coins.", 1), ("Nine coins. Or ten.", 0)])
+def test_pairs_of_the_same_answer_are_counted(rejected, count):
+    row = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": rejected}]}
+    _, counts, _ = encode(row, keys=("chosen", "rejected"))
+    assert counts["pairs whose chosen and rejected are the same"] == count
+    # Where the cut makes them so
+    limit = len(encode(row, keys=("chosen",))[0].documents[0][0].ids) - 3
+    _, counts, _ = encode(row, keys=("chosen", "rejected"), max_length=limit, overlong="truncate_right")
+    assert counts["pairs whose chosen and rejected are the same"] == 1
+
+
+@pytest.mark.parametrize(("scope", "count"), [(None, 1), ("completion", 1), ("all_assistant", 0), ("last_turn", 0)])
+def test_turns_of_others_that_a_completion_trains_are_counted(scope, count):
+    row = {"prompt": [ASK], "completion": [ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]}
+    ((_, trained),) = texts(row, keys=("completion",), scope=scope)
+    assert ("In winter?" in trained) == bool(count)
+    _, counts, _ = encode(row, keys=("completion",), scope=scope)
+    assert counts["turns of others trained, as they follow the prompt (see --loss-scope)"] == count

@@ -1,0 +1,255 @@
+"""Text to `.bin/.idx` by the plain tool against files that GPT-NeoX 2.0's wrote; keys, the command, what is refused.
+
+| GPT-NeoX | here |
+|---|---|
+| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only read |
+| each of --jsonl-keys holds the text under `text` | its own |
+| an empty document with --append-eod dies of IndexError | a boundary without tokens |
+| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-error skip |
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from megatron.data import DataError, IndexedDataset
+from megatron.data.preprocessing import EncodeJob, preprocess
+from megatron.tokenizer import make_tokenizer
+from tests.data.samples import DATASET, TOKENIZER
+from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
+
+ROOT = Path(__file__).parents[3]
+BPE = ("HFTokenizer", str(TOKENIZER), None)
+CHAR = ("CharLevelTokenizer", None, None)
+
+
+def run(inputs: list[Path], prefix: Path, *, workers: int = 1, tokenizer=CHAR, keys=("text",), **options) -> list:
+    job = EncodeJob(make_tokenizer, tokenizer, keys=keys, **options)
+    return preprocess(inputs, [f"{prefix}_{key}_document" for key in keys], job, workers=workers).outputs
+
+
+def texts(prefix: Path, key: str = "text") -> list[bytes]:
+    dataset = IndexedDataset(f"{prefix}_{key}_document")
+    return [bytes(dataset[i].tolist()) for i in range(len(dataset))]
+
+
+def jsonl(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "tokenizer", "options"),
+    [
+        ("corpusA", "corpusA", BPE, {"append_eod": True}),
+        ("corpusA", "corpusA", BPE, {"append_eod": True, "workers": 2}),  # as corpusA_w2, which is the same bytes
+        ("corpusB", "corpusB", BPE, {"append_eod": True}),
+        ("corpusA_noeod", "corpusA", BPE, {}),
+        ("corpusA_ftfy", "corpusA", BPE, {"append_eod": True, "ftfy": True}),
+        ("ascii_char", "ascii", CHAR, {"append_eod": True}),
+        ("corpusA_char", "corpusA", CHAR, {"append_eod": True}),
+    ],
+)
+def test_bytes_equal_neox(name: str, source: str, tokenizer, options: dict, tmp_path: Path):
+    run([DATASET / f"{source}.jsonl"], tmp_path / name, tokenizer=tokenizer, **options)
+    for suffix in (".bin", ".idx"):
+        ours = (tmp_path / f"{name}_text_document{suffix}").read_bytes()
+        assert ours == (DATASET / f"{name}_text_document{suffix}").read_bytes()
+
+
+def test_the_golden_lazy_file_holds_our_tokens_in_twice_the_bytes(tmp_path: Path):
+    run([DATASET / "corpusA.jsonl"], tmp_path / "x", tokenizer=BPE, append_eod=True)
+    ours = np.fromfile(tmp_path / "x_text_document.bin", np.uint16)
+    theirs = np.fromfile(DATASET / "corpusA_lazy_text_document.bin", np.int32)
+    assert np.array_equal(ours, theirs)
+    refused = command("--input", "x", "--output-prefix", "x", "--tokenizer-type", "x", "--dataset-impl", "lazy")
+    assert refused.returncode == 2 and "invalid choice: 'lazy' (choose from 'mmap')" in refused.stderr
+
+
+def test_many_chunks_keep_their_order_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.data.preprocessing.readers.CHUNK_BYTES", 500)
+    inputs = [DATASET / "corpusA.jsonl", DATASET / "corpusB.jsonl"]
+    for workers in (1, 2, 3):
+        run(inputs, tmp_path / str(workers), workers=workers, tokenizer=BPE, append_eod=True)
+    for suffix in (".bin", ".idx"):
+        files = [(tmp_path / f"{workers}_text_document{suffix}").read_bytes() for workers in (1, 2, 3)]
+        assert files[0] == files[1] == files[2]
+    golden = b"".join((DATASET / f"{name}_text_document.bin").read_bytes() for name in ("corpusA", "corpusB"))
+    assert (tmp_path / "1_text_document.bin").read_bytes() == golden
+
+
+def test_every_key_gets_its_own_text(tmp_path: Path):
+    """Upstream tokenised "text" for each of them."""
+    source = jsonl(tmp_path / "a.jsonl", [{"title": "A", "body": "one"}, {"title": "B", "body": "two"}])
+    run([source], tmp_path / "a", keys=("title", "body"))
+    assert texts(tmp_path / "a", "title") == [b"A", b"B"]
+    assert texts(tmp_path / "a", "body") == [b"one", b"two"]
+
+
+def test_lines_that_neox_takes(tmp_path: Path):
+    rows = ["a bare string", {"text": ["two", "paragraphs"]}, {"text": ""}, {"text": "last"}]
+    run([jsonl(tmp_path / "a.jsonl", rows)], tmp_path / "a")
+    assert texts(tmp_path / "a") == [b"a bare string", b"two\n\nparagraphs", b"last"]
+
+
+def test_documents_without_a_token(tmp_path: Path):
+    """Upstream dies of an IndexError here when an EOD is to follow."""
+    # This tokenizer drops white space, so that a document of it is empty
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "[UNK]": 1, "word": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "word"}, {"text": "  "}, {"text": "word word"}])
+    spec = ("HFTokenizer", str(tmp_path / "tokenizer.json"), None)
+    [output] = run([source], tmp_path / "a", tokenizer=spec, append_eod=True)
+    assert (output.documents, output.empty, output.tokens) == (3, 1, 5)
+    dataset = IndexedDataset(tmp_path / "a_text_document")
+    assert dataset.doc_idx.tolist() == [0, 1, 1, 2]
+    assert [dataset[i].tolist() for i in range(2)] == [[2, 0], [2, 2, 0]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"a\.jsonl:3: not valid JSON"),
+        ('{"body": "x", "n": 1}', r'a\.jsonl:3: no key "text" \(found: body, n\).*--jsonl-keys'),
+        ('{"text": 5}', r'a\.jsonl:3: "text" is int, not text'),
+        ("[1, 2]", r"a\.jsonl:3: no key"),
+        ('{"text": "\\ud800"}', r"a\.jsonl:3: .*surrogate"),
+        ("\udcff", r"a\.jsonl:3: not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_written(line: str, message: str, workers: int, tmp_path: Path):
+    content = '{"text": "good"}\n\n' + line + '\n{"text": "good"}\n'
+    (tmp_path / "a.jsonl").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=message):
+        run([tmp_path / "a.jsonl"], tmp_path / "a", workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def command(*words: object) -> subprocess.CompletedProcess:
+    script = ROOT / "tools" / "datasets" / "preprocess_data.py"
+    return subprocess.run([sys.executable, str(script), *map(str, words)], capture_output=True, text=True, cwd="/")
+
+
+def test_the_command_as_people_type_it(tmp_path: Path):
+    words = ("--input", DATASET / "corpusA.jsonl", "--output-prefix", tmp_path / "corpusA", "--vocab", TOKENIZER)
+    rest = (
+        "--dataset-impl",
+        "mmap",
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--append-eod",
+        "--num-docs",
+        80,
+        "--workers",
+        4,
+    )
+    done = command(*words, *rest, "--log-interval", 80)
+    assert done.returncode == 0, done.stderr
+    for suffix in (".bin", ".idx"):
+        name = f"corpusA_text_document{suffix}"
+        assert (tmp_path / name).read_bytes() == (DATASET / name).read_bytes()
+    assert re.search(r"Processed 80/80 documents \(\S+ docs/s, \S+ MB/s, 100%, 00:00:00 left\)", done.stdout)
+    assert "80 documents, 7074 tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tokenizer-type", "HFTokenizer"), "preprocess_data.py: error: HFTokenizer needs vocab_file (--vocab-file)"),
+        (("--tokenizer-type", "CharLevel"), "CharLevel"),
+        (("--tokenizer-type", "HFTokenizer", "--vocab-file", "/none.json"), "/none.json: no such file"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words: tuple[str, ...], message: str, tmp_path: Path):
+    done = command("--input", DATASET / "corpusA.jsonl", "--output-prefix", tmp_path / "x", *words)
+    assert done.returncode == 1
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_site_has_the_tokenizer_of_texts(monkeypatch: pytest.MonkeyPatch):
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser)
+    for name, value in (("NEOX_SITE", "isambard"), ("PROJECTDIR", "/p")):
+        monkeypatch.setenv(name, value)
+    of_site = ("HFTokenizer", "/p/public/data/neox_tokenizer/tokenizer.json", None, None)
+    typed = ["--tokenizer-type", "HFTokenizer"]
+    assert tokenizer_of(parser.parse_args(typed)) == of_site
+    assert tokenizer_of(parser.parse_args([*typed, "--vocab", "mine.json"]))[1] == "mine.json"
+    assert tokenizer_of(parser.parse_args(["--tokenizer-type", "SPMTokenizer"]))[1] is None
+    monkeypatch.setenv("NEOX_SITE", "mars")
+    with pytest.raises(SystemExit, match="error: NEOX_SITE=mars: there is no"):
+        tokenizer_of(parser.parse_args(typed))
+
+
+def test_a_table_of_datasets_as_people_make_it(tmp_path: Path):
+    """`ds.to_json(...)`, then the tool; and CSV with a column of another name, into `_text_document` all the same."""
+    golden = IndexedDataset(DATASET / "corpusA_text_document")
+    rows = [json.loads(line) for line in (DATASET / "corpusA.jsonl").read_text().splitlines()]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_json(tmp_path / "dataset.jsonl")
+    dataset.rename_column("text", "body").to_csv(tmp_path / "train.csv", index=False)
+    common = (
+        "--output-prefix",
+        tmp_path / "x",
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--vocab",
+        TOKENIZER,
+        "--append-eod",
+    )
+    for words in (("dataset.jsonl",), ("train.csv", "--text-column", "body")):
+        done = command("--input", tmp_path / words[0], *words[1:], *common)
+        assert done.returncode == 0, done.stderr
+        assert np.array_equal(IndexedDataset(tmp_path / "x_text_document").tokens, golden.tokens)
+
+
+def test_skipped_rows_are_reported(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
+    words = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--on-error", "skip")
+    done = command(*words, "--tokenizer-type", "CharLevelTokenizer")
+    assert done.returncode == 0 and f"1 bad rows left out: {tmp_path}/x_errors.jsonl" in done.stderr
+    assert json.loads((tmp_path / "x_errors.jsonl").read_text())["row"] == "bad\n"
+    assert json.loads((tmp_path / "x_metadata.json").read_text())["rows_skipped"] == 1
+
+
+ENDLESS = """
+import multiprocessing, sys, time
+from megatron.data.preprocessing import EncodeJob
+from megatron.data.preprocessing import preprocess
+from megatron.tokenizer import make_tokenizer
+
+def wait(state):
+    if not state.shards:
+        return
+    print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+    time.sleep(60)
+
+job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",))
+preprocess([sys.argv[1]], [sys.argv[2]], job, workers=2, progress=wait)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_command(tmp_path: Path):
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    words = [sys.executable, "-c", ENDLESS, str(source), str(tmp_path / "a")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as command:
+        assert command.stdout is not None
+        workers = [Path(f"/proc/{pid}/stat") for pid in command.stdout.readline().split()]
+        command.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 10
+    while alive := [stat for stat in workers if stat.exists() and ") Z " not in stat.read_text()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)

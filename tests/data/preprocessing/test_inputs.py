@@ -1,0 +1,317 @@
+"""Which files `--input`, `--split` and `--subset` mean: folders as `datasets` and the hub write them, globs, names."""
+
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from datasets.utils.metadata import MetadataConfigs
+from huggingface_hub import DatasetCard, DatasetCardData
+from pyarrow import parquet
+
+from megatron.data import DataError
+from megatron.data.preprocessing import EncodeJob, readers
+from megatron.data.preprocessing.inputs import resolve
+from megatron.data.preprocessing.job_runner import preprocess
+from megatron.tokenizer import make_tokenizer
+from tests.data.samples import ROOT, TOKENIZER
+from tools.datasets import convert
+
+TEXTS = [f"row {i}, of several" for i in range(20)]
+WHOLE = datasets.Dataset.from_list([{"text": text, "n": i} for i, text in enumerate(TEXTS)])
+SPLITS = {"train": range(13), "validation": range(13, 15), "test": range(15, 20)}
+
+
+def read(*inputs: Path | str, **options) -> list[str]:
+    shards = [shard for file in resolve(inputs, **options) for shard in file.shards(("text",))]
+    return [readers.texts_of(row, ("text",))[0] for shard in shards for row in shard.rows()]
+
+
+def texts(split: str) -> list[str]:
+    return [TEXTS[i] for i in SPLITS[split]]
+
+
+def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
+    """A dataset as `Dataset.push_to_hub` lays it out: Parquet shards, and a README.md with configurations (name -> the
+    folder of its files) and features."""
+    for data_dir in subsets.values():
+        (folder / data_dir).mkdir(parents=True)
+        for split, rows in SPLITS.items():
+            part, count = WHOLE.select(rows), shards if split == "train" else 1
+            for i in range(count):
+                name = f"{split}-{i:05d}-of-{count:05d}.parquet"
+                # As the hub: several row groups in a file
+                part.shard(count, i, contiguous=True).to_parquet(folder / data_dir / name, batch_size=4)
+    card = DatasetCardData(license="mit")
+    MetadataConfigs({
+        name: {"data_files": [{"split": split, "path": f"{data_dir}/{split}-*"} for split in SPLITS]}
+        for name, data_dir in subsets.items()
+    }).to_dataset_card_data(card)  # fmt: skip
+    sizes = [datasets.SplitInfo(split, 100, len(rows)) for split, rows in SPLITS.items()]
+    infos = {
+        name: datasets.DatasetInfo(config_name=name, features=WHOLE.features, splits=datasets.splits.SplitDict(
+            {size.name: size for size in sizes}
+        ))
+        for name in subsets
+    }  # fmt: skip
+    datasets.info.DatasetInfosDict(infos).to_dataset_card_data(card)
+    DatasetCard(f"---\n{card}\n---\n\n# A card\n").save(folder / "README.md")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_pushed(tmp_path_factory.mktemp("hub") / "pushed", {"default": "data"})
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+@pytest.mark.parametrize("split", [
+    "train", "test", "validation", "train+test", "train[:10%]", "train[-3:]", "train[4:5]", "train[50%:]",
+    "train[:3]+test[-1:]", "train[33%:34%](pct1_dropremainder)", "all",
+])  # fmt: skip
+def test_a_split_is_what_datasets_says(split: str, pushed: Path):
+    """Of a clone, of its folder of files, and of the files by a glob."""
+    if "pct1" in split:
+        with pytest.raises(DataError, match=r'--split train\[33%:34%\]\(pct1_dropremainder\): Using "pct1.*13 rows'):
+            read(pushed, split=split)
+        return
+    expected = datasets.load_dataset(str(pushed), split=split)["text"]
+    assert read(pushed, split=split) == list(expected)
+    # `all` of a mere folder is in the order of its names: test, train, validation
+    for place in (pushed / "data", f"{pushed}/data/*.parquet"):
+        found = read(place, split=split)
+        assert found == list(expected) if split != "all" else sorted(found) == sorted(expected)
+
+
+def test_several_splits_are_never_merged_by_themselves(pushed: Path, tmp_path: Path):
+    saved = tmp_path / "saved"
+    datasets.DatasetDict({name: WHOLE.select(rows) for name, rows in SPLITS.items()}).save_to_disk(saved)
+    for place in (pushed, pushed / "data", f"{pushed}/data/*.parquet", f"{pushed}/**/*.parquet", saved):
+        with pytest.raises(DataError, match=r"holds several splits \(.*train.*\); choose one with --split") as refused:
+            read(place)
+        assert str(place) in str(refused.value) and "\n" not in str(refused.value)
+        assert all(name in str(refused.value) for name in SPLITS)
+        with pytest.raises(DataError, match=r"no split dev; there are .*validation.* \(--split\)"):
+            read(place, split="dev")
+    assert read(f"{pushed}/data/train-*.parquet") == texts("train")
+    assert read(*sorted((pushed / "data").glob("t*.parquet"))) == texts("test") + texts("train")  # named one by one
+
+
+def test_subsets_are_chosen_by_name(tmp_path: Path):
+    folder = as_pushed(tmp_path / "several", {"default": "data", "small": "small"})
+    for split in (None, "train"):
+        with pytest.raises(DataError, match=r"holds several subsets \(default, small\); choose one with --subset"):
+            read(folder, split=split)
+    with pytest.raises(DataError, match=r"no subset large; there are \(default, small\)"):
+        read(folder, subset="large", split="train")
+    with pytest.raises(DataError, match=r"holds several splits \(train, validation, test\)"):
+        read(folder, subset="small")
+    assert read(folder, subset="small", split="test") == texts("test")
+    files = resolve([folder], split="test", subset="small")
+    assert [file.path for file in files] == [folder / "small" / "test-00000-of-00001.parquet"]
+    named = as_pushed(tmp_path / "one", {"only": "elsewhere"})
+    assert read(named, split="test") == read(named, split="test", subset="only") == texts("test")
+    with pytest.raises(DataError, match="--subset small: only datasets with a README.md"):
+        read(folder / "small", split="test", subset="small")
+
+
+def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
+    """As for `datasets`, which is asked: nothing but the layout says what is what."""
+    for split, rows in SPLITS.items():
+        (tmp_path / "folders" / split).mkdir(parents=True)
+        WHOLE.select(rows).to_json(tmp_path / "folders" / split / "part.jsonl")
+        (tmp_path / "files").mkdir(exist_ok=True)
+        WHOLE.select(rows).to_csv(tmp_path / "files" / f"my_{split}.csv")
+    for name in ("folders", "files"):
+        with pytest.raises(DataError, match="holds several splits"):
+            read(tmp_path / name)
+        assert read(tmp_path / name, split="validation") == texts("validation")
+        assert read(tmp_path / name, split="test+train") == texts("test") + texts("train")
+    with pytest.raises(DataError, match=r"folders/\*/\*: holds several splits"):
+        read(f"{tmp_path}/folders/*/*")
+    assert read(f"{tmp_path}/folders/t*/*", split="train[1:]") == texts("train")[1:]
+    assert read(f"{tmp_path}/folders/test/*") == read(tmp_path / "folders" / "test") == texts("test")
+
+
+def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """dataset_infos.json lay in every dataset of the hub. Other JSON beside `data` is not read, and named."""
+    told: list[str] = []
+    monkeypatch.setattr(logging.getLogger("megatron"), "warning", told.append)
+    (tmp_path / "data").mkdir()
+    for split, rows in SPLITS.items():
+        WHOLE.select(rows).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    for name in ("dataset_infos.json", "stats.json"):
+        (tmp_path / name).write_text('{"default": {"splits": {}}}')
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A set\n")
+    with pytest.raises(DataError, match="holds several splits"):
+        read(tmp_path)
+    assert read(tmp_path, split="train") == texts("train")
+    WHOLE.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
+    told.clear()
+    assert read(tmp_path, split="train") == texts("train")
+    assert told == [
+        f"{tmp_path}: more.parquet, stats.json: of no split by name, so not read, as in the datasets package; give "
+        "such a file by itself"
+    ]
+
+
+def test_other_kinds_are_read_by_datasets(tmp_path: Path):
+    """What is no Parquet, Arrow or JSON as they are is converted first: here a separator that only the card tells."""
+    (tmp_path / "data").mkdir()
+    for split, rows in SPLITS.items():
+        WHOLE.select(rows).to_csv(tmp_path / "data" / f"{split}.csv", sep=";")
+    files = "".join(f"\n  - split: {split}\n    path: data/{split}.csv" for split in SPLITS)
+    card = f'---\nconfigs:\n- config_name: default\n  sep: ";"\n  data_files:{files}\n---\n'
+    (tmp_path / "README.md").write_text(card)
+    assert read(tmp_path, split="validation+test[1:]") == texts("validation") + texts("test")[1:]
+    (tmp_path / "README.md").write_text(card.replace("data/test.csv", "data/none.csv"))
+    with pytest.raises(DataError, match="no dataset that the datasets package can read") as refused:
+        read(tmp_path, split="test")
+    assert "\n" not in str(refused.value)
+
+
+def test_plain_folders_stay_what_they_were(tmp_path: Path):
+    """In order of names, however many: names that tell no split, and one split alone."""
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "latest.jsonl", "my_training.jsonl"):
+        line = json.dumps({"text": name}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nno data")
+    expected = ["a.jsonl", "b.jsonl", "c.jsonl.gz", "latest.jsonl", "my_training.jsonl"]
+    assert read(tmp_path) == expected
+    assert read(tmp_path, split="train") == ["my_training.jsonl"]
+    (tmp_path / "my_training.jsonl").unlink()
+    assert read(tmp_path) == read(tmp_path, split="train") == expected[:-1]
+    assert read(tmp_path, split="train[1:3]") == expected[1:3]
+    assert read(tmp_path / "b.jsonl", split="train") == ["b.jsonl"]
+    for place in (tmp_path, tmp_path / "b.jsonl"):
+        with pytest.raises(DataError, match=r"no split test; there are train \(--split\)"):
+            read(place, split="test")
+    with pytest.raises(DataError, match=r"\*\.parquet: no such file"):
+        read(f"{tmp_path}/*.parquet")
+
+
+def test_shards_of_any_name_are_splits_where_a_card_lies_beside_data(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    for language in ("de", "en"):
+        WHOLE.select(range(2)).to_parquet(tmp_path / "data" / f"{language}-00000-of-00001.parquet")
+    assert len(read(tmp_path / "data")) == 4
+    (tmp_path / "README.md").write_text("# a card")
+    for place in (tmp_path, tmp_path / "data"):
+        with pytest.raises(DataError, match=r"holds several splits \(de, en\)"):
+            read(place)
+        assert read(place, split="en") == TEXTS[:2]
+
+
+@pytest.mark.parametrize("chunk", [40, 1 << 20])
+@pytest.mark.parametrize("split", ["train[3:11]", "train[:1]", "train[-1:]", "train[45%:55%]", "train[2:3]+train[7:9]"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow"])
+def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    for i, rows in enumerate((range(9), range(9, 20))):
+        file, part = tmp_path / f"{i}.{kind}", WHOLE.select(rows)
+        match kind:
+            case "jsonl":
+                part.to_json(file)
+            case "csv":
+                part.to_csv(file)
+            case "parquet":
+                part.to_parquet(file, batch_size=4)
+            case "arrow":
+                table = pyarrow.Table.from_pylist(part.to_list())
+                with pyarrow.ipc.new_stream(file, table.schema) as writer:
+                    writer.write_table(table, max_chunksize=3)
+    wanted = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
+    spans = [datasets.ReadInstruction.from_spec(part).to_absolute({"train": 20})[0] for part in split.split("+")]
+    expected = [text for span in spans for text in wanted["text"][span.from_ : span.to]]
+    assert read(tmp_path, split=split) == expected
+
+
+def test_a_slice_is_a_job_of_its_own(tmp_path: Path):
+    """It is told from the whole in the metadata; and a bad row of it is named by its place in the file."""
+    rows = [{"text": text} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{bad\n")
+    job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)))
+    found = preprocess(
+        resolve([tmp_path / "a.jsonl"], "train[5:20]"), [tmp_path / "out"], job, metadata_file=tmp_path / "meta.json"
+    )
+    assert found.outputs[0].documents == 15 and 0 < found.progress.total_bytes < (tmp_path / "a.jsonl").stat().st_size
+    (source,) = json.loads((tmp_path / "meta.json").read_text())["inputs"]
+    assert source["rows"] == [5, 20]
+    with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
+        preprocess(resolve([tmp_path / "a.jsonl"], "train[20:]"), [tmp_path / "bad"], job)
+
+
+def test_a_pointer_of_git_lfs_is_no_data(pushed: Path, tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "data" / "train-00000-of-00001.parquet").write_text(pointer)
+    (tmp_path / "README.md").write_text((pushed / "README.md").read_text().split("  - split: validation")[0] + "---\n")
+    with pytest.raises(DataError, match=r"train-00000-of-00001\.parquet: a pointer of git-lfs.*git lfs pull"):
+        read(tmp_path)
+
+
+def test_the_tools_take_the_flags(pushed: Path, tmp_path: Path):
+    target = tmp_path / "a.parquet"
+    with pytest.raises(SystemExit, match=r"^convert.py: error: .*holds several splits"):
+        convert.main([str(pushed), str(target)])
+    convert.main([str(pushed), str(target), "--split", "test", "--subset", "default"])
+    assert parquet.read_table(target)["text"].to_pylist() == texts("test")
+
+
+def test_folders_that_were_saved(tmp_path: Path):
+    """`save_to_disk` writes them; a selection of rows is saved as such."""
+    WHOLE.select([3, 1, 2]).save_to_disk(tmp_path / "chosen")
+    assert read(tmp_path / "chosen") == read(tmp_path / "chosen", split="train") == [TEXTS[i] for i in (3, 1, 2)]
+    assert read(tmp_path / "chosen", split="train[1:]") == [TEXTS[i] for i in (1, 2)]
+    splits = datasets.DatasetDict({"train": WHOLE, "test": WHOLE.select([5])})
+    splits.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
+    assert read(tmp_path / "both", split="train") == TEXTS
+    assert read(tmp_path / "both", split="test") == [TEXTS[5]]
+    assert read(tmp_path / "both", split="train[5:12]+test") == [*TEXTS[5:12], TEXTS[5]]
+    with pytest.raises(DataError, match=r"both: no split valid; there are train, test \(--split\)"):
+        read(tmp_path / "both", split="valid")
+    test = datasets.Dataset.from_dict({"text": TEXTS}, split="test")
+    test.save_to_disk(tmp_path / "test")
+    assert read(tmp_path / "test") == read(tmp_path / "test", split="test") == TEXTS
+    with pytest.raises(DataError, match=r"no split train; there are test \(--split\)"):
+        read(tmp_path / "test", split="train")
+    with pytest.raises(DataError, match="chosen: --subset small: only datasets with a README.md"):
+        read(tmp_path / "chosen", subset="small")
+
+
+def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The network is not there: `datasets` is asked for whole splits, rows are cut out of what it gives."""
+    WHOLE.to_parquet(tmp_path / "a.parquet")
+    asked = []
+
+    def load(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read("some/name", subset="small", split="test") == TEXTS
+    assert read("some/name", split="train_sft[:10%]") == TEXTS[:2]
+    assert asked == [("some/name", "small", "test"), ("some/name", None, "train_sft")]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["train", "test"])
+    with pytest.raises(DataError, match=r"some/name: holds several splits \(train, test\); choose one with --split"):
+        read("some/name")
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["only"])
+    assert read("some/name") == TEXTS and asked[-1] == ("some/name", None, "only")
+
+
+def test_a_hub_name_offline_says_so():
+    words = [sys.executable, "-c", "from megatron.data.preprocessing.inputs import resolve; resolve(['some/name'])"]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    said = done.stderr.strip().splitlines()[-1]
+    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in said
+    assert "Offline" in said

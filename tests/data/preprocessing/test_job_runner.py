@@ -1,0 +1,358 @@
+"""Preprocess jobs: crashes and going on, bad rows, full disks, and what the metadata says."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, IndexedDataset
+from megatron.data.preprocessing import EncodeJob, job_runner, preprocess, readers
+from megatron.tokenizer import make_tokenizer
+from tests.data.samples import DATASET, ROOT, TOKENIZER, write_dataset
+
+CHAR = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), append_eod=True)
+TOOL = ROOT / "tools" / "datasets" / "preprocess_data.py"
+
+
+def corpus(path: Path, documents: int, size: int = 60) -> Path:
+    chosen = random.Random(0)
+    rows = [{"text": f"{i} " + "word " * chosen.randrange(size // 5 * 2)} for i in range(documents)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def content(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+DRIVER = """
+import sys
+from megatron.data.preprocessing import EncodeJob
+from megatron.data.preprocessing import job_runner
+from megatron.data.preprocessing import preprocess
+from megatron.data.preprocessing import readers
+from megatron.tokenizer import make_tokenizer
+
+readers.CHUNK_BYTES, job_runner.JOURNAL_SECONDS = 2000, 0.02
+print("start", flush=True)
+job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), append_eod=True)
+preprocess([sys.argv[1]], [sys.argv[2]], job, workers=2, metadata_file=sys.argv[2] + ".json")
+"""
+
+
+def test_killed_at_ten_moments_and_still_the_same_bytes(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl", 8000)
+    preprocess([source], [tmp_path / "whole"], CHAR)
+    words = [sys.executable, "-c", DRIVER, str(source), str(tmp_path / "x")]
+    chosen, interrupted = random.Random(1), 0
+    for _ in range(10):
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as command:
+            assert command.stdout is not None and command.stdout.readline() == "start\n"
+            time.sleep(chosen.uniform(0, 0.5))
+            command.kill()
+        interrupted += any(tmp_path.glob(".x.parts-*/journal.json"))
+        if (tmp_path / "x.idx").exists():  # done before it was killed: the next one begins anew
+            assert content(tmp_path / "x") == content(tmp_path / "whole")
+    subprocess.run(words, stdout=subprocess.PIPE, cwd=ROOT, check=True)
+    assert interrupted >= 2, "the moments are random, and a loaded machine is late"
+    assert content(tmp_path / "x") == content(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.lstrip(".").startswith("x.")) == [
+        "x.bin",
+        "x.idx",
+        "x.json",
+    ]
+
+
+def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The process ends, without a word, at the n-th change of the file system, for every n."""
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(job_runner, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and no matter where only a process ends
+    source = corpus(tmp_path / "a.jsonl", 20)
+    job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), keys=("text",))
+    preprocess([source], [tmp_path / "whole"], job)
+    old = write_dataset(tmp_path / "old", [5, 6])
+    steps = went_on = 0
+    while True:
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        for suffix in (".bin", ".idx"):
+            shutil.copy(f"{old.prefix}{suffix}", folder / f"x{suffix}")
+        if (child := os.fork()) == 0:
+            left = steps
+
+            def dying(call):
+                def step(*values, **options):
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        os._exit(9)
+                    return call(*values, **options)
+
+                return step
+
+            for name in ("replace", "unlink", "fsync", "rmdir"):
+                setattr(os, name, dying(getattr(os, name)))
+            shutil.copyfileobj = dying(shutil.copyfileobj)
+            try:
+                preprocess([source], [folder / "x"], job, metadata_file=folder / "x.json")
+            finally:
+                os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if (folder / "x.idx").exists():  # the pair is the old one or the new one, never half of each
+            assert content(folder / "x") in (content(tmp_path / "old"), content(tmp_path / "whole")), steps
+        result = preprocess([source], [folder / "x"], job, metadata_file=folder / "x.json")
+        assert content(folder / "x") == content(tmp_path / "whole"), steps
+        assert sorted(path.name for path in folder.iterdir()) == ["x.bin", "x.idx", "x.json"], steps
+        assert json.loads((folder / "x.json").read_text())["total_tokens"] == result.outputs[0].tokens
+        went_on += result.progress.resumed > 0
+        shutil.rmtree(folder)
+        if ended == 0:
+            break
+        steps += 1
+    assert steps > 30 and went_on > 20
+
+
+def test_another_job_does_not_go_on_from_an_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    source = corpus(tmp_path / "a.jsonl", 40)
+    source.write_text(source.read_text() + "bad\n")
+    for job in (CHAR, EncodeJob(make_tokenizer, ("CharLevelTokenizer",))):
+        with pytest.raises(
+            DataError,
+            match=r"a.jsonl:41: not valid JSON.*; \d\d% of the input is done and kept: the same command with --on",
+        ):
+            preprocess([source], [tmp_path / "x"], job)
+        assert len(list(tmp_path.glob(".x.parts-*"))) == 1
+    corpus(source, 40)  # mended, and so another input
+    assert preprocess([source], [tmp_path / "x"], CHAR).progress.resumed == 0
+    assert not list(tmp_path.glob(".x*"))
+
+
+def test_two_at_once_on_one_output(tmp_path: Path):
+    source = corpus(tmp_path / "a.jsonl", 10)
+    waiting = "progress=lambda state: (print('at it', flush=True), __import__('time').sleep(60))"
+    script = DRIVER.replace("workers=2", waiting)
+    words = [sys.executable, "-c", script, str(source), str(tmp_path / "x")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout is not None
+        assert [other.stdout.readline() for _ in range(2)] == ["start\n", "at it\n"]
+        with pytest.raises(DataError, match="x: another process is writing it"):
+            preprocess([source], [tmp_path / "x"], CHAR)
+        other.kill()
+    assert len(IndexedDataset(preprocess([source], [tmp_path / "x"], CHAR).outputs[0].prefix)) == 10
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 30)
+    bad = [b'{"text": "cut', b'{"n": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": 5}']
+    good = [b'{"text": "one"}', b'{"text": "two"}']
+    lines = [good[0], *bad[:3], b"", good[1], *bad[3:]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    result = preprocess(
+        [tmp_path / "a.jsonl"],
+        [tmp_path / "x"],
+        CHAR,
+        workers=workers,
+        on_error="skip",
+        errors_file=tmp_path / "x_errors.jsonl",
+    )
+    assert (result.progress.skipped, result.outputs[0].documents) == (5, 2)
+    errors = [json.loads(line) for line in (tmp_path / "x_errors.jsonl").read_text().splitlines()]
+    assert [error["problem"].split(":")[1] for error in errors] == ["2", "3", "4", "7", "8"]
+    assert errors[0]["row"] == bad[0].decode() + "\n" and "\\xff" in errors[3]["row"]
+
+
+class Short(EncodeJob):
+    """Refuses long documents when they are encoded, as --overlong refuse does."""
+
+    def encode(self, prepared):
+        if any(len(text) > 5 for texts in prepared for text in texts):
+            raise DataError("too long")
+        return super().encode(prepared)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_that_fail_in_encoding_are_left_out_as_well(workers: int, tmp_path: Path):
+    texts = ["one", "much too long", "two", "also too long", "three"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = Short(make_tokenizer, ("CharLevelTokenizer",))
+    with pytest.raises(DataError, match=r"^too long$"):
+        preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers)
+    errors = tmp_path / "errors"
+    result = preprocess(
+        [tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers, on_error="skip", errors_file=errors
+    )
+    assert result.progress.skipped == 2
+    assert [json.loads(json.loads(line)["row"])["text"] for line in errors.read_text().splitlines()] == texts[1::2]
+    dataset = IndexedDataset(tmp_path / "x")
+    assert [bytes(dataset[i].tolist()).decode() for i in range(3)] == texts[::2]
+
+
+def test_what_holds_no_text_is_counted(tmp_path: Path):
+    texts = ["a", "", " \n", "", "b", "\t", "", "c"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = command("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
+    assert "empty rows left out: 3\n" in done.stdout and "documents of white space only: 2\n" in done.stdout
+    counts = json.loads((tmp_path / "x_metadata.json").read_text())["counts"]
+    assert counts == {"empty rows left out": 3, "documents of white space only": 2}
+
+
+def test_a_damaged_file_is_not_said_to_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    source = tmp_path / "a.jsonl.gz"
+    whole = corpus(tmp_path / "a.jsonl", 40)
+    source.write_bytes(gzip.compress(whole.read_bytes())[:-20])
+    with pytest.raises(DataError, match=r"a.jsonl.gz: damaged or cut off \([^;]*\)$"):
+        preprocess([whole, source], [tmp_path / "x"], CHAR)
+    assert list(tmp_path.glob(".x.parts-*"))  # something was done, so that a hint could be given
+
+
+def test_one_pair_for_two_keys_and_fewer_than_no_processes_are_refused(tmp_path: Path):
+    words = ("--input", corpus(tmp_path / "a.jsonl", 3), "--output-prefix", tmp_path / "x")
+    for more, message in (
+        (("--jsonl-keys", "text", "text"), "the same name twice"),
+        (("--workers", -3), "-3 workers:"),
+    ):
+        done = command(*words, *more)
+        assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_keys_stay_in_step(tmp_path: Path):
+    """A row without text under one key is an empty document there, so that the n-th documents belong together."""
+    rows = [{"q": "a", "a": "b"}, {"q": "", "a": "c"}, {"q": "", "a": ""}, {"q": "d", "a": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), keys=("q", "a"))
+    outputs = preprocess([tmp_path / "a.jsonl"], [tmp_path / "q", tmp_path / "a"], job).outputs
+    assert [(output.documents, output.empty) for output in outputs] == [(3, 1), (3, 1)]
+    assert IndexedDataset(tmp_path / "q").doc_idx.tolist() == [0, 1, 1, 2]
+    assert IndexedDataset(tmp_path / "a").doc_idx.tolist() == [0, 1, 2, 2]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_and_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    source, usage = corpus(tmp_path / "a.jsonl", 40), namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10))
+    with pytest.raises(DataError, match=f"{tmp_path}: disk full: about .* GB more needed, 1e-08 GB free$"):
+        preprocess([source], [tmp_path / "x"], CHAR)
+    free = iter([10**9, 10**9, 10])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(next(free)))
+    with pytest.raises(DataError, match=r"disk full.* \(at \d+% of the input\); \d+% of the input is done and kept"):
+        preprocess([source], [tmp_path / "x"], CHAR)
+    assert not list(tmp_path.glob("x*"))
+    monkeypatch.undo()
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    assert preprocess([source], [tmp_path / "x"], CHAR).progress.resumed == 2
+
+
+def command(*words: object, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(TOOL), "--tokenizer-type", "CharLevelTokenizer", *map(str, words)],
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_no_half(tmp_path: Path):
+    """A limit on the size of files stands for a disk that fills up while writing."""
+    source = corpus(tmp_path / "a.jsonl", 3000, 1000)
+    words = ("--input", source, "--output-prefix", tmp_path / "x", "--workers", 2)
+    limit = source.stat().st_size // 4
+    done = command(*words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("preprocess_data.py: error: ") and "File too large" in done.stderr
+    assert not list(tmp_path.glob("x*"))
+    assert command(*words).returncode == 0
+    assert len(IndexedDataset(tmp_path / "x_text_document")) == 3000
+
+
+def test_the_metadata_tells_what_was_made_of_what(tmp_path: Path):
+    source = DATASET / "corpusA.jsonl"
+    words = ("--input", source, "--output-prefix", tmp_path / "x", "--tokenizer-type", "HFTokenizer")
+    done = command(*words, "--vocab-file", TOKENIZER, "--append-eod")
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / "x_metadata.json").read_text())
+    name = "x_text_document"
+    assert said["token_counts"] == {name: 7074} and said["document_counts"] == {name: 80}
+    assert said["total_tokens"] == 7074 and said["dtypes"] == {name: "uint16"} and said["rows_skipped"] == 0
+    assert said["tokenizer"]["sha256"] == make_tokenizer("HFTokenizer", str(TOKENIZER)).fingerprint()
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert said["inputs"] == [{"path": str(source), "bytes": source.stat().st_size, "sha256": digest}]
+    assert said["args"]["append_eod"] is True and said["args"]["input"] == str(source)
+    assert said["timing"]["seconds"] > 0 and said["output_files"] == [
+        f"{tmp_path}/{name}.{end}" for end in ("bin", "idx")
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x_metadata.json", f"{name}.bin", f"{name}.idx"]
+
+
+class Bytes:
+    """A tokenizer quick enough for a long text."""
+
+    vocab_size = 256
+    eod = 0
+
+    def __init__(self, beyond: str = ""):
+        self.beyond = beyond
+
+    def fingerprint(self) -> str:
+        return "bytes"
+
+    def tokenize_batch(self, texts):
+        return [[70000] if self.beyond else np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+def test_a_document_of_100_megabytes(tmp_path: Path):
+    text = "0123456789" * 10_000_000
+    (tmp_path / "a.jsonl").write_text('{"text": "small"}\n' + json.dumps({"text": text}) + '\n{"text": "last"}\n')
+    preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], EncodeJob(Bytes, ("",)), workers=2)
+    dataset = IndexedDataset(tmp_path / "x")
+    assert [len(dataset[i]) for i in range(3)] == [5, 100_000_000, 4]
+    assert dataset[1].astype(np.uint8).tobytes() == text.encode()
+
+
+def test_an_id_beyond_the_type_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="token id 70000 does not fit uint16"):
+        preprocess([corpus(tmp_path / "a.jsonl", 3)], [tmp_path / "x"], EncodeJob(Bytes, ("beyond",)))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_input_without_text_writes_nothing(tmp_path: Path):
+    for name, text in (("a.jsonl", ""), ("b.jsonl", '{"text": ""}\n')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=f"{name}: no text in any document"):
+            preprocess([tmp_path / name], [tmp_path / "x"], CHAR)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+MEMORY = """
+import re, sys
+from megatron.data.preprocessing import EncodeJob
+from megatron.data.preprocessing import preprocess
+from megatron.tokenizer import make_tokenizer
+preprocess([sys.argv[1]], [sys.argv[2]], EncodeJob(make_tokenizer, ("CharLevelTokenizer",)))
+print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path):
+    peaks = []
+    for copies in (1, 6):
+        line = json.dumps({"text": "word " * 400}) + "\n"
+        (tmp_path / "a.jsonl").write_text(line * 3000 * copies)  # 6 MB, 36 MB
+        words = [sys.executable, "-c", MEMORY, str(tmp_path / "a.jsonl"), str(tmp_path / "x")]
+        peaks.append(int(subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True).stdout))
+    assert peaks[1] < peaks[0] * 1.1, peaks

@@ -1,0 +1,65 @@
+"""Scores equal those of lm-eval's own `hf` backend, in every layout."""
+
+from typing import Any
+
+import pytest
+
+from megatron.evaluation.harness import EvaluationResults
+from tests.evaluation.runs import LAYOUTS, answers, make_model, make_tasks, reference, scores
+from tests.pool import run_ranks
+
+TASKS = ("shipped_choice", "shipped_cloze", "shipped_perplexity", "own_group", "own_text")
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> tuple[str, str]:
+    return make_model(tmp_path_factory.mktemp("model")), make_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def expected(place) -> EvaluationResults:
+    return reference(place[0], TASKS, place[1])
+
+
+def assert_same(found: EvaluationResults | None, expected: EvaluationResults) -> None:
+    """Metrics and answers, text exactly."""
+    assert found is not None and found.failures == {}
+    theirs = {name: value for name, value in expected.metrics().items() if "_stderr" not in name}
+    assert found.metrics() == pytest.approx(theirs, rel=CLOSE, abs=CLOSE)
+    ours, others = answers(found), answers(expected)
+    assert ours.keys() == others.keys()
+    for place, said in others.items():
+        if isinstance(said[0], str):
+            assert ours[place] == said, place
+        else:
+            assert flat(ours[place]) == pytest.approx(flat(said), rel=CLOSE, abs=CLOSE), place
+
+
+def flat(said: list[Any]) -> list[float]:
+    return [part for answer in said for part in (answer if isinstance(answer, tuple | list) else [answer])]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_the_hf_backend_in_every_layout(layout, place, expected):
+    ranks, changes = LAYOUTS[layout]
+    changes = {**changes, "eval_include_path": place[1]}
+    found = run_ranks(scores, ranks, place[0], TASKS, changes, timeout=120)
+    assert found[1:] == [None] * (ranks - 1), "rank 0 alone has them"
+    assert_same(found[0], expected)
+    assert found[0].results["groups"]["own_group"]["acc,none"] == expected.results["groups"]["own_group"]["acc,none"]
+
+
+def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
+    """BOS before every text but where it stands already; the template and what the system says; examples as turns."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tasks").mkdir()
+    folder, own = make_model(tmp_path / "model", bos=True), make_tasks(tmp_path / "tasks")
+    tasks = ("own_choice", "own_text", "shipped_perplexity")
+    settings: dict[str, Any] = {"apply_chat_template": True, "system_instruction": "Be brief.", "num_fewshot": 2}
+    theirs = reference(folder, tasks, own, limit=5, **settings)
+    changes = {
+        "eval_include_path": [own], "eval_limit": 5, "eval_apply_chat_template": True,
+        "eval_system_prompt": "Be brief.", "eval_num_fewshot": 2, "eval_batch_size": 3,
+    }  # fmt: skip
+    assert_same(run_ranks(scores, 1, folder, tasks, changes, timeout=120)[0], theirs)

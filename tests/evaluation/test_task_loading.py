@@ -1,0 +1,158 @@
+"""Finding tasks: shipped, own, of lm-eval; what cannot be had is told."""
+
+import http.server
+import sys
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+from huggingface_hub import constants
+from lm_eval.tasks import TaskManager
+
+from megatron.checkpointing.huggingface import find_in_hub_or_cache
+from megatron.evaluation import task_loading
+from megatron.evaluation.task_loading import LoadedTasks, load_tasks
+from megatron.neox_arguments import ConfigError, NeoXArgs, need_harness
+from megatron.tokenizer import CharLevelTokenizer
+from tests.evaluation.runs import make_tasks
+
+MODEL = {
+    "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
+    "tokenizer_type": "CharLevelTokenizer",
+}  # fmt: skip
+
+
+def find(*tasks: str, **values) -> LoadedTasks:
+    return load_tasks(NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), **values}), CharLevelTokenizer())
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> str:
+    return make_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def test_shipped_tasks_need_no_network_and_no_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = find("shipped", "shipped_choice")
+    tasks = {name: list(loaded["tasks"]) for name, loaded in found.tasks.items()}
+    shipped = ("shipped_arithmetic", "shipped_choice", "shipped_cloze", "shipped_perplexity")
+    assert tasks == {name: [name] for name in shipped}, "a tag is its tasks, each once"
+    assert found.failures == {}
+    assert min(len(found.tasks[name]["tasks"][name].test_docs()) for name in shipped) >= 10
+    choice = found.tasks["shipped_choice"]["tasks"]["shipped_choice"].test_docs()
+    assert {row["answer"] for row in choice} == {0, 1, 2, 3}, "no place of the right answer can be learned"
+
+
+def test_own_tasks_by_name_pattern_group_and_file(own):
+    found = find("own_g*", "own_text", f"{own}/own_choice.yaml", eval_include_path=own)
+    assert {name: list(loaded["tasks"]) for name, loaded in found.tasks.items()} == {
+        "own_group": ["own_choice"], "own_text": ["own_text"], f"{own}/own_choice.yaml": ["own_choice"],
+    }  # fmt: skip
+    assert list(found.tasks["own_group"]["groups"]) == ["own_group"]
+    asked = find("own_choice", eval_include_path=[own], eval_num_fewshot=3)
+    assert asked.tasks["own_choice"]["tasks"]["own_choice"].config.num_fewshot == 3
+
+
+def test_data_that_is_not_there_is_named(own, tmp_path):
+    text = (tmp_path.parent / own / "own_text.yaml").read_text()
+    (tmp_path / "gone.yaml").write_text(text.replace("own.jsonl", "gone.jsonl").replace("own_text", "gone"))
+    found = find("gone", "own_text", eval_include_path=[own, str(tmp_path)])
+    assert list(found.tasks) == ["own_text"], "the others can be had"
+    assert f"its data ({own}/gone.jsonl) cannot be had" in found.failures["gone"]
+
+
+def test_names_of_lm_eval_tags_and_what_is_missing_offline(own, tmp_path, monkeypatch):
+    """One look through lm-eval's own tasks: they are thousands."""
+    (tmp_path / "broken.yaml").write_text("task: broken\n  doc_to_text: [")
+    made: list[TaskManager] = []
+
+    def once(**wishes):
+        if not wishes.get("include_defaults", True):
+            return TaskManager(**wishes)
+        if not made:
+            made.append(TaskManager(**wishes))
+        return made[0]
+
+    monkeypatch.setattr(task_loading, "TaskManager", once)
+    with pytest.raises(ConfigError) as refused:
+        find("lambada", "hellaswag", "helaswag", "own_group", eval_include_path=[own, str(tmp_path)])
+    first, second = refused.value.problems
+    assert "eval_tasks: no task, group or tag helaswag; near it: hellaswag" in first
+    assert f"{tmp_path}/broken.yaml: cannot be read as a task: " in second and "line 2" in second
+    found = find("lambada", "hellaswag", "own_group", eval_include_path=own)
+    assert list(found.tasks) == ["own_group"]
+    assert "its data (EleutherAI/lambada_openai default) cannot be had" in found.failures["lambada_openai"]
+    assert "its data (cimec/lambada) cannot be had" in found.failures["lambada_standard"], "each of a tag by itself"
+    assert "Rowan/hellaswag" in found.failures["hellaswag"] and "HF_HOME" in found.failures["hellaswag"]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Hangs up on the first request, and answers the others that there is no such thing."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        Hub.asked.append(self.path)
+        if len(Hub.asked) == 1:
+            self.close_connection = True
+        else:
+            self.send_error(404)
+
+    def log_message(self, *given: object) -> None:
+        pass
+
+
+def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, own):
+    """And with one, even where it stumbles, nothing is kept from asking it."""
+    (tmp_path / "far.yaml").write_text(
+        "task: far\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: a\ndoc_to_choice: [a, b]\ndoc_to_target: 0\nmetadata: {version: 1}\n"
+    )
+    said: list[str] = []
+
+    def look(*tasks: str) -> LoadedTasks:
+        folders = [str(tmp_path), own]
+        args = NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), "eval_include_path": folders})
+        return load_tasks(args, CharLevelTokenizer(), said.append)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with find_in_hub_or_cache(said.append):
+            assert len(Hub.asked) == 2 and not constants.HF_HUB_OFFLINE and said == []
+        server.shutdown()
+    begun = time.monotonic()
+    found = look("far", "own_text")
+    assert time.monotonic() - begun < 5, "retries take 23 s"
+    assert list(found.tasks) == ["own_text"] and "its data (nobody/nothing) cannot be had" in found.failures["far"]
+    assert len(said) == 1 and said[0].startswith(f"{endpoint} does not answer (")
+    assert not constants.HF_HUB_OFFLINE, "only while tasks are loaded"
+    look("own_text", "shipped_choice")
+    assert len(said) == 1, "these need no Hub"
+
+
+def test_folders_and_prompts_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="eval_include_path: .*/nowhere: no such folder"):
+        find("shipped", eval_include_path=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="eval_tasks: gone.yaml: no such file"):
+        find("shipped", "gone.yaml")
+    (tmp_path / "broken.yaml").write_text("task: broken\n  doc_to_text: [")
+    with pytest.raises(ConfigError, match="eval_tasks: .*/broken.yaml: cannot be read as a task: .*line 2"):
+        find("shipped", str(tmp_path / "broken.yaml"))
+    with pytest.raises(ConfigError, match="eval_system_prompt_file: .*/nothing: cannot be read"):
+        find("shipped_choice", eval_system_prompt_file=str(tmp_path / "nothing"))
+    with pytest.raises(
+        ConfigError, match="eval_limit: expected a whole number of documents or a share below 1, got 2.5"
+    ):
+        NeoXArgs.from_dict({**MODEL, "eval_limit": 2.5})
+
+
+def test_without_lm_eval_a_run_that_asks_for_tasks_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    args = NeoXArgs.from_dict({**MODEL, "eval_tasks": ["piqa"]})
+    with pytest.raises(ConfigError, match=r"eval_tasks: needs lm-eval: pip install 'neox\[eval\]'"):
+        need_harness(args)
+    need_harness(NeoXArgs.from_dict(MODEL))

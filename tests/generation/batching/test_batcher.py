@@ -1,0 +1,250 @@
+"""Requests that come and go: what becomes of one depends on itself alone, and nothing of it is left behind."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import CheckpointError
+from megatron.generation import Batcher, Event, Model, Request, RequestError, SamplingParams
+from megatron.generation.batching.batcher import _BLOCK
+from megatron.neox_arguments import ConfigError
+from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.batching.test_kv_cache import chunked, random_model
+from tests.generation.runs import LAYOUTS, answers
+from tests.model.runs import LLAMA
+from tests.pool import run_ranks
+
+POSITIONS = 128
+VALUES = {**LLAMA, "max_position_embeddings": POSITIONS, "num_layers": 2}
+WAYS = [
+    SamplingParams(),
+    SamplingParams(1.5),
+    SamplingParams(2.0, top_k=6, repetition_penalty=1.3),
+    SamplingParams(1.0, top_p=0.8, frequency_penalty=0.4),
+    SamplingParams(3.0, min_p=0.05, presence_penalty=0.7),
+]
+
+
+class Bytes(CharLevelTokenizer):
+    vocab_size = 64
+
+
+def model_of(world_size: int = 1, **changes: Any) -> Model:
+    found = random_model({**VALUES, **changes}, world_size)
+    return Model(found.args, found.groups, Bytes(), found.stage, found.dtype)
+
+
+def requests_of(count: int, seed: int = 0) -> list[Request]:
+    """Of every kind, some of which begin alike."""
+    draws = random.Random(seed)
+    beginning = draws.choices(range(2, 64), k=40)
+    found = []
+    for i in range(count):
+        tokens = beginning[: draws.choice([0, 16, 33, 40])] + draws.choices(range(2, 64), k=draws.randint(1, 25))
+        found.append(
+            Request(
+                tokens, draws.choice(WAYS), draws.randint(1, 40), seed=i, stop=draws.choice([(), ("3", "+7")]),
+                logprobs=draws.choice([None, 0, 3]), prompt_logprobs=draws.random() < 0.2,
+            )
+        )  # fmt: skip
+    return found
+
+
+def outcome(events: list[Event]) -> tuple:
+    """What a request became."""
+    logprobs = [one for event in events for one in event.logprobs]
+    read = [one.logprob for one in events[0].prompt_logprobs or () if one is not None]
+    return (
+        [token for event in events for token in event.tokens],
+        "".join(event.text for event in events),
+        [event.finish_reason for event in events if event.finish_reason is not None],
+        [[token for token, _ in one.top] for one in logprobs],
+        torch.tensor([one.logprob for one in logprobs] + read),
+    )
+
+
+def same(found: list[tuple], expected: list[tuple]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one[:4] == other[:4]
+        torch.testing.assert_close(one[4], other[4], rtol=0, atol=1e-5)
+
+
+REQUESTS = requests_of(24)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple]:
+    """Each by itself, without a cache."""
+    model = model_of(recompute=True)
+    found = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
+    assert {reason for one in found for reason in one[2]} == {"stop", "length"}
+    return found
+
+
+# A cache of 9 blocks holds the longest request and little more: rows are preempted all the time.
+@pytest.mark.parametrize(("rows", "blocks", "chunk"), [(64, None, 1024), (5, None, 7), (24, 9, 1024), (24, 9, 3)])
+def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, chunk: int) -> None:
+    model = model_of()
+    size = None if blocks is None else blocks * _BLOCK * model.stage.cache_bytes / 1e9
+    batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
+    assert blocks in (None, batcher.blocks.total)
+    preempted = []
+    grow = batcher._grow
+    batcher._grow = lambda: (before := batcher.waiting, grow(), preempted.append(batcher.waiting - before))  # type: ignore[method-assign, assignment, func-returns-value]
+    with chunked(chunk):
+        same([outcome(events) for events in answers(batcher, REQUESTS)], alone)
+        assert batcher.blocks.free == batcher.blocks.total > 0
+        # All that was read is known now.
+        same([outcome(events) for events in answers(batcher, REQUESTS[::-1])], alone[::-1])
+    assert batcher.blocks.free == batcher.blocks.total
+    assert (sum(preempted) > 0) == (blocks is not None)
+
+
+def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:
+    """For the pool: half of the requests come while the others run."""
+    batcher = Batcher(model_of(world_size, **layout), maximum_rows=9)
+    events: dict[int, list[Event]] = {}
+    ids = [batcher.add(request) for request in REQUESTS[:12]]
+    for late in REQUESTS[12:]:
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+        ids.append(batcher.add(late))
+    while batcher.busy:
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+    assert batcher.blocks.free == batcher.blocks.total
+    return [outcome(events[id]) for id in ids]
+
+
+@pytest.mark.parametrize("name", ["one process", "tp2", "pp2", "tp2 x pp2"])
+def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
+    ranks, layout = LAYOUTS[name]
+    for found in run_ranks(everywhere, ranks, layout):
+        same(found, alone)
+
+
+def test_no_mixture_leaks(alone: list[tuple]) -> None:
+    """Finished, cancelled, preempted and refused ones, at random."""
+    draws, model = random.Random(1), model_of()
+    batcher = Batcher(model, maximum_rows=8, cache_gb=14 * _BLOCK * model.stage.cache_bytes / 1e9)
+    events: dict[int, list[Event]] = {}
+    numbers: dict[int, int] = {}
+    cancelled: set[int] = set()
+    for turn in range(150):
+        if turn < 100:
+            number = draws.randrange(len(REQUESTS))
+            numbers[batcher.add(REQUESTS[number])] = number
+            with pytest.raises(RequestError):
+                batcher.add(Request([], maximum_tokens=1))
+        if draws.random() < 0.4:
+            id = draws.choice(list(numbers))
+            done = id in events and events[id][-1].finish_reason is not None
+            batcher.cancel(id)
+            cancelled |= set() if done else {id}
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+    while batcher.busy:
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+    assert batcher.blocks.free == batcher.blocks.total
+    assert (batcher.running, batcher.waiting, batcher.step()) == (0, 0, [])
+    assert events.keys() == numbers.keys() and 10 < len(cancelled) < 90
+    for id, found in events.items():
+        assert [event.finish_reason for event in found[:-1]] == [None] * (len(found) - 1)
+        assert (found[-1].finish_reason == "cancelled") == (id in cancelled)
+    whole = [id for id in events if id not in cancelled]
+    same([outcome(events[id]) for id in whole], [alone[numbers[id]] for id in whole])
+
+
+def test_cancelling_frees_blocks_at_once() -> None:
+    batcher = Batcher(model_of(), maximum_rows=60)
+    ids = [batcher.add(Request([i % 60 + 2] * 20, maximum_tokens=50, stop_token_ids=())) for i in range(80)]
+    batcher.step(), batcher.step()
+    assert batcher.running == 60 and batcher.waiting == 20
+    for id in ids[10:70]:
+        batcher.cancel(id)
+    batcher.cancel(ids[10]), batcher.cancel(12345)
+    assert batcher.blocks.total - batcher.blocks.free == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
+    gone = [event for event in batcher.step() if event.finish_reason == "cancelled"]
+    assert sorted(event.id for event in gone) == ids[10:70]
+
+
+def test_beginnings_are_run_once() -> None:
+    """Of many requests with one beginning, and of a conversation's next turn."""
+    model, seen = model_of(), []
+    model.stage.layers["0"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    batcher = Batcher(model)
+    system = list(range(2, 62))
+    events = answers(batcher, [Request([*system, i], maximum_tokens=2, stop_token_ids=()) for i in range(10)])
+    assert sum(seen) < 61 + 10 * (61 - 48 + 2) + 20
+    seen.clear()
+    said = [token for event in events[3] for token in event.tokens]
+    answers(batcher, [Request([*system, 3, *said, 7], maximum_tokens=1)])
+    assert sum(seen) <= 64 - 48
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "the prompt is empty"),
+        (Request([3, 64]), "do not exist: they go from 0 to 63"),
+        (Request([-1]), "do not exist"),
+        (Request([3] * 66, maximum_tokens=64), "has 66 tokens and maximum_tokens is 64; the model has 128 positions"),
+        (Request([3] * 60, maximum_tokens=40), "the whole cache holds 80"),
+        (Request([3], maximum_tokens=0), "nothing is asked for"),
+        (Request([3], logprobs=65), "logprobs is 65: expected 0 to 64"),
+        (Request([3], stop=("a",), text=False), "text is False"),
+    ],
+)
+def test_refused(request_: Request, message: str) -> None:
+    model = model_of()
+    batcher = Batcher(model, cache_gb=5 * _BLOCK * model.stage.cache_bytes / 1e9)
+    with pytest.raises(RequestError, match=message):
+        batcher.add(request_)
+    assert not batcher.busy and batcher.blocks.free == batcher.blocks.total == 5
+
+
+def test_a_cache_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_gb: 1e-09 GB hold no 16 tokens"):
+        Batcher(model_of(kv_cache_gb=1e-9))
+
+
+def test_an_automatic_size_is_told() -> None:
+    said: list[str] = []
+    batcher = Batcher(model_of(), maximum_rows=3, log=said.append)
+    assert batcher.blocks.total == 3 * POSITIONS // _BLOCK  # memory is no bound here
+    assert said == [
+        f"kv_cache_gb: auto chose {3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}, for 384 tokens"
+    ]
+    assert Batcher(model_of(), maximum_rows=3, tokens=100).blocks.total == 9
+
+
+def test_log_probabilities_of_a_prompt_alone() -> None:
+    (event,) = answers(Batcher(model_of()), [Request([5, 6, 7], maximum_tokens=0, prompt_logprobs=True)])[0]
+    assert (event.tokens, event.text, event.finish_reason) == ((), "", "length")
+    assert event.prompt_logprobs is not None and [one and one.token for one in event.prompt_logprobs] == [None, 6, 7]
+    whole = answers(Batcher(model_of()), [Request([5], maximum_tokens=1, logprobs=64)])[0][0].logprobs[0]
+    assert event.prompt_logprobs[1] is not None
+    assert event.prompt_logprobs[1].logprob == pytest.approx(dict(whole.top)[6], abs=1e-5)
+
+
+def test_a_text_ends_with_the_tokens_asked_for() -> None:
+    batcher = Batcher(model_of())
+    plain = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=())])[0])[0]
+    found = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, plain[4]))])[0])
+    assert (found[0], found[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
+    assert found[1] == Bytes().detokenize(found[0][:-1])
+
+
+def test_what_is_not_a_number_ends_all_and_leaks_nothing() -> None:
+    model = model_of()
+    batcher = Batcher(model)
+    batcher.add(Request([3] * 30)), batcher.add(Request([4] * 3))
+    batcher.step()
+    with torch.no_grad():
+        next(model.stage.layers["5"].parameters()).fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="the model gives NaN as logits in fp32"):
+        batcher.step()
+    assert not batcher.busy and batcher.blocks.free == batcher.blocks.total

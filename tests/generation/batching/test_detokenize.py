@@ -1,0 +1,69 @@
+"""Text as it comes, against the text of all tokens at once."""
+
+import random
+
+import pytest
+
+from megatron.generation.batching.detokenize import IncrementalDetokenizer
+from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
+from tests.generation.runs import TOKENIZER
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
+    """One a token, and what was held back; none after a stop string."""
+    found = []
+    for token in tokens:
+        found.append(stream.add(token))
+        if stream.stopped:
+            break
+    return [*found, stream.finish()]
+
+
+def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize)
+    seen = ["".join(pieces(IncrementalDetokenizer(CharLevelTokenizer().detokenize), [])), ""]
+    for token in (*"aé€".encode(), 0xE2):
+        seen.append(seen[-1] + stream.add(token))
+    assert seen[2:] == ["a", "a", "aé", "aé", "aé", "aé€", "aé€"]
+    assert stream.finish() == HALF
+
+
+def test_pieces_make_the_whole_text() -> None:
+    tokenizer = HFTokenizer(TOKENIZER)
+    draws = random.Random(0)
+    for _ in range(50):
+        tokens = draws.choices(range(2, tokenizer.vocab_size), k=40)
+        tokens += tokenizer.tokenize("naïve 漢字 🙂 e\u0301 \n\n tabs\t and  spaces ")
+        assert "".join(pieces(IncrementalDetokenizer(tokenizer.detokenize), tokens)) == tokenizer.detokenize(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one.\n\nTwo", ["\n\n"], "one."),
+        ("one two three", ["three", "two"], "one "),
+        ("aaab", ["aab"], "a"),
+        ("aaaa", ["aab"], "aaaa"),
+        ("abc", ["abcd", "c"], "ab"),
+        ("STOP", ["STOP"], ""),
+        ("ends with ST", ["STOP"], "ends with ST"),
+        ("né€", ["€"], "né"),
+        ("plain", ["", "\n"], "plain"),
+    ],
+)
+def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
+    found = pieces(stream, list(text.encode()))
+    assert "".join(found) == expected
+    assert stream.stopped == any(string in text for string in stop if string)
+    for end in range(len(found)):  # nothing was shown that a longer text takes back
+        assert expected.startswith("".join(found[:end]))
+
+
+def test_nothing_is_held_that_begins_no_stop_string() -> None:
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
+    assert [stream.add(byte) for byte in b"xabb"[:2]] == ["x", ""]
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
+    assert [stream.add(byte) for byte in b"bcaz"] == ["", "", "bc", "az"]

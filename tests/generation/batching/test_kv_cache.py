@@ -1,0 +1,181 @@
+"""The cache of keys and values against running every text from its beginning, in every layout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.generation import Batcher, Completion, Model, Request, SamplingParams, complete, for_inference
+from megatron.generation.batching import batcher as batching
+from megatron.mpu import ParallelGroups
+from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.runs import LAYOUTS, answers
+from tests.model.runs import MODELS
+from tests.model.stages import groups_of, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+# The last two begin alike, over more than a block.
+PROMPTS = [[5, 3, 9, 9, 1, 2, 4], [7], [6, 1], [3, 8, 2] * 6, [3, 8, 2] * 6 + [4]]
+POSITIONS = 32  # of tests.model.stages.SMALL
+TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every position there is
+CHUNK = 5  # tokens of prompts a step, where prompts are read through the cache
+# A tied head likes to say the last token again, and never ends.
+UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
+SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
+
+
+class Few(CharLevelTokenizer):
+    """So few tokens that the end of document comes now and then."""
+
+    vocab_size = 10
+
+
+class Found(NamedTuple):
+    """logprobs: of all tokens of each prompt; texts: for each of `SAMPLINGS`."""
+
+    logprobs: list[Tensor]
+    texts: list[list[tuple[list[int], bool]]]
+
+
+def random_model(values: dict[str, Any], world_size: int = 1) -> Model:
+    args = for_inference(small(**values).for_world(world_size))
+    groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.params_dtype]
+    return Model(args, groups, Few(), stage_with(args, random_weights(args), groups).to(dtype), dtype)
+
+
+def texts_of(completions: list[Completion]) -> list[tuple[list[int], bool]]:
+    return [(completion.tokens, completion.finished) for completion in completions]
+
+
+@contextmanager
+def chunked(tokens: int) -> Iterator[None]:
+    """Prompts are read so many tokens a step."""
+    before = batching._PREFILL
+    batching._PREFILL = {"cpu": tokens}  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        batching._PREFILL = before  # type: ignore[misc]
+
+
+def logprobs_of(model: Model) -> list[Tensor]:
+    """`[length - 1, vocab]` of each prompt: read in chunks, through the cache where there is one."""
+    vocab = model.tokenizer.vocab_size
+    requests = [Request(prompt, maximum_tokens=1, prompt_logprobs=True, logprobs=vocab) for prompt in PROMPTS]
+    with chunked(CHUNK):
+        firsts = [events[0] for events in answers(Batcher(model), requests)]
+    found = []
+    for event, prompt in zip(firsts, PROMPTS, strict=True):
+        said = event.prompt_logprobs
+        assert said is not None and said[0] is None and [one.token for one in said[1:] if one] == prompt[1:]
+        rows = [dict(one.top) for one in (*said[1:], *event.logprobs) if one is not None]
+        found.append(torch.tensor([[row[i] for i in range(vocab)] for row in rows]))
+        assert [row[one.token] for row, one in zip(rows, said[1:], strict=False) if one] == [
+            one.logprob for one in said[1:] if one
+        ]
+    return found
+
+
+def find(values: dict[str, Any], world_size: int = 1) -> Found:
+    model = random_model(values, world_size)
+    runs = [complete(model, PROMPTS, how, maximum_tokens=TO_COME, seeds=range(5)) for how in SAMPLINGS]
+    return Found(logprobs_of(model), [texts_of(run) for run in runs])
+
+
+def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Found]:
+    """For the pool."""
+    return {name: find({**values, **layout}, world_size) for name, values in UNTIED.items()}
+
+
+@pytest.fixture(scope="module")
+def recomputed() -> dict[str, Found]:
+    """Without a cache, in one process."""
+    found = {name: find({**values, "recompute": True}) for name, values in UNTIED.items()}
+    lengths = [{len(tokens) for run in found[name].texts for tokens, _ in run} for name in UNTIED]
+    assert min(map(len, lengths)) > 1 and TO_COME in set.union(*lengths), "rows must end at different times"
+    assert all(len({str(run) for run in found[name].texts}) == 2 for name in UNTIED), "sampling must matter"
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dp2"])  # which runs one process twice
+def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
+    ranks, layout = LAYOUTS[name]
+    for found in run_ranks(find_all, ranks, layout):
+        for model, (logprobs, texts) in found.items():
+            assert texts == recomputed[model].texts, model
+            for own, expected in zip(logprobs, recomputed[model].logprobs, strict=True):
+                torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, msg=model)
+
+
+@pytest.mark.parametrize("name", UNTIED)
+def test_bf16(name: str) -> None:
+    values = {**UNTIED[name], "precision": "bfloat16"}
+    exact, rounded, cached = (
+        logprobs_of(random_model({**values, **changes}))
+        for changes in ({"precision": "fp32", "recompute": True}, {"recompute": True}, {})
+    )
+    # The cache may move a log-probability as far as bf16 itself does, no further.
+    error = max(float((a - b).abs().max()) for a, b in zip(rounded, exact, strict=True))
+    assert max(float((a - b).abs().max()) for a, b in zip(cached, exact, strict=True)) < 1.5 * error
+    cache = random_model(values).stage.empty_cache(2, 3)
+    assert {layer.keys.dtype for layer in cache.layers.values()} == {torch.bfloat16}
+
+
+def test_what_stands_behind_a_row_is_never_attended_to() -> None:
+    """Neither padding, nor what earlier texts left in the cache, nor blocks of others."""
+    model = random_model(MODELS["llama"])
+    found = []
+    for dirt in (0.0, 1e3):
+        batcher = Batcher(model)
+        assert batcher.cache is not None
+        for layer in batcher.cache.layers.values():
+            layer.keys.fill_(dirt), layer.values.fill_(dirt)
+        with chunked(CHUNK):
+            events = answers(
+                batcher, [Request(prompt, maximum_tokens=5, stop_token_ids=(), logprobs=0) for prompt in PROMPTS]
+            )
+        found.append([[event.logprobs for event in row] for row in events])
+    assert found[0] == found[1]
+
+
+def shapes(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """For the pool: of the caches that this rank of tp2 x pp2 holds."""
+    model = random_model({**MODELS["llama"], **LAYOUTS["tp2 x pp2"][1]}, world_size)
+    cache = model.stage.empty_cache(3, 20)
+    assert model.stage.cache_bytes * 3 * 20 == sum(x.nbytes for layer in cache.layers.values() for x in layer[:2])
+    return [tuple(sorted(tensor.shape)) for layer in cache.layers.values() for tensor in layer[:2]]
+
+
+def test_a_rank_caches_its_own_layers_and_heads() -> None:
+    assert run_ranks(shapes, 4) == [[(1, 3, 8, 20)] * 4] * 4  # two of four layers, one of two key-value heads
+
+
+class Counted(NamedTuple):
+    tokens: list[tuple[int, int]]  # rows and columns of every forward
+    logits: list[int]  # tokens of every forward of the head
+
+
+def counted(recompute: bool) -> Counted:
+    model, counts = random_model({**MODELS["llama"], "recompute": recompute}), Counted([], [])
+    layers = model.stage.layers
+    layers["0"].register_forward_pre_hook(lambda _, inputs: counts.tokens.append(tuple(inputs[0].shape)))
+    layers["8"].register_forward_pre_hook(lambda _, inputs: counts.logits.append(inputs[0].shape[:2].numel()))
+    complete(model, PROMPTS[:4], SamplingParams(1.0), maximum_tokens=TO_COME, seeds=range(4))
+    return counts
+
+
+def test_a_step_runs_one_token_of_unfinished_rows() -> None:
+    cached, whole = counted(recompute=False), counted(recompute=True)
+    assert sum(rows * columns for rows, columns in cached.tokens) < sum(
+        rows * columns for rows, columns in whole.tokens
+    )
+    longest = max(i for i, (_, columns) in enumerate(cached.tokens) if columns > 1)
+    rows = [rows for rows, _ in cached.tokens[longest + 1 :]]
+    assert longest < 4 < len(rows)
+    assert rows[0] > 1 and rows == sorted(rows, reverse=True) and rows[-1] < rows[0], "finished rows leave"
+    for found in (cached, whole):
+        assert found.logits == [rows for rows, _ in found.tokens], "of one token a row"

@@ -1,0 +1,136 @@
+"""Prompts of conversations against transformers' own."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatron.generation.batching.requests import RequestError
+from megatron.generation.prompts.chat import find_template
+from megatron.generation.serving.errors import APIError
+from megatron.generation.serving.request_parsing import RequestParser
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import HFTokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
+from tests.generation.serving.server import FOLDER, SHAPE
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What does the lantern cost?"},
+    {"role": "assistant", "content": "Nine coins."},
+    {"role": "user", "content": "And in a storm?"},
+]
+LLAMA3_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+CASES = {
+    "chatml": (CHATML, {}, ["<|endoftext|>", "<|im_end|>"]),
+    "chatml of a base model": (CHATML, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>", "<|im_end|>"]),
+    "llama 3": (LLAMA3, LLAMA3_TOKENS, ["<|endoftext|>", "<|eot_id|>"]),
+    "no token of its own": (PLAIN, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>"]),
+}
+
+
+def args_of(folder: Path, **values: object) -> NeoXArgs:
+    return NeoXArgs.from_dict({**SHAPE, "vocab_file": str(folder), "load": str(folder / "none"), **values})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_transformers(name: str, tmp_path: Path) -> None:
+    text, special, ends = CASES[name]
+    hf = fast_tokenizer(text, **special)
+    hf.save_pretrained(tmp_path)
+    found = find_template(args_of(tmp_path), HFTokenizer(tmp_path))
+    assert found.render(MESSAGES, False) == hf.apply_chat_template(MESSAGES, tokenize=False)
+    expected = hf.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert found.tokens(MESSAGES) == expected
+    assert sorted(found.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
+
+
+def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}|")
+    tokenizer = HFTokenizer(FOLDER)
+    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), tokenizer)
+    assert found.render(MESSAGES) == "Be brief.|" and found.source == str(tmp_path / "chat.jinja")
+    with pytest.raises(ConfigError, match="chat_template: .*no.jinja: cannot be read"):
+        find_template(args_of(FOLDER, chat_template=str(tmp_path / "no.jinja")), tokenizer)
+
+
+def test_older_places(tmp_path: Path) -> None:
+    """Templates in tokenizer_config.json, one or several by name; with the model that is loaded."""
+    hf = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = HFTokenizer(FOLDER)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": hf.chat_template}]
+    for template in (hf.chat_template, several):
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        found = find_template(args_of(plain, load=str(tmp_path)), tokenizer)
+        assert found.text == hf.chat_template
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="there is no chat template beside vocab_file or with the model"):
+        find_template(args_of(plain, load=str(tmp_path)), tokenizer)
+
+
+CALLED = [
+    {"role": "user", "content": "What does the lantern cost?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"of": "lantern"}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": t} for t in ("Nine ", "coins.")]},
+]  # fmt: skip
+
+
+def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
+    """As transformers' templates expect them; a template that leaves them out is not passed over."""
+    text = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments.of }}){% endfor %}{% endif %}"
+        "{{ '\\n' }}{% endfor %}"
+    )
+    (tmp_path / "chat.jinja").write_text(text)
+    (tmp_path / "deaf.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = HFTokenizer(FOLDER)
+
+    def prompt(name: str, messages: list[dict[str, object]]) -> str:
+        chat = find_template(args_of(FOLDER, chat_template=str(tmp_path / name)), tokenizer)
+        body = json.dumps({"model": "m", "messages": messages, "max_tokens": 4})
+        asked = RequestParser("m", tokenizer, 4096, (0,), chat).conversation(body.encode())
+        return tokenizer.detokenize(asked.requests[0].tokens)
+
+    said = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
+    assert prompt("chat.jinja", CALLED) == said
+    with pytest.raises(APIError, match="the chat template leaves out messages of role tool"):
+        prompt("deaf.jinja", CALLED)
+    with pytest.raises(APIError, match="the chat template leaves out messages of role developer"):
+        prompt("deaf.jinja", [{"role": "developer", "content": "Be brief."}, *CALLED[:1]])
+    broken = [
+        CALLED[0],
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
+    ]
+    with pytest.raises(APIError, match="the arguments of the tool call f are no JSON"):
+        prompt("chat.jinja", broken)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_template_without_end_is_stopped_in_every_thread(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
+    (tmp_path / "chat.jinja").write_text(endless)
+    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RequestError, match=r"stopped after 0.2 s.*chat.jinja\)"):
+        pool.submit(found.tokens, MESSAGES).result() if threads else found.tokens(MESSAGES)
+
+
+def test_what_a_template_refuses(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    with pytest.raises(RequestError, match="the chat template refuses these messages: roles must alternate"):
+        found.tokens(MESSAGES)
+    assert found.stop_token_ids == (0,)

@@ -1,0 +1,82 @@
+"""Requests to score, and models to score them with, also on ranks of the worker pool."""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
+from megatron.model import Model, for_inference
+from megatron.mpu import ParallelGroups
+from megatron.tokenizer import CharLevelTokenizer
+from tests.model.runs import MODELS
+from tests.model.stages import groups_of, random_weights, small, stage_with
+
+COLUMNS = 50  # of 64 rows of vocabulary
+UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
+UNTIED["dynamic"] = {**UNTIED["llama"], "rope_scaling": {"rope_type": "dynamic", "factor": 2.0,
+    "original_max_position_embeddings": 16}}  # fmt: skip
+
+
+def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreRequest]:
+    """Contexts that come back, single tokens, continuations that are the beginning of others or the same, long ones."""
+    draw = random.Random(seed)
+    texts = [[draw.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 5, 9, 12, positions // 2)]
+    found: list[ScoreRequest] = []
+    for i in range(60):
+        context = draw.choice(texts)
+        length = min(draw.choice([1, 1, 2, 5, 9, positions]), positions + 1 - len(context))
+        continuation = [draw.randrange(vocabulary) for _ in range(length)]
+        found.append((context, continuation))
+        if i % 7 == 0:
+            found += [(context, continuation[: length // 2 + 1]), (context, continuation)]
+        if i % 11 == 0:
+            found.append((context, [*continuation[:-1], 3]))
+    return found
+
+
+def model_of(values: dict[str, Any], world_size: int = 1) -> Model:
+    args = for_inference(small(**values).for_world(world_size))
+    groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
+    stage = stage_with(args, random_weights(args), groups)
+    return Model(args, groups, CharLevelTokenizer(), stage, torch.float32, COLUMNS)
+
+
+def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
+    """Of one whole text, from the token after the first `first`: `[len(tokens) - first + 1, COLUMNS]`."""
+    one = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model.stage(None, Batch(one, one, one))
+    assert isinstance(logits, Tensor)
+    return logits[first - 1 :, 0, :COLUMNS]
+
+
+def one_by_one(model: Model, requests: list[ScoreRequest]) -> list[ContinuationScore]:
+    """Each as a text of its own, in one process."""
+    found = []
+    for context, continuation in requests:
+        logits = logits_after(model, [*context, *continuation][:-1], len(context)).double().log_softmax(-1)
+        labels = torch.tensor(continuation)
+        logprobs = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+        found.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
+    return found
+
+
+def assert_same(ours: list[ContinuationScore], theirs: list[ContinuationScore], tolerance: float = 1e-5) -> None:
+    assert len(ours) == len(theirs)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.greedy == other.greedy
+        torch.testing.assert_close(torch.tensor(own.logprobs), torch.tensor(other.logprobs), rtol=0, atol=tolerance)
+
+
+def scored(rank: int, world_size: int, layout: dict[str, Any], names: list[str]) -> dict[str, list[ContinuationScore]]:
+    """For the pool: of each model, `some_requests` in batches from memory and in small ones."""
+    found = {}
+    for name in names:
+        model = model_of({**UNTIED[name], **layout}, world_size)
+        requests = some_requests(COLUMNS, model.positions)
+        found[name] = score(model, requests, batch_size=2)
+        assert_same(score(model, requests), found[name])
+    return found

@@ -1,0 +1,205 @@
+"""Scores of continuations against transformers, against whole texts run one by one, and the work that they take."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.families import from_hf
+from megatron.generation.scoring import logprobs as scoring
+from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
+from megatron.generation.scoring.tree_rows import make_tree_rows, rolling_windows
+from megatron.model import Model, for_inference
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.tokenizer import CharLevelTokenizer
+from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, on_disk, random_model
+from tests.generation.runs import LAYOUTS
+from tests.generation.scoring.cases import (
+    COLUMNS,
+    UNTIED,
+    assert_same,
+    logits_after,
+    model_of,
+    one_by_one,
+    scored,
+    some_requests,
+)
+from tests.model.stages import stage_with
+from tests.pool import run_ranks
+
+CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_transformers(case: str) -> None:
+    theirs = random_model(case)
+    config, tensors = on_disk(theirs)
+    keys, weights = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+    args = for_inference(NeoXArgs.from_dict({**keys, "precision": "fp32"}).for_world(1))
+    stage = stage_with(args, collected(weights))
+    ours = Model(args, ParallelGroups.single(), CharLevelTokenizer(), stage, torch.float32, columns=VOCAB)
+    requests = some_requests(VOCAB, ours.positions)
+    expected = []
+    for context, continuation in requests:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([[*context, *continuation][:-1]])).logits[0, len(context) - 1 :]
+        labels = torch.tensor(continuation)
+        logprobs = logits.double().log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
+        expected.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
+    assert any(any(found.greedy) for found in expected)
+    for batch_size in (None, 1):
+        assert_same(score(ours, requests, batch_size=batch_size), expected)
+
+
+@pytest.fixture(scope="module")
+def whole_texts() -> dict[str, list[ContinuationScore]]:
+    models = {name: model_of(values) for name, values in UNTIED.items()}
+    return {name: one_by_one(model, some_requests(COLUMNS, model.positions)) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tp2+sp"])  # which inference is without
+def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
+    ranks, layout = LAYOUTS[name]
+    for found in run_ranks(scored, ranks, layout, list(UNTIED)):
+        for model, ours in found.items():
+            assert_same(ours, whole_texts[model])
+
+
+def test_bf16_takes_the_softmax_in_fp32() -> None:
+    model = model_of({**UNTIED["llama"], "precision": "bfloat16"})
+    model = Model(model.args, model.groups, model.tokenizer, model.stage.bfloat16(), torch.bfloat16, COLUMNS)
+    logits = logits_after(model, [*CONTEXT, 4, 4], len(CONTEXT))
+    assert logits.dtype == torch.bfloat16
+    expected = logits.double().log_softmax(-1).gather(1, torch.tensor([[4], [4], [8]])).squeeze(1).tolist()
+    assert score(model, [(CONTEXT, [4, 4, 8])])[0].logprobs == pytest.approx(expected, abs=1e-5)
+
+
+# -- the work it takes -------------------------------------------------------------------------------------------------
+
+
+def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
+    """Tokens that went through the blocks, and through the head."""
+    blocks, head = [], []
+    layers = model.stage.layers
+    hooks = [
+        layers["0"].register_forward_pre_hook(lambda _, inputs: blocks.append(inputs[0].numel())),
+        layers[str(model.stage.specs[-1].index)].register_forward_pre_hook(
+            lambda _, inputs: head.append(inputs[0].shape[0] * inputs[0].shape[1])
+        ),
+    ]
+    score(model, requests, **options)
+    for hook in hooks:
+        hook.remove()
+    return sum(blocks), sum(head)
+
+
+def test_a_context_is_run_once() -> None:
+    """Distinct contexts and continuations, each token once; of the last tokens, from which nothing follows, none."""
+    model = model_of(UNTIED["llama"])
+    other = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    requests = [(CONTEXT, choice) for choice in CHOICES] + [(other, choice) for choice in CHOICES]
+    inputs = sum(len(choice) - 1 for choice in ([4, 4, 8], [7, 1, 6, 6]))  # [7, 9] begins as the second
+    expected = len(CONTEXT) + len(other) + 2 * inputs
+    alone = sum(len(context) + len(choice) - 1 for context, choice in requests)
+    tokens, logits = counted(model, requests, batch_size=1)
+    assert tokens == expected < alone / 2
+    assert logits == 2 * (1 + inputs), "the context's last token once, and each token that is run"
+    # Together they are padded, to the longest row.
+    assert counted(model, requests) == (2 * (len(other) + inputs), logits)
+
+
+def test_contexts_too_short_to_share() -> None:
+    """A short context is run again rather than that long branches attend over each other's places."""
+    texts = [list(range(i, i + 200)) for i in range(4)]
+    together = make_tree_rows([(i, (texts[0], text)) for i, text in enumerate(texts)], hidden_size=512)
+    apart = make_tree_rows([(i, ([0], text)) for i, text in enumerate(texts)], hidden_size=512)
+    assert [row.branches[-1] for row in together] != [1] * 4
+    assert [row.branches[-1] for row in apart] == [1] * 4
+    assert sum(len(row.tokens) for row in apart) == 4 * 200
+
+
+def test_the_longest_are_run_first() -> None:
+    model = model_of(UNTIED["llama"])
+    widths: list[tuple[int, ...]] = []
+    hook = model.stage.layers["0"].register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape))
+    done: list[int] = []
+    score(model, some_requests(COLUMNS, model.positions), batch_size=3, on_progress=done.append)
+    hook.remove()
+    plain = [width for rows, width in widths]
+    assert max(rows for rows, _ in widths) == 3
+    turns = sum(b > a for a, b in zip(plain, plain[1:], strict=False))
+    assert turns == 1, "branched rows, then the others"
+    assert done == sorted(done) and done[-1] == len(some_requests(COLUMNS, model.positions)) and len(set(done)) > 4
+
+
+# -- what is wrong with requests ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "learned", "window", "dynamic"])
+def test_width_that_gpus_like(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with branches are filled up to a multiple of 8 there; that changes no score."""
+    model = model_of(UNTIED[name])
+    requests = some_requests(COLUMNS, model.positions)
+    expected = score(model, requests)
+    plain, widths = scoring._batch, set()
+
+    def on_gpu(rows: Any, positioned: bool, _: bool) -> Any:
+        batch = plain(rows, positioned, True)
+        if batch.branches is not None:
+            widths.add(batch.tokens.shape[1])
+        return batch
+
+    monkeypatch.setattr(scoring, "_batch", on_gpu)
+    assert_same(score(model, requests), expected)
+    assert widths and all(width % 8 == 0 for width in widths)
+
+
+def test_too_long_requests() -> None:
+    model = model_of(UNTIED["llama"])  # 32 positions
+    long, short = list(range(40)), (CONTEXT, CHOICES[0])
+    requests = [short, (long, [7, 8]), ([1], long)]
+    with pytest.raises(
+        ConfigError, match="eval_overlong: refuse: text 1 has 40 tokens and 2 to be scored, the model 32"
+    ):
+        score(model, requests, overlong="refuse")
+    with pytest.raises(ConfigError, match="eval_overlong: truncate_left: text 2 has 1 tokens and 40 to be scored"):
+        score(model, requests)
+    kept, cut = score(model, requests[:2])
+    assert_same([kept], one_by_one(model, [short]))
+    assert cut.truncated == 9
+    assert_same([cut], one_by_one(model, [(long[9:], [7, 8])]))
+    kept, *skipped = score(model, requests, overlong="skip")
+    assert_same([kept], one_by_one(model, [short]))
+    assert [found.skipped for found in skipped] == [True, True]
+    assert skipped[0].logprobs == [-math.inf] * 2
+
+
+def test_no_requests_and_empty_ones() -> None:
+    model = model_of(UNTIED["llama"])
+    assert score(model, []) == []
+    assert score(model, [(CONTEXT, [])]) == [ContinuationScore([], [])]
+    with pytest.raises(ValueError, match="request 0 has no context"):
+        score(model, [([], [1])])
+
+
+def test_not_a_number_is_refused() -> None:
+    model = model_of(UNTIED["llama"])
+    with torch.no_grad():
+        next(iter(model.stage.parameters())).fill_(math.nan)
+    with pytest.raises(CheckpointError, match="NaN as logits in fp32"):
+        score(model, [(CONTEXT, [1])])
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 30])
+def test_rolling_windows(length: int) -> None:
+    """Against lm-eval's."""
+    utils = pytest.importorskip("lm_eval.utils")
+    tokens = list(range(100, 100 + length))
+    theirs: Sequence[Any] = list(
+        map(utils.make_disjoint_window, utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1))
+    )
+    assert rolling_windows(tokens, 5, 8) == [(list(context), list(targets)) for context, targets in theirs]

@@ -1,0 +1,387 @@
+"""tools/serve.py as the official `openai` client sees it; numbers against transformers."""
+
+import asyncio
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.generation.serving.server import END, FOLDER, NAME, POSITIONS, Server, make_model, serving
+
+PROMPT = "The quick brown fox"
+LIMITS = {"serve_max_requests": 200, "serve_max_body_bytes": 65536, "serve_body_timeout_s": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serving")
+    make_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder, **LIMITS) as running:
+        yield running
+        running.idle()
+    assert [code for code, _, _ in running.ended] == [0]
+    assert "Traceback" not in running.ended[0][2]
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> tuple[transformers.LlamaForCausalLM, Any]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / NAME, dtype=torch.float32)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(FOLDER)
+
+
+@torch.no_grad()
+def logprobs(reference: tuple[Any, Any], tokens: list[int]) -> Tensor:
+    """Of transformers: `[len(tokens), vocab]`, row i of the token after the first i + 1."""
+    return reference[0](torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def greedy(reference: tuple[Any, Any], tokens: list[int], count: int) -> list[int]:
+    found = list(tokens)
+    for _ in range(count):
+        found.append(int(logprobs(reference, found)[-1].argmax()))
+    return found[len(tokens) :]
+
+
+def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    prompt = reference[1](PROMPT)["input_ids"]
+    expected = greedy(reference, prompt, 12)
+    reply = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3, extra_body={"return_token_ids": True}
+    )
+    choice = reply.choices[0]
+    assert choice.model_extra is not None and choice.logprobs is not None
+    assert choice.model_extra["token_ids"] == expected
+    assert choice.model_extra["prompt_token_ids"] == prompt
+    assert choice.text == reference[1].decode(expected)
+    names = [reference[1].decode([token]) for token in expected]  # a blank stays, bytes of a character are no text
+    assert choice.logprobs.tokens == names and any("\N{REPLACEMENT CHARACTER}" not in name for name in names)
+    assert choice.finish_reason == "length"
+    assert (
+        reply.usage is not None
+        and reply.usage.prompt_tokens == len(prompt)
+        and reply.usage.total_tokens == len(prompt) + 12
+    )
+    whole = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), whole.max(-1).values, rtol=0, atol=1e-4)
+    for found, row in zip(choice.logprobs.top_logprobs or [], whole, strict=True):
+        assert max(found.values()) == pytest.approx(float(row.max()), abs=1e-4)
+        assert len(found) <= 3 and sorted(found.values(), reverse=True) == list(found.values())
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    """As lm-eval asks."""
+    prompt = reference[1](PROMPT)["input_ids"]
+    reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    found = reply.choices[0].logprobs
+    assert reply.choices[0].text == PROMPT
+    assert found is not None and found.token_logprobs is not None and found.token_logprobs[0] is None
+    rows = logprobs(reference, prompt)[:-1]
+    expected = rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(found.token_logprobs[1:]), expected, rtol=0, atol=1e-4)
+    streamed = "".join(
+        piece.choices[0].text
+        for piece in client.completions.create(
+            model=NAME, prompt=prompt, max_tokens=4, echo=True, temperature=0, stream=True
+        )
+    )
+    assert streamed == PROMPT + reference[1].decode(greedy(reference, prompt, 4))
+
+
+def test_chat_streamed_and_whole(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]},
+    ]
+    plain = [messages[0], {"role": "user", "content": "Who are you?"}]
+    prompt = reference[1].apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False)
+    expected = greedy(reference, prompt, 10)
+    asked: dict[str, Any] = {
+        "model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 10, "logprobs": True,
+        "top_logprobs": 2,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == reference[1].decode(expected)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage is not None and whole.usage.prompt_tokens == len(prompt)
+    content = whole.choices[0].logprobs.content
+    rows = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(
+        torch.tensor([[top.logprob for top in one.top_logprobs] for one in content]),
+        rows.topk(2).values,
+        rtol=0,
+        atol=1e-4,
+    )
+    assert [one.logprob for one in content] == [one.top_logprobs[0].logprob for one in content]
+    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert len(pieces) > 5, "as they come"
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
+    assert [p.choices[0].finish_reason for p in pieces if p.choices][-1] == "length"
+    streamed = [one for p in pieces if p.choices for one in p.choices[0].logprobs.content]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
+
+
+def test_seeds_choices_and_stops(client: openai.OpenAI) -> None:
+    def write(**options: Any) -> list[str]:
+        choices = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=20, **options).choices
+        assert [choice.index for choice in choices] == list(range(len(choices)))
+        return [choice.text for choice in choices]
+
+    three = write(n=3, seed=5)
+    assert three == write(n=3, seed=5) and len(set(three)) == 3
+    assert write(seed=5) == three[:1]
+    assert write(seed=6) != three[:1] and write() != write()
+    assert write(top_p=0) == write(temperature=0) == write(temperature=1.3, extra_body={"top_k": 1})
+    text = three[0]
+    stop = text[len(text) // 2 :][:2]
+    assert write(seed=5, stop=[stop, "never seen at all"])[0] == text[: text.index(stop)]
+    both = client.completions.create(model=NAME, prompt=[PROMPT, "A"], n=2, seed=5, max_tokens=20)
+    assert [choice.text for choice in both.choices][:2] == three[:2] and len(both.choices) == 4
+    assert client.completions.create(model=NAME, prompt="", max_tokens=1).usage.prompt_tokens == 1  # type: ignore[union-attr]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).model_extra == {"max_model_len": POSITIONS}
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here, but 'tiny-llama'"):
+        client.models.retrieve("gpt-4")
+
+
+def test_two_hundred_at_once(server: Server) -> None:
+    """All are answered, each as it would be alone."""
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0) as client:
+
+            async def one(i: int) -> str:
+                reply = await client.completions.create(
+                    model=NAME, prompt=f"Number {i % 20}", max_tokens=8, temperature=0, stream=False
+                )
+                return reply.choices[0].text
+
+            return await asyncio.gather(*(one(i) for i in range(200)))
+
+    texts = asyncio.run(ask())
+    assert texts == texts[:20] * 10
+    with server.client() as client:
+        alone = client.completions.create(model=NAME, prompt="Number 7", max_tokens=8, temperature=0)
+    assert alone.choices[0].text == texts[7]
+    load = server.idle()
+    assert load["free_blocks"] == load["total_blocks"]
+
+
+def test_clients_that_go_away_free_their_cache(server: Server) -> None:
+    """50 of 60 leave, streaming or not; all of them would run for many seconds. The rest is answered."""
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": POSITIONS - 100, "temperature": 0}
+    before = server.idle()
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0) as client:
+            leaving = [asyncio.create_task(_endless(client, body, stream=i % 2 == 0)) for i in range(50)]
+            while (load := await asyncio.to_thread(server.get, "/health"))["running"] + load["waiting"] < 50:
+                await asyncio.sleep(0.02)
+            assert load["free_blocks"] < before["free_blocks"]
+            staying = [
+                asyncio.create_task(client.completions.create(**{**body, "max_tokens": 20}))  # type: ignore[arg-type]
+                for _ in range(10)
+            ]
+            for task in leaving:
+                task.cancel()
+            return [reply.choices[0].text for reply in await asyncio.gather(*staying)]
+
+    texts = asyncio.run(ask())
+    begun = time.monotonic()
+    load = server.idle()
+    assert load["free_blocks"] == load["total_blocks"] == before["total_blocks"]
+    assert time.monotonic() - begun < 3
+    with server.client() as client:
+        alone = client.completions.create(**{**body, "max_tokens": 20})  # type: ignore[arg-type]
+    assert texts == [alone.choices[0].text] * 10
+
+
+async def _endless(client: openai.AsyncOpenAI, body: dict[str, Any], stream: bool) -> None:
+    reply: Any = await client.completions.create(**body, stream=stream)
+    if stream:
+        async for _ in reply:
+            pass
+    raise AssertionError("it came to an end")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"of": "a lantern"}'}}
+REFUSED: list[tuple[str, Any, int, str, str]] = [
+    ("completions", b"{", 400, "", "the body is not a JSON object"),
+    ("completions", b"[1]", 400, "", "the body is not a JSON object"),
+    ("completions", b'{"model": "\xff"}', 400, "", "the body is not a JSON object"),
+    ("completions", {"prompt": "a"}, 400, "model", "model: is required"),
+    ("completions", {}, 400, "prompt", "prompt: is required"),
+    ("completions", {"model": "gpt-4", "prompt": "a"}, 404, "model", "there is no model 'gpt-4' here"),
+    ("completions", {"prompt": 3}, 400, "prompt", "prompt: expected a text, a list of texts, token ids"),
+    ("completions", {"prompt": [1, 99999]}, 400, "prompt", "prompt: 99999 is no token id; they go from 0 to"),
+    ("completions", {"prompt": [[]]}, 400, "prompt", "none of them empty"),
+    ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+    ("completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature", "temperature: "),
+    ("completions", {"prompt": "a", "stop": [""]}, 400, "stop", "stop.0: "),
+    ("completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "stop: "),
+    ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix: this server does not support it"),
+    ("completions", {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
+    ("completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "valid integer"),
+    ("completions", {"prompt": "a", "logit_bias": {"380": 1}}, 400, "logit_bias", "380 is no token id; they go from 0"),
+    ("completions", {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens", "5 is more than the 4"),
+    ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "best_of: this server does not support it"),
+    ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "temprature: this server does not"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "leaves nothing to do without echo"),
+    ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
+    ("completions", {"prompt": "a " * 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
+    ("completions", {"prompt": "a", "n": 200, "max_tokens": 1}, 400, "n", "n: "),
+    ("completions", {"prompt": ["a"] * 201, "max_tokens": 1}, 400, "", "201 texts in one request; at most 200"),
+    ("chat/completions", {"messages": []}, 400, "messages", "messages: "),
+    ("chat/completions", {"messages": "Hi"}, 400, "messages", "messages: "),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "messages.0: content is required"),
+    ("chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, 400, "messages", "messages.0.role: "),
+    ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "tools: this server does not support it"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not support it"),
+    ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs to be true"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
+     "messages.0.content"),
+    ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, 400, "messages", "tool_call_id"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, 400, "messages",
+     "tool_calls are an assistant's"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, "messages",
+     "the chat template leaves out tool_calls"),
+]  # fmt: skip
+
+
+def test_refused(server: Server) -> None:
+    for path, body, status, param, message in REFUSED:
+        if isinstance(body, dict) and param != "model":
+            chat = {"messages": [{"role": "user", "content": "a"}]} if path.startswith("chat") else {}
+            body = {"model": NAME, **chat, **body}
+        found, reply, headers = server.post(f"/v1/{path}", body)
+        assert found == status, (body, reply)
+        assert set(reply["error"]) == {"message", "type", "param", "code"}
+        assert reply["error"]["param"] == (param or None), (body, reply)
+        assert message in reply["error"]["message"], (body, reply)
+        assert headers["x-should-retry"] == "false"
+
+
+def test_what_changes_nothing_is_taken(server: Server) -> None:
+    body = {"model": NAME, "prompt": "a", "max_tokens": 1, "user": "me", "logit_bias": None, "best_of": 1, "suffix": ""}
+    assert server.post("/v1/completions", body)[0] == 200
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [], "store": True}
+    assert server.post("/v1/chat/completions", chat | {"response_format": {"type": "text"}})[0] == 200
+
+
+def test_ends_biases_and_least_lengths(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    """Every end of generation_config.json; OpenAI's `logit_bias`, vLLM's `ignore_eos` and `min_tokens`."""
+    prompt = reference[1](PROMPT)["input_ids"]
+
+    def write(bias: dict[int, float], **options: Any) -> tuple[list[int], str, str]:
+        extra = {"return_token_ids": True, **options}
+        reply = client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logit_bias={str(i): v for i, v in bias.items()},
+            extra_body=extra,
+        )  # fmt: skip
+        choice = reply.choices[0]
+        assert choice.model_extra is not None
+        return choice.model_extra["token_ids"], choice.finish_reason, choice.text
+
+    plain = greedy(reference, prompt, 6)
+    for end in (0, END):
+        assert write({end: 100}) == ([end], "stop", "")
+        assert write({end: 100}, ignore_eos=True)[:2] == ([end] * 6, "length")
+        assert write({end: 100}, min_tokens=4)[:2] == ([*plain[:4], end], "stop")
+    banned = [first := plain[0]]
+    banned.append(int(logprobs(reference, prompt)[-1].index_fill(0, torch.tensor([first]), -torch.inf).argmax()))
+    assert write({first: -100})[0][0] == banned[1] != first
+    stop = reference[1].decode(plain)[:1]
+    early, late = write({}, stop=[stop]), write({}, stop=[stop], min_tokens=3)
+    assert (early[0], early[1:]) == (plain[: len(early[0])], ("stop", "")) and len(early[0]) < 3
+    assert late[0] == plain[: len(late[0])] and len(late[0]) > 3 and late[2].startswith(stop)
+
+
+def test_answers_of_tools(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "What does it cost?"},
+        {"role": "tool", "tool_call_id": "c1", "content": "Nine coins."},
+    ]
+    prompt = reference[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    reply = client.chat.completions.create(
+        model=NAME, messages=messages, max_tokens=3, temperature=0, extra_body={"return_token_ids": True}
+    )
+    assert reply.choices[0].model_extra is not None
+    assert reply.choices[0].model_extra["prompt_token_ids"] == prompt
+    assert reply.choices[0].message.content == reference[1].decode(greedy(reference, prompt, 3))
+
+
+def test_bodies_that_are_too_large_or_slow(server: Server) -> None:
+    """None of them keeps another request waiting."""
+    large = {"model": NAME, "prompt": "x" * 100_000}
+    status, reply, _ = server.post("/v1/completions", large)
+    assert (status, reply["error"]["message"]) == (413, "the body is longer than 65536 bytes (serve_max_body_bytes)")
+    host, port = server.address.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(20)]
+    head = ["POST /v1/completions HTTP/1.1", f"Host: {host}", "Content-Type: application/json", "Content-Length: 500"]
+    for connection in slow:
+        connection.sendall("\r\n".join([*head, "", '{"model"']).encode())
+    begun = time.monotonic()
+    assert server.post("/v1/completions", {"model": NAME, "prompt": "a", "max_tokens": 2})[0] == 200
+    assert time.monotonic() - begun < 0.9
+    for connection in slow:
+        connection.settimeout(5)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        assert reply.status == 408
+        assert "not there after 1 s" in json.loads(reply.read())["error"]["message"]
+        assert connection.recv(1) == b"", "closed"
+        connection.close()
+
+
+def test_a_flood_is_turned_away(server: Server) -> None:
+    """Beyond serve_max_requests: 429, at once, and the others are answered."""
+
+    async def ask() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0) as client:
+            asked = (
+                client.completions.create(model=NAME, prompt=["a"] * 5, max_tokens=30, temperature=0) for _ in range(60)
+            )
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    replies = asyncio.run(ask())
+    refused = [reply for reply in replies if isinstance(reply, openai.RateLimitError)]
+    assert refused and len(refused) <= 20, [type(reply) for reply in replies]
+    assert refused[0].response.headers["retry-after"] == "2" and refused[0].code == "queue_full"
+    answered = [reply for reply in replies if not isinstance(reply, Exception)]
+    assert len(answered) + len(refused) == 60
+    assert len({choice.text for reply in answered for choice in reply.choices}) == 1
+    server.idle()
+
+
+def test_other_paths_methods_and_names(server: Server) -> None:
+    assert server.post("/v1/embeddings", {})[0] == 404
+    status, reply, headers = server.post("/v1/completions", None)
+    assert status == 405 and headers["allow"] == "POST" and reply["error"]["type"] == "invalid_request_error"
+    body = {"model": NAME, "prompt": "a"}
+    status, reply, _ = server.post("/v1/completions", body, host="evil.example")
+    assert status == 403 and "is not this machine" in reply["error"]["message"]
+    assert server.post("/v1/completions", body, **{"content-type": "text/plain"})[0] == 415

@@ -1,0 +1,188 @@
+"""The server on two ranks, its end, and who may talk to it."""
+
+import asyncio
+import concurrent.futures
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from starlette.responses import JSONResponse
+
+from megatron.generation.batching.requests import Request
+from megatron.generation.serving.http_server import HTTPServerThread, open_server_socket
+from megatron.generation.serving.request_queue import RequestQueue, StepCommands
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.generation.serving.server import NAME, SHAPE, Server, make_model, serving
+
+TEXTS = ["A", "The quick brown fox", "x" * 200, ""]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serving")
+    make_model(path, positions=40_000)
+    return path
+
+
+def written(server: Server) -> list[str]:
+    """Sampled texts and greedy ones, asked for at the same time."""
+
+    def ask(i: int) -> list[str]:
+        body = {"model": NAME, "prompt": TEXTS[i % 4], "max_tokens": 24, "seed": i, "temperature": i % 2, "n": 2}
+        status, reply, _ = server.post("/v1/completions", body)
+        assert status == 200, reply
+        return [choice["text"] for choice in reply["choices"]]
+
+    with concurrent.futures.ThreadPoolExecutor(12) as threads:
+        return [text for texts in threads.map(ask, range(12)) for text in texts]
+
+
+def test_every_layout_writes_the_same(folder: Path) -> None:
+    layouts: dict[str, tuple[int, dict[str, object]]] = {
+        "one process": (1, {}),
+        "tp2": (2, {"model_parallel_size": 2}),
+        "dp2": (2, {}),
+    }
+    found, blocks = {}, {}
+    for name, (world_size, changes) in layouts.items():
+        with serving(folder, world_size, **changes) as server:
+            blocks[name] = server.get("/health")["total_blocks"]
+            found[name] = written(server)
+            load = server.idle()
+            assert load["free_blocks"] == load["total_blocks"] == blocks[name]
+        assert [code for code, _, _ in server.ended] == [0] * world_size
+        assert all(out == "" for _, out, _ in server.ended[1:]), "only rank 0 speaks"
+    assert len(set(found["one process"])) > 12
+    for name in layouts:
+        assert found[name] == found["one process"], name
+    assert blocks["dp2"] == 2 * blocks["one process"], "both replicas work"
+
+
+def test_a_signal_lets_running_requests_end(folder: Path) -> None:
+    """With two replicas; what would take longer than serve_shutdown_timeout_s is told so, and the exit code is 0."""
+    long = {"model": NAME, "prompt": "A", "max_tokens": 39_000, "temperature": 0, "ignore_eos": True}
+    with (
+        serving(folder, 2, serve_shutdown_timeout_s=4, serve_max_rows=1) as server,  # so that each has one
+        concurrent.futures.ThreadPoolExecutor(2) as threads,
+    ):
+        short = threads.submit(server.post, "/v1/completions", {**long, "max_tokens": 60})
+        endless = threads.submit(server.post, "/v1/completions", long)
+        while server.get("/health")["running"] < 2:
+            time.sleep(0.01)
+        begun = time.monotonic()
+        server.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        status, reply, headers = server.post("/v1/completions", long)
+        assert (status, reply["error"]["message"]) == (503, "the server is shutting down") and headers["retry-after"]
+        status, health, _ = server.post("/health", None)
+        assert (status, health["status"]) == (503, "shutting down")
+        status, reply, _ = short.result()
+        assert status == 200 and reply["choices"][0]["finish_reason"] == "length"
+        status, reply, _ = endless.result()
+        assert (status, reply["error"]["message"]) == (503, "the server has shut down")
+        assert 3.0 < time.monotonic() - begun < 12
+    assert [code for code, _, _ in server.ended] == [0, 0]
+    assert server.ended[0][1].endswith("the server has shut down\n")
+
+
+def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open-sesame\n")
+    changes: dict[str, Any] = {"serve_token_file": str(tmp_path / "token"), "serve_model_name": "ours"}
+    with serving(folder, **changes, serve_request_timeout_s=0.3) as server:
+        body = {"model": "ours", "prompt": "a", "max_tokens": 1}
+        for shown in ("", "Bearer open", "Bearer open-sesam\u00e9", "open-sesame", "Basic open-sesame"):
+            status, reply, _ = server.post("/v1/completions", body, authorization=shown)
+            assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
+        assert server.post("/v1/models", None)[0] == 401
+        assert server.get("/health")["status"] == "ok"
+        with server.client() as client:
+            known = client.with_options(api_key="open-sesame")
+            assert known.completions.create(**body, extra_headers={"host": "any.name"}).choices[0].finish_reason
+            with pytest.raises(openai.AuthenticationError, match="a token is needed"):
+                client.models.list()
+            long: dict[str, Any] = {**body, "max_tokens": 4000, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            # Its time is up: the answer is cut off with an error, not with an end.
+            with pytest.raises(openai.InternalServerError, match="not done after 0.3 s"):
+                known.completions.create(**long)
+            with pytest.raises(openai.APIError, match="not done after 0.3 s"):
+                list(known.completions.create(**long, stream=True))
+        assert server.idle()["running"] == 0
+
+
+def entrance(**values: object) -> Any:
+    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0, **values}))
+    found.socket.close()
+    return found
+
+
+def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEOX_SERVE_TOKEN", raising=False)
+    assert entrance().token is None and entrance(serve_host="localhost").token is None
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="serve_host: .* others reach it, and would need no token"):
+            entrance(serve_host=host)
+    monkeypatch.setenv("NEOX_SERVE_TOKEN", "from-the-environment")
+    assert entrance(serve_host="0.0.0.0").token == "from-the-environment"
+    for content in ("", "two words", "\u00e9"):
+        (tmp_path / "token").write_text(content)
+        with pytest.raises(ConfigError, match="serve_token_file: .* expected one word of ASCII"):
+            entrance(serve_token_file=str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match="serve_token_file: .*/no: cannot be read"):
+        entrance(serve_token_file=str(tmp_path / "no"))
+    with pytest.raises(ConfigError, match="serve_host: 203.0.113.7: |serve_port: 0 on 203.0.113.7: "):
+        entrance(serve_host="203.0.113.7")  # of documentation, RFC 5737
+
+
+def test_a_port_that_is_taken() -> None:
+    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    port = int(found.address.rpartition(":")[2])
+    other = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": port}))  # as long as nobody listens
+    found.socket.listen()
+    ended = []
+    with other.socket, pytest.raises(OSError, match="already in use"):
+        HTTPServerThread(other.socket, None, lambda: ended.append(True), header_seconds=1.0)
+    assert ended == [True]
+    with found.socket, pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"):
+        entrance(serve_port=port)
+
+
+def test_connections_that_bring_no_request_are_closed() -> None:
+    """Silent ones, and those whose headers trickle in; also after a request that was answered."""
+    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    http_server = HTTPServerThread(found.socket, JSONResponse({}), lambda: None, header_seconds=0.5)
+    port = int(found.address.rpartition(":")[2])
+    head = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+    begun = time.monotonic()
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(3)]
+    connections[1].sendall(head)
+    connections[2].sendall(head + b"\r\n")
+    answer = b""
+    while not answer.endswith(b"{}"):
+        answer += connections[2].recv(1000)
+    connections[2].sendall(head)
+    for part in (b"a: b\r\n", b"c: d\r\n"):
+        time.sleep(0.15)
+        connections[1].sendall(part)
+    for connection in connections:
+        assert connection.recv(1000) == b""
+        connection.close()
+    assert 0.4 < time.monotonic() - begun < 2
+    http_server.close()
+
+
+def test_a_job_that_nobody_waits_for_is_never_begun() -> None:
+    async def come_and_go() -> RequestQueue:
+        queue = RequestQueue(2)
+        with queue.open([Request([1])]):
+            assert [number for number, _ in queue.take(0).new] == [0]
+        with queue.open([Request([1]), Request([2])]):
+            pass
+        return queue
+
+    queue = asyncio.run(come_and_go())
+    assert queue.take(0) == StepCommands(cancelled=(0,)) and queue.take(0) == StepCommands()
+    assert queue.calls == {}
