@@ -37,7 +37,7 @@ def main() -> int:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
-        command = parse_deepy(adopt=hf_model_keys, home=home())
+        command = parse_deepy(read_hf_model=hf_model_keys, home=home())
         if command.presets:
             print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
         if command.print_config:

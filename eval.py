@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 from megatron.process import begin_process
 
 if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs, ProgramArgs
+    from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
 
 
 def main(
-    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None" = None,
+    input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
     from megatron.launch import enter, show_stacks_on_signal
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.neox_arguments import UserError, need_harness, script_args
+    from megatron.neox_arguments import UserError, require_lm_eval, script_args
 
     try:
         args = script_args(input_args, overwrite_values, "eval.py", hf_model_keys).check_evaluation()
-        need_harness(args)
+        require_lm_eval(args)
         process = enter(args)
         from megatron.evaluation import run_evaluation
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from megatron.process import begin_process
 
 if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs, ProgramArgs
+    from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
 
 
 def main(
-    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None" = None,
+    input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""

@@ -9,7 +9,7 @@ from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.neox_arguments import ProgramArgs as NeoXArgs
+    from megatron.neox_arguments import MutableNeoXArgs as NeoXArgs
 
     __all__ = ["NeoXArgs"]
 
@@ -21,7 +21,7 @@ __path__ += [folder for folder in _elsewhere if folder not in __path__ and isdir
 def __getattr__(name: str) -> Any:
     """`from megatron import NeoXArgs` as in GPT-NeoX's programs, read only when it is asked for."""
     if name == "NeoXArgs":
-        from megatron.neox_arguments import ProgramArgs
+        from megatron.neox_arguments import MutableNeoXArgs
 
-        return ProgramArgs
+        return MutableNeoXArgs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

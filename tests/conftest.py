@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.budget import BudgetPlugin
 from tests.pool.client import start_server, stop_server
 from tests.pool.protocol import ADDRESS_VARIABLE
 
@@ -17,8 +18,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every command that a test starts would compile all modules again
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    config.pluginmanager.register(BudgetPlugin(), "budget")
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none.
     if ADDRESS_VARIABLE not in os.environ and not config.getoption("numprocesses", None):
         config.stash[SERVER] = start_server()

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, UserError  # noqa: E402
-from megatron.neox_arguments.declare import keys_of  # noqa: E402
 from megatron.neox_arguments.frozen import thaw  # noqa: E402
+from megatron.neox_arguments.keys.declaration import keys_of  # noqa: E402
 from megatron.neox_arguments.reading.files import read_files  # noqa: E402
 
 RECIPE = ROOT / "post-training" / "sft-mix" / "sft-mix.yml"

@@ -23,7 +23,7 @@ from megatron.checkpointing.object_store import (
 )
 from megatron.checkpointing.tensor_files import open_lock_file
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.reading.locations import is_remote, problem_of
+from megatron.neox_arguments.values.remote_paths import is_remote, problem_of
 
 
 def remote_folders(args: NeoXArgs) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from megatron.checkpointing.manifest import read_manifest, saved_model
 from megatron.checkpointing.weights import CheckpointDescription, describe_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
-from megatron.neox_arguments.keys.ffn import READINGS
+from megatron.neox_arguments.values.ffn_width import READINGS
 
 
 def load_checkpoint_args(

@@ -11,8 +11,8 @@ from megatron.data.errors import DataError
 from megatron.data.index_maps import DataState
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import sample_kind
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 SET_NAMES = ("train", "valid", "test")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.distributed.rendezvous import Process, Rendezvous, StartError, named
 from megatron.neox_arguments import NeoXArgs, flat_values, yaml_value
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers")

@@ -17,7 +17,7 @@ from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import text_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.best_metric import best_metric
+from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parent / "tasks"

@@ -15,8 +15,8 @@ from megatron.launch.environment import DEFAULT_PORT, LaunchError
 from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.manual_nodes import ByHand, by_hand
 from megatron.launch.slurm import allocation, has_slurm, job_port, need_gpus, step_node
-from megatron.neox_arguments.neox_names import ARGS_FLAG
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.compat.methods import ARGS_FLAG
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

@@ -2,6 +2,9 @@
 together."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.neox_arguments.frozen import thaw
 
 
 class UserError(Exception):
@@ -48,3 +51,12 @@ class Problems:
     def raise_if_any(self) -> None:
         if self.lines:
             raise ConfigError(self.lines)
+
+
+def format_value(value: Any) -> str:
+    """A value as it stands in messages: text in quotes, the rest as YAML would have it."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(thaw(value)) if isinstance(value, Mapping | list | tuple) else str(value)

@@ -1,36 +1,18 @@
 """The resolved configuration: one frozen object, made from files, overrides or a dictionary."""
 
 import json
-from abc import ABCMeta
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.batch import BATCH_KEYS, batch_sizes
-from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.derive import DROPOUTS, derive
-from megatron.neox_arguments.errors import ConfigError, Problems
-from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
-from megatron.neox_arguments.keys.architectures import (
-    MoEKeys,
-    MuPKeys,
-    OtherArchitectureKeys,
-    TransformerEngineKeys,
-)
-from megatron.neox_arguments.keys.data import DataKeys, TokenizerKeys
-from megatron.neox_arguments.keys.deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
-from megatron.neox_arguments.keys.evaluation import EvaluationKeys
-from megatron.neox_arguments.keys.ffn import GATED, ffn_width
-from megatron.neox_arguments.keys.logging import LoggingKeys, TextgenKeys
-from megatron.neox_arguments.keys.model import ModelKeys, PrecisionKeys
-from megatron.neox_arguments.keys.parallel import BatchKeys, ParallelKeys, RunnerKeys
-from megatron.neox_arguments.keys.post_training import PostTrainingKeys, UnlearningKeys
-from megatron.neox_arguments.keys.serving import ServingKeys
-from megatron.neox_arguments.keys.training import CheckpointKeys, OptimizerKeys, TrainingKeys
-from megatron.neox_arguments.neox_names import NeoXNames, group
+from megatron.neox_arguments.compat.key_groups import key_group
+from megatron.neox_arguments.compat.methods import GPTNeoXMethods
+from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.frozen import freeze, thaw
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.files import Given, parse_overrides, read_deepspeed_config, read_files
-from megatron.neox_arguments.reading.locations import is_remote, staging_folder
+from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.consistency import (
     validate,
     validate_evaluation,
@@ -41,21 +23,13 @@ from megatron.neox_arguments.validation.consistency import (
 from megatron.neox_arguments.validation.notes import notes
 from megatron.neox_arguments.validation.refusals import refusals
 from megatron.neox_arguments.validation.types import check_keys
+from megatron.neox_arguments.values.batch_sizes import BATCH_KEYS, batch_sizes
+from megatron.neox_arguments.values.derive import derive
 
 
 @dataclass(frozen=True)
-class NeoXArgs(
-    NeoXNames, DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
-    TransformerEngineKeys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
-    CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys,
-    RunnerKeys, metaclass=ABCMeta,
-):  # fmt: skip
+class NeoXArgs(GPTNeoXMethods):
     """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`, `for_world`."""
-
-    given: Mapping[str, Any] = field(default_factory=FrozenDict)
-    """What the user wrote, unresolved; everything else is made from it."""
-    origins: Mapping[str, str] = field(default_factory=FrozenDict)
-    """Where it was written: `a.yml:12` by dotted path."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], origin: str = "program") -> "NeoXArgs":
@@ -63,7 +37,7 @@ class NeoXArgs(
         return load([], values, origin)
 
     def frozen(self) -> "NeoXArgs":
-        """This object; what programs write to (`ProgramArgs`) gives one of these by the same name."""
+        """This object; what programs write to (`MutableNeoXArgs`) gives one of these by the same name."""
         return self
 
     def replace(self, **changes: Any) -> "NeoXArgs":
@@ -105,25 +79,6 @@ class NeoXArgs(
         return self.replace(
             train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
         ).for_world(world_size)
-
-    def origin(self, key: str) -> str:
-        """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
-        place = Problems(self.origins).origin(key)
-        name, *inner = key.split(".")
-        if inner:
-            given: Any = self.given
-            for part in (name, *inner):
-                given = given.get(part) if isinstance(given, Mapping) else None
-            return place if place is not None and given is not None else "default"
-        value = getattr(self, name)
-        if place is None:
-            return "default" if value == keys_of(NeoXArgs)[name].default else "derived"
-        changed = value == 0.0 and name in ("gradient_clipping", *DROPOUTS) and self.given[name] != 0
-        return f"derived from {place}" if changed else place
-
-    def problem(self, key: str, text: str) -> ConfigError:
-        """What is wrong with the value of `key`, beginning with where that stands."""
-        return ConfigError([f"{self.origin(key)}: {key}: {text}"])
 
     def notes(self) -> list[str]:
         """Lines to be said once at start: keys without effect here, and readings that differ from GPT-NeoX."""
@@ -170,78 +125,12 @@ class NeoXArgs(
         problems.raise_if_any()
         return self
 
-    def to_json(self) -> str:
-        """Everything needed to make the same object in another process (`from_json`)."""
-        state = {"given": self.given, "origins": self.origins, "config_files": self.config_files}
-        return json.dumps({**state, "world_size": self.world_size}, indent=1)
-
     @classmethod
     def from_json(cls, text: str) -> "NeoXArgs":
         state = json.loads(text)
         args = _resolve(Given(state["given"], state["origins"], state["config_files"]))
         return args if state["world_size"] is None else args.for_world(state["world_size"])
 
-    @property
-    def pp(self) -> int:
-        """Pipeline stages, at least 1."""
-        return max(1, self.pipe_parallel_size)
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.model_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Data-parallel ranks; only known after `for_world`."""
-        if self.world_size is None:
-            raise ConfigError(["data_parallel_size is only known after for_world(world_size)"])
-        return self.world_size // (self.pp * self.tp)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
-        return self.activation in GATED
-
-    @property
-    def ffn_size(self) -> int | tuple[int, ...]:
-        """Inner width of the MLP, of each layer where they differ; a gated MLP has as many gate rows as up rows."""
-        return ffn_width(self)
-
-    @property
-    def kv_heads(self) -> int | tuple[int, ...]:
-        """Key-value heads, of each layer where they differ."""
-        return self.num_kv_heads or self.num_attention_heads
-
-    @property
-    def softmax_rows(self) -> int | None:
-        """Rows of the vocabulary that take part in the softmax, the first ones; None: all. Known once training has
-        found out what `mask_padded_vocab: auto` and `true` mean."""
-        rows = self.mask_padded_vocab
-        return None if isinstance(rows, bool | str) else rows
-
-    @property
-    def params_dtype(self) -> str:
-        """fp32, fp16 or bf16."""
-        return {"bfloat16": "bf16"}.get(self.precision, self.precision)
-
-    @property
-    def save_dir(self) -> str | None:
-        """`save`, or the folder of this machine that stands for a remote one."""
-        return self._local(self.save)
-
-    @property
-    def load_dir(self) -> str | None:
-        """`load`, or the folder of this machine that stands for a remote one."""
-        return self._local(self.load)
-
-    def _local(self, place: str | None) -> str | None:
-        return staging_folder(place, self.remote_staging) if place is not None and is_remote(place) else place
-
-    @property
-    def optimizer_name(self) -> str:
-        """adam, adamw or sgd."""
-        return self.optimizer["type"].lower()
 
 
 def load(
@@ -259,7 +148,7 @@ def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[st
     given = read_files(files)
     for path, value, place in assignments:
         given.assign(path, value, place)
-    read_deepspeed_config(given, keys_of(NeoXArgs).__contains__)
+    read_deepspeed_config(given, keys_of(ResolvedArgs).__contains__)
     return _resolve(given)
 
 
@@ -267,9 +156,9 @@ def _resolve(given: Given) -> NeoXArgs:
     problems = Problems(given.origins)
     problems.lines += given.problems
     problems.complete = not given.unread
-    values = check_keys(NeoXArgs, given.values, problems)
+    values = check_keys(ResolvedArgs, given.values, problems)
     problems.raise_if_any()
-    values = derive(values, keys_of(NeoXArgs), given.values, problems)
+    values = derive(values, keys_of(ResolvedArgs), given.values, problems)
     problems.raise_if_any()
     extra = {"config_files": given.config_files, "given": given.values, "origins": given.origins}
     args = NeoXArgs(**{**values, **freeze(extra)})
@@ -279,4 +168,4 @@ def _resolve(given: Given) -> NeoXArgs:
 
 def __getattr__(name: str) -> type:
     """GPT-NeoX's groups of keys, which programs import from a module of this name there."""
-    return group(name, __name__)
+    return key_group(name, __name__)

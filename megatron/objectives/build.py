@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import losses_of
+from megatron.neox_arguments.values.losses import losses_of
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import language_modelling

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,

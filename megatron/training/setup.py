@@ -33,9 +33,9 @@ from megatron.model import (
     trained_parameters,
 )
 from megatron.mpu import ParallelGroups, init_model_parallel
-from megatron.neox_arguments import NeoXArgs, ProgramArgs, arguments_dump
+from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.objectives import build_objective
 from megatron.tokenizer import build_tokenizer, describe, with_vocabulary
 from megatron.training.callbacks.best_model import check_best
@@ -101,7 +101,9 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
-def start(configuration: NeoXArgs | ProgramArgs, process: Process, engine: type[Engine] = DeepSpeedEngine) -> Training:
+def start(
+    configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] = DeepSpeedEngine
+) -> Training:
     """Build a run up to its first step, on every rank."""
     logger = configure_logging(process.rank)
     args = configuration.frozen().check_training().for_world(process.world_size)

@@ -43,13 +43,13 @@ def _on_ranks(rank: int, world_size: int, models: list[Model], layouts: list[tup
     return found
 
 
-def logits_by_layout(models: list[Model]) -> dict[tuple[int, int], list[Tensor]]:
-    """Of every model, in every layout; all ranks must agree."""
+def logits_by_layout(models: list[Model], layouts: list[tuple[int, int]]) -> dict[tuple[int, int], list[Tensor]]:
+    """Of every model, in one process and in these layouts; all ranks must agree."""
     found = {(1, 1): [logits_of(keys, weights, ParallelGroups.single()) for keys, weights in models]}
-    for size in sorted({tensor * pipe for tensor, pipe in LAYOUTS} - {1}):
-        layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == size]
-        first, *others = run_ranks(_on_ranks, size, models, layouts)
+    for size in sorted({tensor * pipe for tensor, pipe in layouts} - {1}):
+        of_this_size = [layout for layout in layouts if layout[0] * layout[1] == size]
+        first, *others = run_ranks(_on_ranks, size, models, of_this_size)
         for other in others:
             torch.testing.assert_close(other, first, rtol=0, atol=0)
-        found |= dict(zip(layouts, first, strict=True))
+        found |= dict(zip(of_this_size, first, strict=True))
     return found

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron.checkpointing import (
@@ -67,6 +68,7 @@ def synthetic(save: Path) -> Path:
     return publish(temporary, save, 7, replace(manifest), {})
 
 
+@pytest.mark.more
 def test_peak_memory_is_about_a_layer(tmp_path: Path) -> None:
     source = synthetic(tmp_path / "from")
     size = sum(file.stat().st_size for file in source.iterdir() if file.is_file())

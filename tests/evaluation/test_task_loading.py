@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.evaluation import task_loading
 from megatron.evaluation.task_loading import LoadedTasks, load_tasks
-from megatron.neox_arguments import ConfigError, NeoXArgs, need_harness
+from megatron.neox_arguments import ConfigError, NeoXArgs, require_lm_eval
 from megatron.tokenizer import CharLevelTokenizer
 from tests.evaluation.runs import make_tasks
 
@@ -154,5 +154,5 @@ def test_without_lm_eval_a_run_that_asks_for_tasks_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     args = NeoXArgs.from_dict({**MODEL, "eval_tasks": ["piqa"]})
     with pytest.raises(ConfigError, match=r"eval_tasks: needs lm-eval: pip install 'neox\[eval\]'"):
-        need_harness(args)
-    need_harness(NeoXArgs.from_dict(MODEL))
+        require_lm_eval(args)
+    require_lm_eval(NeoXArgs.from_dict(MODEL))

@@ -22,6 +22,7 @@ from megatron.evaluation import InTraining
 from megatron.neox_arguments import ConfigError
 from megatron.training import train
 from tests.evaluation.runs import make_tasks
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, begin, bit_equal, config
 
@@ -86,7 +87,7 @@ def scored(found: Rows, name: str = "eval_tasks/shipped_perplexity_byte_perplexi
     return {row["iteration"]: row[name] for row in found if name in row}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2 with sequence parallelism", "pp2"))
 def test_training_is_bit_equal_with_and_without_evaluation(layout, runs):
     evaluated, plain = runs(layout)
     losses = [[row["train/lm_loss"] for row in found if "train/lm_loss" in row] for found in (evaluated, plain)]

@@ -15,7 +15,7 @@ from tests.model.stages import Weights, groups_of, stage_with
 from tests.pool import run_ranks
 
 VOCAB, PADDED = 90, 96
-TOKENS, POSITIONS = 64, 112
+TOKENS, POSITIONS = 24, 72
 # One of each; windows are narrower than the texts.
 FAMILIES = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 2 GQA", "olmo 3", "gemma 3", "smollm 3 windows")
 PROMPTS = [

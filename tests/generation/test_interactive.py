@@ -171,7 +171,7 @@ def terminal(argv: list[str]) -> Iterator[Terminal]:
         os.close(started.ours)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks: int) -> None:
     """One rank is interrupted, two see the end of input; deepy.py's own flags reach them."""
     argv = [sys.executable, str(ROOT / "deepy.py"), "--num_gpus", str(ranks), str(ROOT / "generate.py"), *words]

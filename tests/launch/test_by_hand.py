@@ -61,7 +61,10 @@ def on_one_machine() -> list[float]:
     return run_ranks(curves, 3, [VALUES], STEPS)[0][0].losses
 
 
-@pytest.mark.parametrize("words", [(), ("--launcher", "torchrun")], ids=["by hand", "torchrun"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param((), id="by hand"), pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.more)],
+)
 def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
     (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": str(tmp_path / "logs")}))
     ends = by_hand(tmp_path, ROOT / "train.py", *words)

@@ -80,7 +80,7 @@ def test_ctrl_c_while_a_run_starts(delay: float, tmp_path: Path) -> None:
     assert said.endswith("deepy.py: ended by SIGINT\n")
 
 
-@pytest.mark.parametrize("to", ["launcher", "ranks"])
+@pytest.mark.parametrize("to", ["launcher", pytest.param("ranks", marks=pytest.mark.more)])
 def test_usr1_while_a_run_starts(to: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
     values = config(LLAMA, train_iters=100_000, save=str(save), checkpoint_factor=100_000)

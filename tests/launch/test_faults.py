@@ -192,6 +192,7 @@ def test_the_log_of_a_crashed_run_ends_with_the_cause(tmp_path: Path) -> None:
     assert "ValueError: rank one is ill" in (ended.save / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.more
 def test_a_full_disk_under_save_and_logs_is_told_in_one_line(tmp_path: Path) -> None:
     """By the save that finds it, not by the logs of the launcher and the ranks, which meet it before."""
     values = config(LLAMA, num_layers=1, train_iters=8, save="disk/run", checkpoint_factor=6, num_gpus=2)
@@ -209,6 +210,7 @@ def test_a_full_disk_under_save_and_logs_is_told_in_one_line(tmp_path: Path) -> 
     assert "disk/run/logs: logs cannot be written (No space left on device); the run goes on" in said
 
 
+@pytest.mark.more  # test_local.py has it without torch
 @needs_proc
 def test_a_stopped_rank_ends_the_run_within_a_minute_and_shows_all_stacks(tmp_path: Path) -> None:
     ended = run(tmp_path, hit=(signal.SIGSTOP, 1))

@@ -14,6 +14,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.parallelize import compile_blocks
+from tests.marks import with_more
 from tests.model.stages import document_batch, gradients, groups_of, random_batch, random_weights, small, stage_with
 from tests.objectives.steps import as_head
 from tests.pool import run_ranks
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_more(CASES, "dropout"))  # 20 s of g++
 def test_equals_eager(case: str) -> None:
     world_size, backend, values = CASES[case]
     if shutil.which(os.environ.get("CXX", "g++")) is None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
-from megatron.neox_arguments.declare import Key, keys_of, literal_values, union_members
+from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
 
 FILE = json.loads((Path(__file__).parents[1] / "data/golden/configs/configs_eleuther.json").read_text())
 MADE = {"batch_size", "lr", "optimizer_type", "dynamic_loss_scale", "is_pipe_parallel", "attention_config"}

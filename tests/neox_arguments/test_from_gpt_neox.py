@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import Key, keys_of
+from megatron.neox_arguments.keys.declaration import Key, keys_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/from-gpt-neox.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

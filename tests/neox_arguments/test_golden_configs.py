@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.training.deepspeed.config import deepspeed_config
 
 FILE = json.loads((Path(__file__).parents[1] / "data/golden/configs/configs_eleuther.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.model import layer_params
 from megatron.neox_arguments import NeoXArgs, load
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import padded_vocab_size
 
 ROOT = Path(__file__).parents[2]

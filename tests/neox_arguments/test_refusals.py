@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 
 TRAINABLE = {
     "train_iters": 1, "data_path": "d", "train_micro_batch_size_per_gpu": 1, "tokenizer_type": "CharLevelTokenizer",

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.files import ConfigLoader
 from tests.neox_arguments.test_corrupted import misspell, wrong_value
 

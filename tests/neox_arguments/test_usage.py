@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import Key, key, keys_of
+from megatron.neox_arguments.keys.declaration import Key, key, keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def resolved_here() -> set[str]:
     for node in ast.walk(ast.parse((HERE / "reading" / "files.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "given.values.get":
             found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    for name, owner in (("derive.py", "values"), ("keys/ffn.py", "values"), ("neox_args.py", "self")):
+    for name, owner in (("values/derive.py", "values"), ("values/ffn_width.py", "values"), ("resolved.py", "self")):
         for node in ast.walk(ast.parse((HERE / name).read_text())):
             if not isinstance(node, ast.Attribute | ast.Subscript):
                 continue
@@ -131,8 +131,8 @@ def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
     }
     texts = {
         node.value
-        for path in [*sources(), *HERE.glob("*.py")]
-        if path.name != "sections.py" and not path.name.startswith("keys_")
+        for path in [*sources(), *HERE.rglob("*.py")]
+        if path.parent != HERE / "keys"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, couples, needs_reference, scores_reference
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.values.losses import couples, needs_reference, scores_reference
 from megatron.objectives import build_objective, kto, language_modelling, loss_function, pair_losses  # noqa: F401
 from megatron.objectives.build import OBJECTIVES
 from megatron.objectives.dpo import MATCHINGS

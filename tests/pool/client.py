@@ -44,6 +44,7 @@ def run_ranks(
         path=tuple(sys.path),
         folder=os.getcwd(),
     )
+    sys.audit("tests.pool.ranks", world_size)  # counted by tests/budget.py
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS_VARIABLE])
         send(connection, job)

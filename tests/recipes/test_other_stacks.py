@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import Key, keys_of
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.keys.declaration import Key, keys_of
 from megatron.neox_arguments.validation.types import check_value
 from tests.recipes.readme import ROOT
 

@@ -106,6 +106,7 @@ def test_the_batch_script(tmp_path: Path) -> None:
     assert done.returncode == 1 and "submit it from the root of the repository" in done.stderr
 
 
+@pytest.mark.more
 def test_memory_is_that_of_layers_not_of_the_model(tmp_path: Path) -> None:
     """0.5 GB there and back, checks included, to the byte."""
     words = ["--gb", "0.5", "--hidden", "1024", "--precision", "fp32", "--folder", str(tmp_path), "--json"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import load_tensors, verify
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, bit_equal, config, run_to_end
 
@@ -57,7 +58,7 @@ def train_slowly(
     return seen
 
 
-@pytest.mark.parametrize("name", ["plain", "zero1", "tp2"])
+@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "plain"))
 def test_same_files_though_the_steps_go_on(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     common = layout | {"precision": "bfloat16"}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import export_hf, load_checkpoint_args
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.keys.best_metric import best_metric
+from megatron.neox_arguments.values.best_metric import best_metric
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, config, run_to_end
 from tests.training.test_huggingface import MODEL, TOKENIZER

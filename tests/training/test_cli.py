@@ -51,6 +51,7 @@ def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     assert again.returncode == 0 and "nothing left to do" in again.stdout
 
 
+@pytest.mark.more
 def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> None:
     alone = command(tmp_path, "train.py", *files, "--set", "train_micro_batch_size_per_gpu=4")
     assert alone.returncode == 0, alone.stderr

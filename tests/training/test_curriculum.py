@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole
 from tests.training.test_resume import losses, stop_after
@@ -45,7 +46,10 @@ def references() -> dict[str, Curve]:
     return {name: whole([p], c) for name, p, c in zip(("neox", "llama"), part, configs, strict=True)}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",  # "tp2 x pp2 +sp" has what those two have
+    with_more(LAYOUTS, "tp2 +sp", "pp2"),
+)
 def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> None:
     ranks, layout = LAYOUTS[name]
     configs = [values(model, **layout) for model in (NEOX, LLAMA)]

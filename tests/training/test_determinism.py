@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begin, bit_equal, config, curves, run_to_end
 from tests.training.test_forward_check import log_of
@@ -49,7 +50,7 @@ def test_an_environment_that_asks_for_the_opposite_is_refused(name: str) -> None
         run_ranks(settings, 1, values(), env={name: "other"})
 
 
-@pytest.mark.parametrize("name", ["plain", "pp2", "zero2", "zero3"])
+@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2", "zero3"], "plain", "zero2"))
 def test_layouts_train_and_repeat(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     given = values(**layout)

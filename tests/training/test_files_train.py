@@ -59,12 +59,14 @@ def test_what_is_not_here_is_refused_by_name(name, tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_every_file_trains_as_it_is_written(tmp_path, capsys):
+@pytest.mark.parametrize("names", [KINDS, pytest.param(DISTINCT, marks=pytest.mark.more)], ids=["kinds", "every file"])
+def test_every_file_trains_as_it_is_written(names, tmp_path, capsys):
+    """By `make test` one of files that differ in rates, intervals and sizes of buffers only."""
     runs = []
-    for name in DISTINCT:
+    for name in names:
         path = written(tmp_path, name, FILES[name])
         runs.append((str(path), {**small(FILES[name]), **line_needed(path)}))
-    results = dict(zip(DISTINCT, run_ranks(three_steps, 1, runs, timeout=230)[0], strict=True))
+    results = dict(zip(names, run_ranks(three_steps, 1, runs, timeout=230)[0], strict=True))
     with capsys.disabled():
         lines = sum(name in WIDTHS for name in TRAINED)
         print(f"\nreal files: {len(TRAINED) - lines} train as written, {lines} with compat_ffn_width, "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpointing import load_tensors, read_manifest, save_tensors
 from megatron.checkpointing.layout import LOGITS
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
 
@@ -41,7 +42,7 @@ def stored(step: Path) -> list[Tensor]:
     return [state[LOGITS] for state in states if state[LOGITS] is not None]
 
 
-@pytest.mark.parametrize("name", ["plain", "zero1", "zero3", "pp2", "tp2 +sp", "tp2 x pp2"])
+@pytest.mark.parametrize("name", with_more(["plain", "zero1", "zero3", "pp2", "tp2 +sp", "tp2 x pp2"], "zero1", "pp2"))
 def test_kept_and_found_again(name: str, tmp_path: Path) -> None:
     ranks, layout = CASES[name]
     precision = "bfloat16" if name in ("plain", "zero3", "tp2 x pp2") else "fp32"

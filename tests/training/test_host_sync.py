@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, begin, config
 
@@ -116,7 +117,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "plain", "dp2", "pp2", "zero2"))
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)

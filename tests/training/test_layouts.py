@@ -24,19 +24,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
 STEPS = 6
-# `make soak` runs all 36 cells in every layout.
-CELLS = [
-    (1, "neox", "sgd", False),
+# Micro-batch size, model, optimizer, tied. Every layout meets every size and model, both optimizers, tied and untied;
+# `make test-more` adds the other cells, `make soak` runs all 36 in every layout.
+CELLS = [(1, "neox", "sgd", False), (4, "llama", "adamw", False), (2, "rpe", "adamw", True)]
+MORE_CELLS = [
     (1, "llama", "adamw", True),
     (2, "neox", "adamw", True),
     (2, "llama", "sgd", False),
     (4, "neox", "sgd", True),
-    (4, "llama", "adamw", False),
-    (2, "rpe", "adamw", True),
 ]
-# Enough for every layout to meet every micro-batch size, all models, both optimizers, tied and untied.
-HALVES = [CELLS[i] for i in (0, 3, 5, 6)], [CELLS[i] for i in (1, 4, 5, 6)]
-CELLS_OF = {name: HALVES[i % 2] for i, name in enumerate(LAYOUTS)} | {"tp2 x pp2 +sp": CELLS, "dp2 zero3": CELLS}
 
 
 def cell_config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +46,7 @@ def cell_config(model: str, optimizer: str, tied: bool, micro_batch: int, layout
 @pytest.fixture(scope="module")
 def references() -> dict[tuple[str, str, bool], Curve]:
     """One process, one micro-batch of 8."""
-    keys = sorted({cell[1:] for cell in CELLS})
+    keys = sorted({cell[1:] for cell in CELLS + MORE_CELLS})
     configs = [cell_config(*key, 8, {}) for key in keys]
     parts = run_ranks(curves, 1, configs, STEPS, timeout=120)[0]
     found = {key: whole([part], values) for key, part, values in zip(keys, parts, configs, strict=True)}
@@ -64,11 +60,29 @@ def references() -> dict[tuple[str, str, bool], Curve]:
 def test_layout_equals_one_process(
     name: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    check_cells(name, CELLS, references, capsys)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_process_in_other_cells(
+    name: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_cells(name, MORE_CELLS, references, capsys)
+
+
+def check_cells(
+    name: str,
+    cells: list[tuple[int, str, str, bool]],
+    references: dict[tuple[str, str, bool], Curve],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Losses, norms and weights of a layout's cells are those of one process."""
     ranks, layout = LAYOUTS[name]
-    configs = [cell_config(model, opt, tied, micro, layout) for micro, model, opt, tied in CELLS_OF[name]]
+    configs = [cell_config(model, opt, tied, micro, layout) for micro, model, opt, tied in cells]
     everyone = run_ranks(curves, ranks, configs, STEPS, timeout=240)
     worst = (0.0, 0.0, 0.0)
-    for i, (_, *key) in enumerate(CELLS_OF[name]):
+    for i, (_, *key) in enumerate(cells):
         found = furthest(whole([parts[i] for parts in everyone], configs[i]), references[tuple(key)])
         worst = tuple(map(max, worst, found))  # type: ignore[assignment]
     with capsys.disabled():

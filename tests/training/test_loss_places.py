@@ -15,6 +15,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.parallelize import parallelize
+from tests.marks import with_more
 from tests.model.runs import LLAMA, LR, NEOX, SGD
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -85,7 +86,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
 
 
 @pytest.mark.parametrize("model", [NEOX, LLAMA], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2"))
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = LAYOUTS[name]
     for whole, chunked in run_ranks(steps, world_size, {**model, **layout}):

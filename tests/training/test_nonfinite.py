@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.training.nonfinite_guard import NonFiniteError, SpikeGuard
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
 
@@ -46,8 +47,16 @@ def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, An
     return {**values, "save": str(tmp_path / "run"), **more}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "precision"),  # each layout in one precision, the other by `make test-more`
+    [
+        pytest.param(
+            name, precision,
+            marks=() if (precision == "bfloat16") is (name in ("tp2", "zero1", "zero3")) else pytest.mark.more,
+        )
+        for name in LAYOUTS for precision in ("fp32", "bfloat16")
+    ],
+)  # fmt: skip
 def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     bad = math.inf if name == "dp2" else math.nan
@@ -78,10 +87,17 @@ def poison_parameter(rank: int, world_size: int, values: dict[str, Any], name: s
     return message, training.engine.weights(master=True)
 
 
+STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bfloat16"), (2, "bfloat16")]
+KEPT_AND_CUT = ("input_layernorm.weight", "mlp.linear1.weight")
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bfloat16"), (2, "bfloat16")]
-)
-@pytest.mark.parametrize("name", ["input_layernorm.weight", "mlp.linear1.weight"])
+    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make test-more`
+    [
+        pytest.param(name, *stage, marks=() if (i + j) % 2 == 0 else pytest.mark.more)
+        for i, name in enumerate(KEPT_AND_CUT) for j, stage in enumerate(STAGES)
+    ],
+)  # fmt: skip
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
     """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
@@ -172,7 +188,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
     return skips, unchanged
 
 
-@pytest.mark.parametrize("name", ["plain", "pp2", "zero2"])
+@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "plain"))
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, config, run_to_end
 
@@ -53,7 +54,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, st
     return found
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", with_more(CELLS, "dp2", "tp2", "pp2", "zero1", "zero2", "zero3", "dp2 x pp2"))
 def test_same_in_every_layout(name: str, one_process: dict[Any, list[dict[str, float]]], tmp_path: Path) -> None:
     ranks, layout = CELLS[name]
     layout = {"no_weight_tying": True, "precision": "fp32", **layout}
@@ -103,7 +104,7 @@ def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[
     return log.probed
 
 
-@pytest.mark.parametrize("name", ["plain", "pp2", "zero2", "zero3"])
+@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2", "zero3"], "plain", "zero2"))
 def test_measuring_does_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     given = config(

@@ -20,7 +20,7 @@ from megatron.data.preferences.reference_scores import SCORES
 from megatron.launch import process_info
 from megatron.model import layer_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.training import Training, start
 from megatron.training.loop import batches_of

@@ -15,6 +15,7 @@ from megatron.launch import process_info
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import start, train
 from megatron.training.loop import batches_of
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, begin, bit_equal, config
 
@@ -86,7 +87,7 @@ def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> l
     return rows
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
+@pytest.mark.parametrize("layout", with_more([name for name in LAYOUTS if name != "alone"], "dp2", "zero1"))
 def test_ranks_and_steps_without_a_trained_token(layout: str, sparse, alone, tmp_path: Path) -> None:
     """A rank without one contributes zero, a step without one changes nothing; as in one process."""
     said, rows = steps_of(layout, sparse, tmp_path)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 if TYPE_CHECKING:
     from megatron.checkpointing import CheckpointDescription

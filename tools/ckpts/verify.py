@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tqdm import tqdm  # noqa: E402
 
-from megatron.neox_arguments.reading.locations import is_remote  # noqa: E402
+from megatron.neox_arguments.values.remote_paths import is_remote  # noqa: E402
 from tools.ckpts.flags import place  # noqa: E402
 
 

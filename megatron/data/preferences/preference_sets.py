@@ -46,7 +46,7 @@ from megatron.data.set_config import (
 from megatron.data.slices import DocumentSlices
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import couples, sample_kind
+from megatron.neox_arguments.values.losses import couples, sample_kind
 
 IndexedDatasets = tuple[IndexedDataset, ...]
 

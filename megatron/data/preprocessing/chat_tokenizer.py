@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 Message = dict[str, Any]
 Span = tuple[int, int]

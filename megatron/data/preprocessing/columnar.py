@@ -9,7 +9,7 @@ from typing import Any
 from megatron.data.errors import DataError
 from megatron.data.preprocessing import readers
 from megatron.data.preprocessing.readers import Row, Shard
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 ROWS_AT_ONCE = 64
 

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.data.preprocessing.readers import Row, texts_of
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
 SEAMS = (re.compile(r"(?<=\S)[ \n](?=\S)"), re.compile(r"(?<=[^\w\s])(?=\w)"))  # before blanks; after punctuation

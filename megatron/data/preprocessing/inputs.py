@@ -16,7 +16,7 @@ from megatron.data.errors import DataError
 from megatron.data.preprocessing import columnar, readers
 from megatron.data.preprocessing.readers import SUFFIXES, Row, Shard, file_shards, kind_of
 from megatron.data.preprocessing.splits import WHOLE, asked, rows_of, split_of
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"

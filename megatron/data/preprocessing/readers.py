@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 
 from megatron.data.errors import DataError
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 CHUNK_BYTES = 1 << 20  # of raw input in a shard: a fraction of a second of tokenising
 CSV_FIELD_BYTES = 1 << 30  # a quote that is never closed must not swallow a file without end

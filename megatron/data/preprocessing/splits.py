@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron.data.errors import DataError
-from megatron.neox_arguments.installed import package
+from megatron.neox_arguments.optional_packages import package
 
 KEYWORDS = {
     "train": ("train", "training"),

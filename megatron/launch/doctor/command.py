@@ -36,7 +36,7 @@ from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
 from megatron.launch.torch_builds import driver_cuda
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 _EXAMPLES = """\
 examples:

@@ -7,8 +7,8 @@ from megatron.launch.doctor.check import Check, failed
 from megatron.launch.home import home
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
-from megatron.neox_arguments.reading.locations import is_remote
 from megatron.neox_arguments.reading.presets import files_of
+from megatron.neox_arguments.values.remote_paths import is_remote
 
 _SHOWN = 10  # problems of a configuration
 

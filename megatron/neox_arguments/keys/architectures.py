@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key, new_key
+from megatron.neox_arguments.keys.declaration import key, new_key
 
 _FP8, _MOE, _MAMBA, _MUP = "FP8", "mixture of experts", "Mamba", "MuP"
 _FP8_OFF = "FP8 is off: te_fp8_mha is not true"

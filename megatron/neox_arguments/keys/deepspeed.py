@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key, new_key
+from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.keys.sections import CommsLogger, CurriculumLearning
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; remove it"

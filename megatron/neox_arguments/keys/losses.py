@@ -7,10 +7,7 @@ answers (`pair_losses.PairLoss`) or a judged answer (`kto.AnswerLoss`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -80,31 +77,3 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
     ),
     "reinforce": TrainImpl("texts", later="training with rewards"),
 }
-
-
-def sample_kind(args: "NeoXArgs") -> Literal["texts", "pairs", "answers"]:
-    """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
-    return TRAIN_IMPLS[args.train_impl].reads
-
-
-def losses_of(args: "NeoXArgs") -> dict[str, Loss]:
-    """The losses that a run sums, by name."""
-    impl = TRAIN_IMPLS[args.train_impl]
-    chosen = getattr(args, impl.key) if impl.key else ()
-    return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
-
-
-def needs_reference(args: "NeoXArgs") -> bool:
-    """Whether batches have a reference's log-probabilities."""
-    return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
-
-
-def scores_reference(args: "NeoXArgs") -> bool:
-    """Whether the run makes these itself; sets of pairs may have them beside."""
-    given = args.precompute_model_name is not None and sample_kind(args) == "pairs"
-    return needs_reference(args) and not given
-
-
-def couples(args: "NeoXArgs") -> bool:
-    """Whether the examples of a step meet in its loss; in GPT-NeoX's KTO only those of a micro-batch do."""
-    return any(loss.couples for loss in losses_of(args).values()) and not args.compat_kto

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import REQUIRED, key, new_key
 from megatron.neox_arguments.keys.attention import AttentionBackend
+from megatron.neox_arguments.keys.declaration import REQUIRED, key, new_key
 from megatron.neox_arguments.keys.sections import Bf16, DataTypes, Fp16, RopeScaling
 
 Init = Literal[
@@ -15,6 +15,7 @@ Init = Literal[
 Activation = Literal[
     "gelu", "geglu", "geglu_tanh", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu",
 ]  # fmt: skip
+DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 _KERNEL = "selects a kernel in GPT-NeoX; the mathematics is the same"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import key, new_key
+from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.keys.sections import ZeroOptimization
 
 _HOSTS = (

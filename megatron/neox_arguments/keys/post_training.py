@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from megatron.neox_arguments.declare import key, new_key
+from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 
 _RL, _UNLEARN = TRAIN_IMPLS["reinforce"].later, "unlearning"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.declare import REQUIRED, key
+from megatron.neox_arguments.keys.declaration import REQUIRED, key
 
 _ALL_USED = "all weights are used"
 _OUR_FILES = "weights are always whole in checkpoints"

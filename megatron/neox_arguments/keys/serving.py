@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.neox_arguments.declare import new_key
+from megatron.neox_arguments.keys.declaration import new_key
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load, load_assignments
-from megatron.neox_arguments.neox_names import ARGS_FLAG, LAUNCHER_WORD
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.neox_arguments.reading.presets import SUFFIXES, file_name, files_of
 from megatron.neox_arguments.reports.config_dump import diff_config, print_config
 from megatron.neox_arguments.reports.key_reference import help_pages
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.program import ProgramArgs
 
 _DEEPY = """\
 examples:
@@ -87,17 +83,17 @@ class DeepyCommand(NamedTuple):
 
 # What by-hand lines say anew for each machine.
 _OF_ONE_MACHINE = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
-Adopt = Callable[[str], Mapping[str, Any]]
-"""Gives the keys of a HuggingFace model, which `--hf-model` puts in the place of files. This room cannot read one."""
+ReadHFModel = Callable[[str], Mapping[str, Any]]
+"""Gives the keys of a HuggingFace model, for `--hf-model`: what can read one is imported by scripts, not here."""
 
 
 def parse_deepy(
-    argv: Sequence[str] | None = None, adopt: Adopt | None = None, home: Path | None = None
+    argv: Sequence[str] | None = None, read_hf_model: ReadHFModel | None = None, home: Path | None = None
 ) -> DeepyCommand:
     """Command line of deepy.py (without its name). home: where presets are looked up that no file here is named as.
     Raises ConfigError."""
     description = "Start a script on the ranks of this machine, or of several."
-    parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=adopt is not None)
+    parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=read_hf_model is not None)
     parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="which of num_nodes machines this is")
     parser.add_argument(
         "--hosts", metavar="HOST:0,1", nargs="+", default=(),
@@ -112,7 +108,7 @@ def parse_deepy(
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
         raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
-    assignments, presets = _assignments(parsed, adopt), list[str]()
+    assignments, presets = _assignments(parsed, read_hf_model), list[str]()
     if parsed.neox_args is not None:
         args = _read_resolved(parsed.neox_args)
         args = args.replace(**{path: value for path, value, _ in assignments})
@@ -148,17 +144,17 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
         yield from ("--set", *parsed.set)
 
 
-def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = None) -> NeoXArgs:
+def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFModel | None = None) -> NeoXArgs:
     """Command line of a script such as train.py (without its name). Raises ConfigError.
 
     Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config prints
     and exits.
     """
     description = "Run on this rank; usually started by deepy.py or torchrun."
-    parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=adopt is not None)
+    parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=read_hf_model is not None)
     parser.add_argument("--neox-args", metavar="FILE", help="resolved configuration, instead of files (from deepy.py)")
     parsed = parser.parse_intermixed_args(argv)
-    assignments = _assignments(parsed, adopt)
+    assignments = _assignments(parsed, read_hf_model)
     given = bool(parsed.conf_file or parsed.hf_model)
     if (parsed.neox_args is None) != given:
         raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if given else "")])
@@ -168,27 +164,6 @@ def parse_script(argv: Sequence[str] | None, prog: str, adopt: Adopt | None = No
         sys.stdout.write(print_config(args) + "\n")
         raise SystemExit(0)
     return args
-
-
-def script_args(
-    input_args: "Sequence[str] | NeoXArgs | ProgramArgs | None",
-    overwrite_values: Mapping[str, Any] | None,
-    prog: str,
-    adopt: Adopt | None = None,
-) -> NeoXArgs:
-    """What `main(input_args, overwrite_values)` of a script was called with, resolved. Raises ConfigError.
-
-    input_args: words of its command line, those of `get_deepspeed_main_args`, or a configuration that a program made.
-    """
-    from megatron.neox_arguments.program import ProgramArgs
-
-    if isinstance(input_args, NeoXArgs | ProgramArgs):
-        args = input_args.frozen()
-    else:
-        if input_args is not None and LAUNCHER_WORD in input_args:  # what stands before is the launcher's
-            input_args = input_args[input_args.index(ARGS_FLAG) :]
-        args = parse_script(input_args, prog, adopt)
-    return args.replace(**overwrite_values) if overwrite_values else args
 
 
 class _HelpConfig(argparse.Action):
@@ -247,10 +222,10 @@ def _parser(
     return parser
 
 
-def _assignments(parsed: argparse.Namespace, adopt: Adopt | None) -> list[tuple[str, Any, str]]:
+def _assignments(parsed: argparse.Namespace, read_hf_model: ReadHFModel | None) -> list[tuple[str, Any, str]]:
     found: list[tuple[str, Any, str]] = []
-    if adopt is not None and parsed.hf_model is not None:
-        found += [(key, value, "--hf-model") for key, value in adopt(parsed.hf_model).items()]
+    if read_hf_model is not None and parsed.hf_model is not None:
+        found += [(key, value, "--hf-model") for key, value in read_hf_model(parsed.hf_model).items()]
     for names, key, _ in _FLAGS:
         value = getattr(parsed, key)
         if value is not None:

@@ -9,77 +9,14 @@ from typing import Any
 
 import yaml
 
-from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.errors import ConfigError, format_value
 from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
+
+IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration of its model
 
 
-class ConfigLoader(yaml.SafeLoader):
-    """YAML as people write it: `1e-5` is a number, a date or `12:30` is text.
 
-    Whatever cannot be read raises yaml.YAMLError with its line: values that do not fit their tag, documents nested too
-    deeply, and those that aliases make huge or endless.
-    """
-
-    def get_single_node(self) -> yaml.Node | None:
-        try:
-            root = super().get_single_node()
-        except RecursionError:
-            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", self.get_mark()) from None
-        if root is not None:
-            _check_size(root)
-        return root
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (KeyError, AttributeError, ValueError, TypeError, OverflowError):  # `!!bool x`, an int of 5,000 digits
-            tag = node.tag.removeprefix("tag:yaml.org,2002:")
-            raise _unreadable(f"{str(node.value)[:40]} is no {tag}", node.start_mark) from None
-
-
-IMPORTED = "hf_model.yml"  # what an import calls the configuration of its model
-_MAX_DEPTH = 50
-_MAX_NODES = 1_000_000  # 2,000 data sets with their weights are 4,000
-
-
-def _unreadable(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, mark)
-
-
-def _check_size(root: yaml.Node) -> None:
-    """Raises yaml.YAMLError for a document that is too deep, or too large once its aliases are written out."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node, depth: int) -> int:
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        if depth > _MAX_DEPTH or sizes.get(id(node)) == 0:  # 0: one of those around it
-            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", node.start_mark)
-        if id(node) not in sizes:
-            sizes[id(node)] = 0
-            inner = node.value
-            if isinstance(node, yaml.MappingNode):
-                inner = [part for pair in inner for part in pair]
-            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
-        if sizes[id(node)] > _MAX_NODES:
-            raise _unreadable(f"aliases make more than {_MAX_NODES:,} values of it", node.start_mark)
-        return sizes[id(node)]
-
-    size(root, 0)
-
-
-ConfigLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789")
-)
-ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)$"),
-    list("-+.0123456789"),
-)
 
 
 @dataclass
@@ -102,7 +39,7 @@ class Given:
             if inner is None and value is None:
                 return
             if inner is not None and not isinstance(inner, Mapping):
-                self.problems.append(f"{origin}: {path}: {parent} is not a mapping but {show(inner)}")
+                self.problems.append(f"{origin}: {path}: {parent} is not a mapping but {format_value(inner)}")
                 return
             target[parent] = target = dict(inner or {})
         path = ".".join([*parents, last])
@@ -159,15 +96,6 @@ def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -
     return found
 
 
-def show(value: Any) -> str:
-    """A value as it stands in messages: text in quotes, the rest as YAML would have it."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(thaw(value)) if isinstance(value, Mapping | list | tuple) else str(value)
-
-
 def read_deepspeed_config(given: Given, own: Callable[[str], bool]) -> None:
     """Take the keys of `deepspeed_config_file` into `given`, with that file as their place.
 
@@ -201,7 +129,8 @@ def _take(given: Given, path: str, value: Any, places: Mapping[str, str]) -> Non
         given.assign(path, value, place)
     elif before != value and not given.origins.get(path, "").startswith("--"):
         at = _nearest(path, given.origins)
-        given.problems.append(f"{place}: {path}: {show(value)}, but {at} says {show(before)}; keep one of them")
+        values = f"{format_value(value)}, but {at} says {format_value(before)}"
+        given.problems.append(f"{place}: {path}: {values}; keep one of them")
 
 
 def _nearest(path: str, places: Mapping[str, str]) -> str:
@@ -209,10 +138,6 @@ def _nearest(path: str, places: Mapping[str, str]) -> str:
     while path not in places:
         path = path.rpartition(".")[0]
     return places[path]
-
-
-class EnvText(str):
-    """Text that came from the environment: a number, a boolean or a list where the key is one."""
 
 
 _EXTRA = "deepspeed_extra_args."
@@ -269,9 +194,6 @@ def _value_of(reference: str, given: Given, place: str) -> str:
     return value or ""
 
 
-ConfigLoader.add_constructor("!environment", lambda loader, node: EnvText(node.value))
-
-
 def _merge_file(given: Given, file: str, text: str) -> None:
     text, references = _mark_references(text)
     loader = ConfigLoader(text.replace("\t", " ") if file.endswith(".json") else text)
@@ -315,7 +237,7 @@ def _may_be_set_again(key: str, origin: str, file: str) -> bool:
     """Whether a key of an imported model's file gives way to a later file: `seq_length`, which there is the longest
     that the model can read, and in a recipe the length of its rows."""
     before = origin.rpartition(":")[0]
-    return key == "seq_length" and before != file and Path(before).name == IMPORTED
+    return key == "seq_length" and before != file and Path(before).name == IMPORTED_MODEL_FILE
 
 
 def _note_lines(given: Given, file: str, path: str, node: yaml.Node) -> None:

@@ -2,21 +2,21 @@
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.neox_arguments.declare import Key, keys_of
 from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.declaration import Key, keys_of
+from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.validation.notes import notes
+from megatron.neox_arguments.validation.refusals import refusals
 
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
 
-
-def print_config(args: "NeoXArgs") -> str:
+def print_config(args: ResolvedArgs) -> str:
     """Every resolved value with its origin, aligned, values that are not defaults first; reads back as YAML.
 
     What a run would refuse is marked and told at the end.
     """
-    refused = args.refusals()
+    refused = refusals(args)
     rows = [
         (path, yaml_value(value), args.origin(path) + (" (REFUSED by a run, see below)" if path in refused else ""))
         for path, value in flat_values(args)
@@ -30,7 +30,7 @@ def print_config(args: "NeoXArgs") -> str:
     for title, part in (("set or derived", changed), ("defaults", default)):
         lines.append(f"# {title}")
         lines += [f"{path + ':':<{path_width}} {value:<{value_width}}  # {origin}" for path, value, origin in part]
-    lines += [f"# note: {note}" for note in args.notes()]
+    lines += [f"# note: {note}" for note in notes(args)]
     lines += [
         f"# a run refuses {'' if path in shown else args.origin(path) + ': '}{path}: {reason}"
         for path, reason in refused.items()
@@ -38,7 +38,7 @@ def print_config(args: "NeoXArgs") -> str:
     return "\n".join(lines)
 
 
-def diff_config(one: "NeoXArgs", other: "NeoXArgs") -> str:
+def diff_config(one: ResolvedArgs, other: ResolvedArgs) -> str:
     """The resolved values that differ, a line each: `path: one (place) -> other (place)`; "" when none does."""
     left, right = dict(flat_values(one)), dict(flat_values(other))
     lines = []
@@ -52,7 +52,7 @@ def diff_config(one: "NeoXArgs", other: "NeoXArgs") -> str:
     return "\n".join(lines)
 
 
-def arguments_dump(args: "NeoXArgs") -> str:
+def arguments_dump(args: ResolvedArgs) -> str:
     """The dump GPT-NeoX prints at start: updated values first, then defaults, each with dots in between."""
     rows = []
     for name, key in keys_of(type(args)).items():
@@ -66,7 +66,7 @@ def arguments_dump(args: "NeoXArgs") -> str:
     return "\n".join([f"{' arguments ':-^51}", *rows, f"{' end of arguments ':-^50}"])
 
 
-def flat_values(args: "NeoXArgs") -> Iterator[tuple[str, Any]]:
+def flat_values(args: ResolvedArgs) -> Iterator[tuple[str, Any]]:
     """Every resolved value but the files' text, by dotted path."""
     for name, key in keys_of(type(args)).items():
         if name != "config_files":

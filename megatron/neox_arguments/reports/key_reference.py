@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.neox_arguments.declare import STANDINGS, Key, keys_of, union_members
 from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.keys.declaration import STANDINGS, Key, keys_of, union_members
 from megatron.neox_arguments.reports.config_dump import yaml_value
 from megatron.neox_arguments.reports.schema import description
 

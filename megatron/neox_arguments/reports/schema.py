@@ -4,7 +4,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.declare import Key, keys_of, literal_values, union_members
+from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{\w+(:-[^}]*)?\}"}
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}

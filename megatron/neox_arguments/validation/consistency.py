@@ -1,21 +1,17 @@
 """Checks that need more than one key; every problem names its key, its place and what to change."""
 
-from typing import TYPE_CHECKING
 
-from megatron.neox_arguments.errors import Problems
-from megatron.neox_arguments.keys.best_metric import best_metric
-from megatron.neox_arguments.reading.files import show
-from megatron.neox_arguments.reading.locations import is_remote, problem_of
+from megatron.neox_arguments.errors import Problems, format_value
+from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
 from megatron.neox_arguments.validation.model import at, validate_model, validate_parallel, validate_trainable
 from megatron.neox_arguments.validation.preferences import validate_preferences
 from megatron.neox_arguments.validation.schedule import validate_schedule
+from megatron.neox_arguments.values.best_metric import best_metric
+from megatron.neox_arguments.values.remote_paths import is_remote, problem_of
 
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
 
-
-def validate(args: "NeoXArgs") -> Problems:
+def validate(args: ResolvedArgs) -> Problems:
     """Problems of any use of the configuration."""
     problems = Problems(args.origins)
     validate_model(args, problems)
@@ -32,7 +28,7 @@ def validate(args: "NeoXArgs") -> Problems:
     return problems
 
 
-def validate_training(args: "NeoXArgs") -> Problems:
+def validate_training(args: ResolvedArgs) -> Problems:
     """Problems of training: keys that other commands do without."""
     problems = Problems(args.origins)
     if args.train_iters is None and args.train_epochs is None:
@@ -50,7 +46,7 @@ def validate_training(args: "NeoXArgs") -> Problems:
     return problems
 
 
-def validate_generation(args: "NeoXArgs") -> Problems:
+def validate_generation(args: ResolvedArgs) -> Problems:
     """Problems of text generation."""
     problems = Problems(args.origins)
     if args.load is None and args.save is None:
@@ -70,7 +66,7 @@ def validate_generation(args: "NeoXArgs") -> Problems:
     return problems
 
 
-def validate_evaluation(args: "NeoXArgs") -> Problems:
+def validate_evaluation(args: ResolvedArgs) -> Problems:
     """Problems of evaluation."""
     problems = Problems(args.origins)
     if args.load is None and args.save is None:
@@ -81,14 +77,14 @@ def validate_evaluation(args: "NeoXArgs") -> Problems:
     return problems
 
 
-def _evaluation(args: "NeoXArgs", problems: Problems) -> None:
+def _evaluation(args: ResolvedArgs, problems: Problems) -> None:
     if args.eval_system_prompt is not None and args.eval_system_prompt_file is not None:
         problems.add("eval_system_prompt_file", f"eval_system_prompt is {at(args, 'eval_system_prompt')}; remove one")
     if args.eval_limit is not None and args.eval_limit >= 1 and args.eval_limit != int(args.eval_limit):
         problems.add("eval_limit", f"expected a whole number of documents or a share below 1, got {args.eval_limit:g}")
 
 
-def validate_serving(args: "NeoXArgs") -> Problems:
+def validate_serving(args: ResolvedArgs) -> Problems:
     """Problems of tools/serve.py."""
     problems = Problems(args.origins)
     if args.load is None and args.save is None:
@@ -97,12 +93,12 @@ def validate_serving(args: "NeoXArgs") -> Problems:
     return problems
 
 
-def _gradients(args: "NeoXArgs", problems: Problems) -> None:
+def _gradients(args: ResolvedArgs, problems: Problems) -> None:
     if args.given.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
         problems.add("fp32_allreduce", f"communication_data_type is {at(args, 'communication_data_type')}; remove one")
 
 
-def _logging(args: "NeoXArgs", problems: Problems) -> None:
+def _logging(args: ResolvedArgs, problems: Problems) -> None:
     if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
         problems.add("profile_step_stop", f"must be above profile_step_start {at(args, 'profile_step_start')}")
     if args.log_optimizer_states and args.use_bnb_optimizer:
@@ -112,7 +108,7 @@ def _logging(args: "NeoXArgs", problems: Problems) -> None:
         )  # fmt: skip
 
 
-def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
+def _checkpoints(args: ResolvedArgs, problems: Problems) -> None:
     factor = args.checkpoint_factor
     if args.save is not None and not (
         factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
@@ -139,7 +135,7 @@ def _checkpoints(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("extra_save_iters", "expected iterations from 0 on")
 
 
-def _best(args: "NeoXArgs", problems: Problems) -> None:
+def _best(args: ResolvedArgs, problems: Problems) -> None:
     if args.save_best is None:
         return
     try:
@@ -157,7 +153,7 @@ def _best(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("save_best", f"{metric}: eval_tasks names no task; add it")
 
 
-def _demos(args: "NeoXArgs", problems: Problems) -> None:
+def _demos(args: ResolvedArgs, problems: Problems) -> None:
     if args.demo_prompts is None:
         return
     if args.save is None:
@@ -165,7 +161,7 @@ def _demos(args: "NeoXArgs", problems: Problems) -> None:
     _texts(args, problems)
 
 
-def _texts(args: "NeoXArgs", problems: Problems) -> None:
+def _texts(args: ResolvedArgs, problems: Problems) -> None:
     """Of texts that are written after prompts."""
     if args.system_prompt_file is not None and not args.chat:
         problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
@@ -179,7 +175,7 @@ def _texts(args: "NeoXArgs", problems: Problems) -> None:
         )
 
 
-def _data(args: "NeoXArgs", problems: Problems) -> None:
+def _data(args: ResolvedArgs, problems: Problems) -> None:
     names = ("train_data_paths", "valid_data_paths", "test_data_paths")
     present = [name for name in names if getattr(args, name) is not None]
     if present and args.data_path is not None:
@@ -198,7 +194,7 @@ def _data(args: "NeoXArgs", problems: Problems) -> None:
     _blend(args, problems)
 
 
-def _blend(args: "NeoXArgs", problems: Problems) -> None:
+def _blend(args: ResolvedArgs, problems: Problems) -> None:
     by = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
     for name in ("train", "valid", "test"):
         listed = f"pos_{name}_data_paths" if args.dataset_impl == "pairwise" else f"{name}_data_paths"
@@ -215,12 +211,13 @@ def _blend(args: "NeoXArgs", problems: Problems) -> None:
         elif len(weights) != len(paths):
             problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
         if any(weight <= 0 for weight in weights):
-            problems.add(key, f"expected numbers above 0, got {show(weights)}; leave out the path of a set not wanted")
+            got = format_value(weights)
+            problems.add(key, f"expected numbers above 0, got {got}; leave out the path of a set not wanted")
     validate_weights(args, problems)
     validate_pairs(args, problems)
 
 
-def _vocab_file(args: "NeoXArgs", problems: Problems) -> None:
+def _vocab_file(args: ResolvedArgs, problems: Problems) -> None:
     needed = {
         "GPT2BPETokenizer": {"vocab_file": "its vocab.json", "merge_file": "its merges.txt"},
         "HFTokenizer": {"vocab_file": "its tokenizer.json"},

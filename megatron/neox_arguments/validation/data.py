@@ -1,20 +1,18 @@
 """Checks of the data: how the sets of a blend are weighed, how documents become samples, and what lies beside them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
-from megatron.neox_arguments.keys.losses import sample_kind
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.model import at
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
+from megatron.neox_arguments.values.losses import sample_kind
 
 KINDS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
 
 
-def validate_weights(args: "NeoXArgs", problems: Problems) -> None:
+def validate_weights(args: ResolvedArgs, problems: Problems) -> None:
     used = [key for key in KINDS if getattr(args, key) not in (None, False)]
     for key in used:
         listed = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
@@ -50,7 +48,7 @@ def phases(path: str, name: str, section: Mapping[str, Any], problems: Problems)
         problems.add(f"{path}.until", f"expected rising iterations from 1 on, got {list(until)}")
 
 
-def validate_packing(args: "NeoXArgs", problems: Problems) -> None:
+def validate_packing(args: ResolvedArgs, problems: Problems) -> None:
     if args.drop_last is not None and args.pack_impl != "packed":
         problems.add("drop_last", f"cuts packed documents; remove it, or pack_impl {at(args, 'pack_impl')}")
     if args.compat_group_texts_batch is not None and args.drop_last is None:
@@ -78,7 +76,7 @@ def validate_packing(args: "NeoXArgs", problems: Problems) -> None:
                 problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
 
 
-def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
+def validate_pairs(args: ResolvedArgs, problems: Problems) -> None:
     pairwise = args.dataset_impl == "pairwise"
     if pairwise and sample_kind(args) == "texts":
         problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {at(args, 'train_impl')}")
@@ -102,7 +100,7 @@ def validate_pairs(args: "NeoXArgs", problems: Problems) -> None:
                 problems.add(given, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
 
 
-def _answers(args: "NeoXArgs", problems: Problems) -> None:
+def _answers(args: ResolvedArgs, problems: Problems) -> None:
     if sample_kind(args) == "texts":
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:

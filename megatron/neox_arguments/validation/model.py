@@ -1,16 +1,13 @@
 """Checks of the model and of how it is split over ranks."""
 
 import re
-from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import Problems
 from megatron.neox_arguments.frozen import each
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
+from megatron.neox_arguments.resolved import ResolvedArgs
 
 
-def validate_model(args: "NeoXArgs", problems: Problems) -> None:
+def validate_model(args: ResolvedArgs, problems: Problems) -> None:
     heads = args.num_attention_heads
     attends = any(kind in ("global", "flash") for kind in args.attention_config)
     if not attends:
@@ -55,7 +52,7 @@ def validate_model(args: "NeoXArgs", problems: Problems) -> None:
             problems.add(key, told)
 
 
-def _positions(args: "NeoXArgs", problems: Problems) -> None:
+def _positions(args: ResolvedArgs, problems: Problems) -> None:
     scaling = args.rope_scaling
     if args.opt_pos_emb_offset and args.pos_emb != "learned":
         problems.add("opt_pos_emb_offset", f"only pos_emb learned reads it, not {at(args, 'pos_emb')}; remove it")
@@ -100,7 +97,7 @@ def _positions(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions a head")
 
 
-def _layers(args: "NeoXArgs", problems: Problems) -> None:
+def _layers(args: ResolvedArgs, problems: Problems) -> None:
     """Keys that say what differs from layer to layer."""
     sliding = args.layer_types is not None and "sliding_attention" in args.layer_types
     if sliding and args.sliding_window_width is None:
@@ -114,7 +111,7 @@ def _layers(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("no_rope_layers", "needs pos_emb: rotary and is a list of 0 and 1")
 
 
-def _blocks(args: "NeoXArgs", problems: Problems) -> None:
+def _blocks(args: ResolvedArgs, problems: Problems) -> None:
     tied, shape = args.gpt_j_tied, args.norm
     if tied and not args.gpt_j_residual:
         problems.add("gpt_j_tied", "only gpt_j_residual: true reads it; remove it or set gpt_j_residual")
@@ -138,7 +135,7 @@ def _blocks(args: "NeoXArgs", problems: Problems) -> None:
         _qk_layernorm(args, problems)
 
 
-def _qk_layernorm(args: "NeoXArgs", problems: Problems) -> None:
+def _qk_layernorm(args: ResolvedArgs, problems: Problems) -> None:
     key = "use_qk_layernorm"
     if args.norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
         problems.add(key, f"needs norm layernorm or rmsnorm, not {at(args, 'norm')}")
@@ -151,7 +148,7 @@ def _qk_layernorm(args: "NeoXArgs", problems: Problems) -> None:
         problems.add(key, f"Transformer-Engine's attention has none (te_mha: {args.origin('te_mha')}); remove one")
 
 
-def validate_parallel(args: "NeoXArgs", problems: Problems) -> None:
+def validate_parallel(args: ResolvedArgs, problems: Problems) -> None:
     tp, key, least = args.tp, "model_parallel_size", min(each(args.kv_heads))
     if tp > least and args.num_kv_heads is not None:
         problems.add(key, f"{tp} is more than num_kv_heads {at(args, 'num_kv_heads')}; use at most {least}")
@@ -174,7 +171,7 @@ def validate_parallel(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
 
 
-def validate_trainable(args: "NeoXArgs", problems: Problems) -> None:
+def validate_trainable(args: ResolvedArgs, problems: Problems) -> None:
     if args.trainable is None:
         return
     if args.trainable["last_layers"] > args.num_layers:
@@ -187,7 +184,7 @@ def validate_trainable(args: "NeoXArgs", problems: Problems) -> None:
             problems.add("trainable.names", f"{pattern} is no regular expression ({problem})")
 
 
-def at(args: "NeoXArgs", key: str) -> str:
+def at(args: ResolvedArgs, key: str) -> str:
     """`12 (a.yml:3)`: a key's value with its place."""
     value, origin = getattr(args, key), args.origin(key)
     return f"{value} ({origin})"

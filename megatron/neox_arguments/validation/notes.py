@@ -1,16 +1,14 @@
 """What is said once at start: settings without effect here, and readings that differ from GPT-NeoX's."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.derive import DROPOUTS
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.model import DROPOUT_KEYS
+from megatron.neox_arguments.resolved import ResolvedArgs
 
 
-def notes(args: "NeoXArgs") -> list[str]:
+def notes(args: ResolvedArgs) -> list[str]:
     """Lines without a newline, none when there is nothing to say."""
     lines = []
     silent = _without_effect(type(args), args.given)
@@ -31,7 +29,7 @@ def notes(args: "NeoXArgs") -> list[str]:
         lines.append(f"as GPT-NeoX did it: {told}")
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
-    given = [name for name in DROPOUTS if args.given.get(name)]
+    given = [name for name in DROPOUT_KEYS if args.given.get(name)]
     if given and args.disable_dropout:
         asked = args.given.get("disable_dropout") is not None
         why = args.origin("disable_dropout") if asked else f"train_impl: {args.train_impl}"
@@ -56,7 +54,7 @@ def notes(args: "NeoXArgs") -> list[str]:
     return lines
 
 
-def _alone(args: "NeoXArgs") -> Iterator[tuple[str, str]]:
+def _alone(args: ResolvedArgs) -> Iterator[tuple[str, str]]:
     """Keys that were set and only act beside another one that is not."""
     engine = args.te_mha or args.te_layernorm_mlp
     for name, other, there in (

@@ -1,18 +1,16 @@
 """Checks of the losses of preferences."""
 
-from typing import TYPE_CHECKING
 
-from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.errors import Problems
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, losses_of, needs_reference, scores_reference
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.model import at
+from megatron.neox_arguments.values.losses import losses_of, needs_reference, scores_reference
+from megatron.neox_arguments.values.remote_paths import is_remote
 
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
 
-
-def validate_preferences(args: "NeoXArgs", problems: Problems) -> None:
+def validate_preferences(args: ResolvedArgs, problems: Problems) -> None:
     _unread(args, problems)
     if args.neftune_noise_alpha:
         _noise(args, problems)
@@ -23,7 +21,7 @@ def validate_preferences(args: "NeoXArgs", problems: Problems) -> None:
         problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
 
 
-def _unread(args: "NeoXArgs", problems: Problems) -> None:
+def _unread(args: ResolvedArgs, problems: Problems) -> None:
     """Keys of losses that are not of this run."""
     keys, chosen = keys_of(type(args)), losses_of(args)
     for name, impl in TRAIN_IMPLS.items():
@@ -41,7 +39,7 @@ def _unread(args: "NeoXArgs", problems: Problems) -> None:
                 problems.add(option, f"{who} reads it; remove it")
 
 
-def _noise(args: "NeoXArgs", problems: Problems) -> None:
+def _noise(args: ResolvedArgs, problems: Problems) -> None:
     if args.train_impl != "normal":
         problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a reference has no noise, and the policy "
                      f"would be compared with it; remove it, or train_impl {at(args, 'train_impl')}")  # fmt: skip
@@ -50,7 +48,7 @@ def _noise(args: "NeoXArgs", problems: Problems) -> None:
                      "padding; set reset_attention_mask: true")  # fmt: skip
 
 
-def _reference(args: "NeoXArgs", problems: Problems) -> None:
+def _reference(args: ResolvedArgs, problems: Problems) -> None:
     needed = scores_reference(args)
     for name in ("dpo_reference", "reference_cache_dir"):
         if getattr(args, name) == keys_of(type(args))[name].default:
@@ -70,7 +68,7 @@ def _reference(args: "NeoXArgs", problems: Problems) -> None:
                              "local folder")  # fmt: skip
 
 
-def _pairs(args: "NeoXArgs", problems: Problems) -> None:
+def _pairs(args: ResolvedArgs, problems: Problems) -> None:
     losses = (args.dpo_loss_type,) if isinstance(args.dpo_loss_type, str) else args.dpo_loss_type
     weights = args.dpo_loss_weights
     if not losses or len(set(losses)) != len(losses):

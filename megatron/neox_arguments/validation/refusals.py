@@ -1,17 +1,15 @@
 """What a run refuses although the configuration resolves: features that are gone, impossible, or not built yet."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.neox_arguments.declare import keys_of
-from megatron.neox_arguments.keys.ffn import ffn_problem
-from megatron.neox_arguments.reading.files import show
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
+from megatron.neox_arguments.errors import format_value
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.values.ffn_width import ffn_problem
 
 
-def refusals(args: "NeoXArgs") -> dict[str, str]:
+def refusals(args: ResolvedArgs) -> dict[str, str]:
     """Reasons by dotted path, with what to do instead; empty for what can run."""
     found = dict(_declared(type(args), args.given, args))
     if args.te_mha and not args.use_bias_in_attn_linear:
@@ -29,7 +27,7 @@ def refusals(args: "NeoXArgs") -> dict[str, str]:
     return found
 
 
-def _declared(declaration: type, given: Mapping[str, Any], args: "NeoXArgs | None", prefix: str = "") -> Iterator:
+def _declared(declaration: type, given: Mapping[str, Any], args: ResolvedArgs | None, prefix: str = "") -> Iterator:
     for name, value in given.items():
         key = keys_of(declaration)[name]
         if key.section is not None and isinstance(value, Mapping) and key.refusal(value) is None:
@@ -41,4 +39,4 @@ def _declared(declaration: type, given: Mapping[str, Any], args: "NeoXArgs | Non
         if reason is not None:
             refused = next((v for v in value if key.refusal(v)), value) if isinstance(value, tuple) else value
             fix = f"; remove it (--set {prefix}{name}=null)" if reason.endswith("not built yet") else ""
-            yield prefix + name, f"{show(refused)} is refused: {reason}{fix}"
+            yield prefix + name, f"{format_value(refused)} is refused: {reason}{fix}"

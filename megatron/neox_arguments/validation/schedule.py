@@ -1,17 +1,15 @@
 """Checks of the learning-rate schedule, of epochs and of the curriculum."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import phases
 from megatron.neox_arguments.validation.model import at
 
-if TYPE_CHECKING:
-    from megatron.neox_arguments.neox_args import NeoXArgs
 
-
-def validate_schedule(args: "NeoXArgs", problems: Problems) -> None:
+def validate_schedule(args: ResolvedArgs, problems: Problems) -> None:
     if args.min_lr > args.lr:
         problems.add(
             "min_lr", f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')})"
@@ -51,7 +49,7 @@ def validate_schedule(args: "NeoXArgs", problems: Problems) -> None:
         _seq_curriculum(args, args.seq_curriculum, problems)
 
 
-def _seq_curriculum(args: "NeoXArgs", section: Mapping[str, Any], problems: Problems) -> None:
+def _seq_curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: Problems) -> None:
     lengths, until = section["seq_len"], section["until"]
     if lengths is None or until is None:
         return  # said already
@@ -66,11 +64,11 @@ def _seq_curriculum(args: "NeoXArgs", section: Mapping[str, Any], problems: Prob
         problems.add("seq_curriculum", f"cuts samples of pack_impl: packed, not {at(args, 'pack_impl')}; remove it")
 
 
-def _warmup(args: "NeoXArgs") -> float:
+def _warmup(args: ResolvedArgs) -> float:
     return args.warmup * args.lr_decay_iters if args.warmup_iters is None else args.warmup_iters
 
 
-def _epochs(args: "NeoXArgs", problems: Problems) -> None:
+def _epochs(args: ResolvedArgs, problems: Problems) -> None:
     if args.train_epochs is None:
         return
     if args.train_iters is not None:
@@ -80,7 +78,7 @@ def _epochs(args: "NeoXArgs", problems: Problems) -> None:
             problems.add("train_epochs", f"each set is seen whole; remove {key} ({args.origin(key)})")
 
 
-def _curriculum(args: "NeoXArgs", section: Mapping[str, Any], problems: Problems) -> None:
+def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: Problems) -> None:
     path, schedule, kind = "curriculum_learning", section["schedule_config"], section["schedule_type"]
     missing = [name for name in ("min_difficulty", "max_difficulty", "schedule_config") if section[name] is None]
     if missing:

@@ -7,10 +7,10 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
-from megatron.neox_arguments.declare import Key, keys_of, literal_values, union_members
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import Problems, format_value
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
-from megatron.neox_arguments.reading.files import ConfigLoader, EnvText, show
+from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
+from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, EnvText
 
 _ELSEWHERE = {
     "learning_rate": "optimizer.params.lr",
@@ -80,14 +80,14 @@ def check_value(key: Key, path: str, value: Any, problems: Problems) -> None:
 def _checked(key: Key, path: str, value: Any, problems: Problems, fallback: Any) -> Any:
     if key.section is not None:
         if not isinstance(value, Mapping):
-            problems.add(path, f"expected a mapping, got {show(value)}")
+            problems.add(path, f"expected a mapping, got {format_value(value)}")
             return fallback
         return resolve_section(key.section, value, problems, path + ".")
     try:
         value = _coerce(key.type, freeze(value))
         _check_bounds(key, value)
     except _Mismatch as mismatch:
-        problems.add(path, f"expected {mismatch}, got {show(value)}")
+        problems.add(path, f"expected {mismatch}, got {format_value(value)}")
         return fallback
     return value
 
@@ -179,5 +179,5 @@ def unknown(name: str, keys: Mapping[str, Key]) -> str:
 
 
 def _one_of(values: tuple[Any, ...]) -> str:
-    texts = [v if isinstance(v, str) else show(v) for v in values]
+    texts = [v if isinstance(v, str) else format_value(v) for v in values]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]

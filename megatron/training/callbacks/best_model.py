@@ -10,7 +10,7 @@ from megatron.checkpointing.huggingface import recover
 from megatron.data import SampleSet
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.best_metric import Mode, best_metric
+from megatron.neox_arguments.values.best_metric import Mode, best_metric
 from megatron.objectives import Objective
 from megatron.training.evaluation import validation_metrics
 from megatron.training.run import Training

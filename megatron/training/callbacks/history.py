@@ -15,7 +15,7 @@ from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import rows_per_sample, trains_preferences
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import sample_kind
+from megatron.neox_arguments.values.losses import sample_kind
 from megatron.training.callbacks.best_model import FOLDER, read_best
 from megatron.training.callbacks.status import note_failure, write_ending, write_status
 from megatron.training.metrics.loggers import METRICS_FILE, POSITION, log_directory, read_metrics

@@ -19,7 +19,7 @@ from megatron.checkpointing import (
 )
 from megatron.data import Datasets, DataState, order_sha256, path_key
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import Source
 

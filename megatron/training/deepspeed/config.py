@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.declaration import keys_of
 
 # Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and ours.
 _PASSED = ("comms_logger", "dump_state")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.reading.locations import is_remote
+from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import LogFile, say
 
 Row = Mapping[str, float | int]

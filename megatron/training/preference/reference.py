@@ -34,7 +34,7 @@ from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_o
 from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.keys.losses import scores_reference
+from megatron.neox_arguments.values.losses import scores_reference
 from megatron.objectives import answer_sums, label_logprobs
 from megatron.training.checkpoint.resume import Checkpointer, Progress
 from megatron.training.checkpoint.source import Source, original_source

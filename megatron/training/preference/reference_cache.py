@@ -20,9 +20,9 @@ from megatron.distributed import run_on_all_ranks
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.declare import keys_of
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.architectures import MoEKeys, MuPKeys, OtherArchitectureKeys, TransformerEngineKeys
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import Source

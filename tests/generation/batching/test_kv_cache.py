@@ -13,6 +13,7 @@ from megatron.generation.batching import batcher as batching
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import LAYOUTS, answers
+from tests.marks import with_more
 from tests.model.runs import MODELS
 from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -101,7 +102,10 @@ def recomputed() -> dict[str, Found]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dp2"])  # which runs one process twice
+@pytest.mark.parametrize(
+    "name",  # "dp2" runs one process twice, "tp2 x pp2" has what the pairs of ranks have but for sequence parallelism
+    with_more([name for name in LAYOUTS if name != "dp2"], "tp2", "pp2"),
+)
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]
     for found in run_ranks(find_all, ranks, layout):

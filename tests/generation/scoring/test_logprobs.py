@@ -28,6 +28,7 @@ from tests.generation.scoring.cases import (
     scored,
     some_requests,
 )
+from tests.marks import with_more
 from tests.model.stages import stage_with
 from tests.pool import run_ranks
 
@@ -61,7 +62,9 @@ def whole_texts() -> dict[str, list[ContinuationScore]]:
     return {name: one_by_one(model, some_requests(COLUMNS, model.positions)) for name, model in models.items()}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tp2+sp"])  # which inference is without
+@pytest.mark.parametrize(
+    "name", with_more([name for name in LAYOUTS if name != "tp2+sp"], "tp2", "pp2")  # inference is without that one
+)
 def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
     for found in run_ranks(scored, ranks, layout, list(UNTIED)):

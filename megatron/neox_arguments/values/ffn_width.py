@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 
 GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 READINGS: Final = ("none", "upstream", "fork")

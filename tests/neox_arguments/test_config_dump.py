@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron.neox_arguments import NeoXArgs, arguments_dump, load
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.files import ConfigLoader
 from megatron.neox_arguments.reports.config_dump import diff_config, print_config
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.declare import Key
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import Problems, format_value
 from megatron.neox_arguments.frozen import freeze
+from megatron.neox_arguments.keys.declaration import Key
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.model import DROPOUT_KEYS
 from megatron.neox_arguments.keys.sections import Bf16, Fp16, Optimizer, ZeroOptimization
-from megatron.neox_arguments.reading.files import show
 from megatron.neox_arguments.validation.types import check_value, resolve_section
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -16,7 +16,6 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "Adam": _ADAM, "AdamW": _ADAM, "CPU_Adam": _ADAM, "CPU_Torch_Adam": _ADAM, "SGD": {"momentum": 0.0},
     "Lion": {"betas": (0.9, 0.99)},
 }  # fmt: skip
-DROPOUTS = ("hidden_dropout", "attention_dropout")
 _OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
@@ -65,7 +64,7 @@ def _dropout(values: dict[str, Any]) -> None:
     if values["disable_dropout"] is None:
         values["disable_dropout"] = TRAIN_IMPLS[values["train_impl"]].reads != "texts"
     if values["disable_dropout"]:
-        values |= dict.fromkeys(DROPOUTS, 0.0)
+        values |= dict.fromkeys(DROPOUT_KEYS, 0.0)
 
 
 def _repeated(values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems) -> None:
@@ -79,7 +78,7 @@ def _repeated(values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[st
         if name in given and not overridden and not _same(values[name], value):
             problems.add(
                 name,
-                f"{show(values[name])}, but {key.same_as}, which it is made from, is {show(value)}"
+                f"{format_value(values[name])}, but {key.same_as}, which it is made from, is {format_value(value)}"
                 f"{f' ({place})' if place else ' by default'}; write {key.same_as} and remove {name}",
             )
         values[name] = value
@@ -143,7 +142,7 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     filled = {name: default if params[name] is None else params[name] for name, default in defaults.items()}
     betas = filled.get("betas") or (0, 0)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        problems.add("optimizer.params.betas", f"expected two numbers in [0, 1), got {show(filled['betas'])}")
+        problems.add("optimizer.params.betas", f"expected two numbers in [0, 1), got {format_value(filled['betas'])}")
     values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
 
 
@@ -165,7 +164,7 @@ def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, 
         kinds = []
         for item in given:
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple) and item[0]):
-                problems.add("attention_config", f"expected items like [[flash], 12], got {show(item)}")
+                problems.add("attention_config", f"expected items like [[flash], 12], got {format_value(item)}")
                 return ("global",) * num_layers
             pattern, count = item
             if count == "all":
@@ -173,11 +172,11 @@ def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, 
             elif isinstance(count, int) and not isinstance(count, bool) and count > 0:
                 kinds += list(pattern) * min(count, num_layers + 1)
             else:
-                problems.add("attention_config", f'expected a count or "all", got {show(count)}')
+                problems.add("attention_config", f'expected a count or "all", got {format_value(count)}')
                 return ("global",) * num_layers
     for kind in dict.fromkeys(kinds):
         if kind not in _LAYER_KINDS:
-            problems.add("attention_config", f"expected global or flash, got {show(kind)}")
+            problems.add("attention_config", f"expected global or flash, got {format_value(kind)}")
     if len(kinds) != num_layers:
         problems.add("attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}")
     return tuple(kinds)

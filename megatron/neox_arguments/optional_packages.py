@@ -5,10 +5,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron.neox_arguments.errors import UserError
-from megatron.neox_arguments.neox_args import NeoXArgs
+from megatron.neox_arguments.resolved import ResolvedArgs
 
 
-def need_harness(args: NeoXArgs) -> None:
+def require_lm_eval(args: ResolvedArgs) -> None:
     """Raises ConfigError, before anything is built, where tasks are asked for and lm-eval is not installed."""
     if args.eval_tasks and find_spec("lm_eval") is None:
         need = "needs lm-eval: pip install 'neox[eval]' (or --set eval_tasks=null, to train without evaluation)"

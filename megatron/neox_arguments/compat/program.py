@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.compat.methods import LAUNCHER_FLAG
 from megatron.neox_arguments.errors import ConfigError, Problems
 from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.neox_args import NeoXArgs, load
-from megatron.neox_arguments.neox_names import ARGS_FLAG
-from megatron.neox_arguments.reading.command_line import parse_deepy, parse_script
+from megatron.neox_arguments.reading.command_line import ReadHFModel, parse_deepy, parse_script
+from megatron.neox_arguments.resolved import ARGS_FLAG
 from megatron.neox_arguments.validation.types import check_value, unknown
 
 # Facts of one process, which stay on the object: a configuration that held them would differ from rank to rank.
@@ -26,7 +27,7 @@ AT_RUN_TIME = ("user_script", "rank", "local_rank")
 _OTHER_STARTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-class ProgramArgs:
+class MutableNeoXArgs:
     """`NeoXArgs` as GPT-NeoX's programs know it: every key an attribute that can be written, sections as they were
     written in the files, lists as lists. `isinstance(args, NeoXArgs)` holds.
 
@@ -43,20 +44,20 @@ class ProgramArgs:
         self._hold(load([], resolved, "program"), here)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ProgramArgs":
+    def from_dict(cls, values: Mapping[str, Any]) -> "MutableNeoXArgs":
         """Resolve a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
         return cls(**values)
 
     @classmethod
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
-    ) -> "ProgramArgs":
+    ) -> "MutableNeoXArgs":
         """As `load`; overwrite_values win over the files. Raises ConfigError."""
         values, here = _apart(overwrite_values)
         return cls._of(load(paths_to_yml_files, values, "overwrite_values"), here)
 
     @classmethod
-    def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "ProgramArgs":
+    def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "MutableNeoXArgs":
         """The configuration of a command line of deepy.py, `train.py a.yml b.yml`; sys.argv's. Raises ConfigError."""
         command = parse_deepy(input_args)
         return cls._of(command.args, {"user_script": command.user_script})
@@ -64,7 +65,7 @@ class ProgramArgs:
     @classmethod
     def consume_neox_args(
         cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
-    ) -> "ProgramArgs":
+    ) -> "MutableNeoXArgs":
         """The configuration that a launcher handed to this process by `--neox-args FILE`; other words are not looked
         at. Raises ConfigError."""
         words = list(sys.argv if input_args is None else input_args)
@@ -77,7 +78,7 @@ class ProgramArgs:
         return cls._of(args.replace(**values) if values else args, {"user_script": script} | here)
 
     @classmethod
-    def _of(cls, args: NeoXArgs, here: Mapping[str, Any]) -> "ProgramArgs":
+    def _of(cls, args: NeoXArgs, here: Mapping[str, Any]) -> "MutableNeoXArgs":
         made = cls.__new__(cls)
         made._hold(args, here)
         return made
@@ -167,7 +168,8 @@ class ProgramArgs:
         return f"NeoXArgs({', '.join(told)})"
 
 
-NeoXArgs.register(ProgramArgs)
+NeoXArgs.register(MutableNeoXArgs)
+NeoXArgs.mutable_class = MutableNeoXArgs
 
 
 def _apart(values: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -184,3 +186,23 @@ def _values(args: NeoXArgs) -> dict[str, Any]:
         name: thaw(args.given[name] if key.section is not None and name in args.given else getattr(args, name))
         for name, key in keys_of(NeoXArgs).items()
     }
+
+
+def script_args(
+    input_args: Sequence[str] | NeoXArgs | MutableNeoXArgs | None,
+    overwrite_values: Mapping[str, Any] | None,
+    prog: str,
+    read_hf_model: ReadHFModel | None = None,
+) -> NeoXArgs:
+    """The resolved configuration that `main(input_args, overwrite_values)` of a script was called with.
+
+    input_args: words of its command line (None: sys.argv's), those of `get_deepspeed_main_args`, or a configuration
+    that a program made. prog: the script's name, for messages. Raises ConfigError.
+    """
+    if isinstance(input_args, NeoXArgs | MutableNeoXArgs):
+        args = input_args.frozen()
+    else:
+        if input_args is not None and LAUNCHER_FLAG in input_args:  # what stands before it is for the launcher
+            input_args = input_args[input_args.index(ARGS_FLAG) :]
+        args = parse_script(input_args, prog, read_hf_model)
+    return args.replace(**overwrite_values) if overwrite_values else args

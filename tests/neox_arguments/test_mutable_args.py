@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 import megatron
-from megatron.neox_arguments import ConfigError, ProgramArgs, load, neox_args, script_args
+from megatron.neox_arguments import ConfigError, MutableNeoXArgs, load, neox_args, script_args
 from megatron.neox_arguments import NeoXArgs as Resolved
-from megatron.neox_arguments.declare import keys_of
+from megatron.neox_arguments.keys.declaration import keys_of
 from tests.neox_arguments.conftest import MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ GROUPS = {
 
 
 @pytest.fixture
-def args(write) -> ProgramArgs:
+def args(write) -> MutableNeoXArgs:
     return megatron.NeoXArgs.from_ymls(write(a=FILE))
 
 
@@ -218,7 +218,7 @@ def test_importing_megatron_reads_nothing_until_it_is_asked():
 
 def test_what_is_asked_for_in_the_middle_of_changes():
     """A debugger asks for names that are none, and gets that answer, not what is wrong with the keys so far."""
-    args = ProgramArgs.from_dict({
+    args = MutableNeoXArgs.from_dict({
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 8, "max_position_embeddings": 8,
     })  # fmt: skip
     args.num_attention_heads = 7

@@ -1,0 +1,1 @@
+"""For programs written for GPT-NeoX: its methods of `NeoXArgs`, its groups of keys, and a configuration to write to."""

@@ -1,0 +1,85 @@
+"""The methods that programs written for GPT-NeoX call on `NeoXArgs`, by GPT-NeoX's names."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of
+from megatron.neox_arguments.resolved import ARGS_FLAG, ResolvedArgs
+
+LAUNCHER_FLAG = "--no_local_rank"  # keeps DeepSpeed's launcher from adding a flag of its own to the script's
+# Keys that DeepSpeed's launcher has as flags of the same name: with a value, and without.
+_RUNNER_FLAGS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr", "master_port", "launcher")
+_RUNNER_SWITCHES = ("force_multi", "no_ssh_check")
+
+
+class GPTNeoXMethods(ResolvedArgs):
+    """GPT-NeoX's constructors, which give a configuration that can be written to, and its other methods."""
+
+    mutable_class: ClassVar[Any]
+    """`compat.program.MutableNeoXArgs`, which sets this: it is made of `NeoXArgs`, so nothing here can import it."""
+
+    def __post_init__(self) -> None:
+        missing = [name for name in keys_of(type(self)) if getattr(self, name) is REQUIRED]
+        if missing:
+            raise ConfigError([f"NeoXArgs(...): {', '.join(missing)} are required; use NeoXArgs.from_dict"])
+
+    @classmethod
+    def from_ymls(
+        cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A `MutableNeoXArgs` from files; overwrite_values win over them. Raises ConfigError."""
+        return cls.mutable_class.from_ymls(paths_to_yml_files, overwrite_values)
+
+    @classmethod
+    def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> Any:
+        """A `MutableNeoXArgs` from a command line of deepy.py, `train.py a.yml b.yml`; None: sys.argv's.
+
+        Raises ConfigError.
+        """
+        return cls.mutable_class.consume_deepy_args(input_args)
+
+    @classmethod
+    def consume_neox_args(
+        cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
+    ) -> Any:
+        """A `MutableNeoXArgs` from the file that a launcher handed to this process by `--neox-args FILE`; other words
+        of the command line are not looked at. Raises ConfigError."""
+        return cls.mutable_class.consume_neox_args(overwrite_values, input_args)
+
+    def get_deepspeed_main_args(self, user_script: str | None = None) -> list[str]:
+        """Words for DeepSpeed's launcher (`deepspeed.launcher.runner.main`): its flags, the script (train.py) and the
+        configuration in a file of the temporary folder."""
+        with tempfile.NamedTemporaryFile("w", prefix="neox_args.", suffix=".json", delete=False) as file:
+            file.write(self.to_json())
+        flags = [f"--{name}={getattr(self, name)}" for name in _RUNNER_FLAGS if self.origin(name) != "default"]
+        flags += [f"--{name}" for name in _RUNNER_SWITCHES if getattr(self, name)]
+        return [*flags, LAUNCHER_FLAG, user_script or self.user_script or "train.py", ARGS_FLAG, file.name]
+
+    @property
+    def megatron_config(self) -> dict[str, Any]:
+        """Every key whose value is not the default, as plain lists and mappings."""
+        values = {name: (getattr(self, name), known.default) for name, known in keys_of(type(self)).items()}
+        return {name: thaw(value) for name, (value, default) in values.items() if value != default}
+
+    def update_value(self, key: str, value: Any) -> NoReturn:
+        """Raises TypeError: a resolved configuration is never written to."""
+        raise TypeError(f"a resolved NeoXArgs is read-only: write args = args.replace({key}={value!r}) for a new one")
+
+    def configure_distributed_args(self) -> NoReturn:
+        """Raises TypeError: a resolved configuration is never written to."""
+        raise TypeError("a resolved NeoXArgs is read-only: write args = args.for_world(world_size) for a new one")
+
+    @classmethod
+    def validate_keys(cls) -> bool:
+        """Whether no two groups of keys declare the same key. Raises ValueError naming it."""
+        seen: dict[str, str] = {}
+        for base in cls.__mro__[1:]:
+            for name in vars(base).get("__annotations__", {}):
+                if name in seen:
+                    raise ValueError(f"{name} is declared by {seen[name]} and by {base.__name__}")
+                seen[name] = base.__name__
+        return True

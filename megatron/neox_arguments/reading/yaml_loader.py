@@ -1,0 +1,81 @@
+"""YAML of configuration files and of `key=value` overrides: as people write it, and bounded in depth and size."""
+
+import re
+from typing import Any
+
+import yaml
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML as people write it: `1e-5` is a number, a date or `12:30` is text.
+
+    Whatever cannot be read raises yaml.YAMLError with its line: values that do not fit their tag, documents nested too
+    deeply, and those that aliases make huge or endless.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            root = super().get_single_node()
+        except RecursionError:
+            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", self.get_mark()) from None
+        if root is not None:
+            _check_size(root)
+        return root
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, AttributeError, ValueError, TypeError, OverflowError):  # `!!bool x`, an int of 5,000 digits
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise _unreadable(f"{str(node.value)[:40]} is no {tag}", node.start_mark) from None
+
+
+_MAX_DEPTH = 50
+_MAX_NODES = 1_000_000  # 2,000 data sets with their weights are 4,000
+
+
+def _unreadable(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raises yaml.YAMLError for a document that is too deep, or too large once its aliases are written out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if depth > _MAX_DEPTH or sizes.get(id(node)) == 0:  # 0: one of those around it
+            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", node.start_mark)
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            inner = node.value
+            if isinstance(node, yaml.MappingNode):
+                inner = [part for pair in inner for part in pair]
+            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inner)
+        if sizes[id(node)] > _MAX_NODES:
+            raise _unreadable(f"aliases make more than {_MAX_NODES:,} values of it", node.start_mark)
+        return sizes[id(node)]
+
+    size(root, 0)
+
+
+ConfigLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)$"),
+    list("-+.0123456789"),
+)
+
+
+class EnvText(str):
+    """Text that came from the environment: a number, a boolean or a list where the key is one."""
+
+
+ConfigLoader.add_constructor("!environment", lambda loader, node: EnvText(node.value))

@@ -1,0 +1,34 @@
+"""What the losses of a run ask of its data and its reference model, from the table `keys.losses`."""
+
+from typing import Literal
+
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, Loss
+from megatron.neox_arguments.resolved import ResolvedArgs
+
+
+def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers"]:
+    """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
+    return TRAIN_IMPLS[args.train_impl].reads
+
+
+def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
+    """The losses that a run sums, by name."""
+    impl = TRAIN_IMPLS[args.train_impl]
+    chosen = getattr(args, impl.key) if impl.key else ()
+    return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
+
+
+def needs_reference(args: ResolvedArgs) -> bool:
+    """Whether batches have a reference's log-probabilities."""
+    return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
+
+
+def scores_reference(args: ResolvedArgs) -> bool:
+    """Whether the run makes these itself; sets of pairs may have them beside."""
+    given = args.precompute_model_name is not None and sample_kind(args) == "pairs"
+    return needs_reference(args) and not given
+
+
+def couples(args: ResolvedArgs) -> bool:
+    """Whether the examples of a step meet in its loss; in GPT-NeoX's KTO only those of a micro-batch do."""
+    return any(loss.couples for loss in losses_of(args).values()) and not args.compat_kto
