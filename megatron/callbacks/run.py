@@ -25,7 +25,7 @@ class RunEngine(Protocol):
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32 values."""
 
-    def owned_weights(self) -> Parts:
+    def sharded_weights(self) -> Parts:
         """fp32 values of trained parameters, such that every element of the model is owned by exactly one rank."""
 
 

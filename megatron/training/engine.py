@@ -55,7 +55,8 @@ class Engine(Protocol):
         not need.
 
         The caller knows of a step when it has begun the next. After more skipped steps in a row than the run may have
-        (`guards.most_skips`) no step changes anything any more, so that it finds the weights before the first of them.
+        (`nonfinite_guard.most_skips`) no step changes anything any more, so that it finds the weights before the first
+        of them.
         """
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
@@ -111,10 +112,10 @@ class Engine(Protocol):
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         """Restore the optimizer's state from `model_state`, or from the `file` with `layout_state`."""
 
-    def owned_weights(self) -> Parts:
+    def sharded_weights(self) -> Parts:
         """fp32 values of trained parameters, such that every element of the model is owned by exactly one rank."""
 
-    def owned_states(self) -> dict[str, Parts]:
+    def sharded_states(self) -> dict[str, Parts]:
         """Tensors of the optimizer's state by key, likewise; {} before the first step."""
 
     def close(self) -> None:

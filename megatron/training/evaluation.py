@@ -17,7 +17,7 @@ from megatron.training.engine import Engine
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValidationResult:
     """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that knows only
     token frequencies reaches. tokens_per_character: of their text, None when not asked for. metrics: those of the
     objective, means over the same tokens; with labels entropy and mean_token_accuracy, as in training."""
@@ -45,7 +45,7 @@ def evaluate(
     num_samples: int,
     eod: int | None,
     detokenize: Callable[[Iterable[int]], str] | None = None,
-) -> Evaluation:
+) -> ValidationResult:
     """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their characters are
     counted too."""
     names, groups = engine.objective.metrics, engine.groups
@@ -70,7 +70,7 @@ def evaluate(
     loss, tokens, characters, *sums = totals.tolist()
     per_character = tokens / max(1.0, characters) if detokenize is not None else None
     means = {name: value / max(1.0, tokens) for name, value in zip(names, sums, strict=True)}
-    return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
+    return ValidationResult(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
 
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:

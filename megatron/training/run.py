@@ -16,7 +16,7 @@ from megatron.model import Model, for_inference, inference_mode
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
-from megatron.training.checkpoint.resume import Checkpointer, Progress
+from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
 from megatron.training.engine import Engine
 from megatron.training.loop_state import LoopState
 from megatron.training.schedules import Schedule
@@ -33,7 +33,7 @@ class Training:
     engine: Engine
     schedule: Schedule
     checkpointer: Checkpointer
-    progress: Progress
+    progress: TrainingProgress
     logger: logging.Logger
     watchdog: Watchdog
     user_callbacks: Sequence[Callback] = ()

@@ -43,7 +43,13 @@ from megatron.training.callbacks.from_file import load_callbacks
 from megatron.training.callbacks.profiling import record_memory_history
 from megatron.training.checkpoint.resume import Checkpointer
 from megatron.training.checkpoint.same_run import begun_of, continued
-from megatron.training.checkpoint.source import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
+from megatron.training.checkpoint.source import (
+    adopt_vocabulary,
+    choose_source,
+    fetch_remote_source,
+    mask_padding,
+    real_rows,
+)
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
@@ -112,7 +118,7 @@ def start(
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
     store = meet(args, process, logger, shared=None if is_remote(args.save) else args.save)
-    stage(args)
+    fetch_remote_source(args)
     groups = init_model_parallel(args, process, logger, store)
     check_transport(args, groups, process, logger)
     user_callbacks = run_on_each_rank(groups, lambda: load_callbacks(args))

@@ -15,7 +15,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.callbacks.log import LogCallback
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
-from megatron.training.metrics.loggers import Harmless, JsonlLogger, read_metrics
+from megatron.training.metrics.loggers import JsonlLogger, TolerantTracker, read_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
@@ -156,7 +156,7 @@ def test_a_tracker_that_cannot_write_is_said_once() -> None:
         raise OSError(28, "No space left on device")
 
     said: list[str] = []
-    tracker = Harmless(SimpleNamespace(write=fails, close=fails), said.append)
+    tracker = TolerantTracker(SimpleNamespace(write=fails, close=fails), said.append)
     tracker.write({})
     tracker.write({})
     tracker.close()

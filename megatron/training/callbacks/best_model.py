@@ -19,7 +19,7 @@ FOLDER, NOTE = "best_model", "best.json"
 
 
 @dataclass(frozen=True)
-class Best:
+class BestRecord:
     """What `best_model/best.json` says. mode: whether less or more is better; value: of `metric`, after `iteration`
     steps of the run `run_id`."""
 
@@ -34,14 +34,14 @@ class Best:
         return value < self.value if self.mode == "min" else value > self.value
 
 
-def read_best(folder: Path) -> Best | None:
+def read_best(folder: Path) -> BestRecord | None:
     """The note of a best model, None where there is none. Raises CheckpointError for one that cannot be read."""
     recover(folder)
     file = folder / NOTE
     if not file.is_file():
         return None
     try:
-        return Best(**json.loads(file.read_text()))
+        return BestRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError) as problem:
         raise CheckpointError(f"{file}: cannot be read ({problem}); remove {folder}") from problem
 
@@ -88,7 +88,7 @@ class BestModelCallback(Callback):
         text = f"best model so far, by {better.metric} {better.value:.6E} at iteration {better.iteration}"
         training.logger.info(f"{text}: {self.folder}")
 
-    def _better(self, step: Step) -> Best | None:
+    def _better(self, step: Step) -> BestRecord | None:
         value = step.row.get(self.metric)
         if value is None and self.metric.startswith("eval_tasks/"):
             there = [name for name in step.row if name.startswith("eval_tasks/")]
@@ -101,4 +101,4 @@ class BestModelCallback(Callback):
         if self.best is not None and not self.best.beaten_by(value):
             return None
         run_id = self.training.checkpointer.run_id
-        return Best(self.metric, self.mode, float(value), step.iteration, run_id)
+        return BestRecord(self.metric, self.mode, float(value), step.iteration, run_id)

@@ -48,10 +48,10 @@ class ParameterNorms:
             squares.append(self._gradients[0])
             labels.append("gradient_norms/{}")
         if args.log_param_norm:
-            squares.append(self._squares(self.engine.owned_weights()))
+            squares.append(self._squares(self.engine.sharded_weights()))
             labels.append("parameter_norms/{}")
         if args.log_optimizer_states:
-            states = self.engine.owned_states()
+            states = self.engine.sharded_states()
             if not self._states:  # a rank that owns no parameter does not know them
                 self._states = sorted(set().union(*run_on_all_ranks(self.groups, lambda: list(states))))
             squares += [self._squares(states.get(key, [])) for key in self._states]
