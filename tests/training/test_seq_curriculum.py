@@ -11,9 +11,9 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.checkpoint.resume import TrainingProgress
 from megatron.training.loop import _advance
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole
 from tests.training.test_curriculum import LAYOUTS
-from tests.training.test_resume import losses, stop_after
 
 PHASES = {"seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}}
 ROWS = [8, 8, 16, 16, 16, 32, 32, 32]

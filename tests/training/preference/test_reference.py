@@ -27,8 +27,8 @@ from megatron.training.loop import batches_of
 from megatron.training.preference.reference import _Cache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
-from tests.training.test_resume import losses, stop_after
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
 FLY = {"dpo_reference": "on_the_fly"}

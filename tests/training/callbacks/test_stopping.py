@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import LAYOUTS, NEOX, begin, bit_equal, config, run_to_end
-from tests.training.test_resume import losses
 
 
 def run_with_signal(rank: int, world_size: int, values: dict[str, Any], number: int, at: int, to: int) -> str:
