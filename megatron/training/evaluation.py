@@ -81,8 +81,8 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         group, columns = engine.groups.group("tensor"), engine.args.softmax_rows
-        logprobs, found = token_logprobs_and_statistics(head.logits(), batch.labels.t(), group, columns)
-        values = {"entropy": found.entropy, "mean_token_accuracy": found.is_top}
+        logprobs, statistics = token_logprobs_and_statistics(head.logits(), batch.labels.t(), group, columns)
+        values = {"entropy": statistics.entropy, "mean_token_accuracy": statistics.is_top}
         return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
 
     return engine.forward_only(batches, read, lambda batch: (1 + len(engine.objective.metrics), *batch.tokens.shape))
@@ -94,7 +94,7 @@ def evaluate_objective(
     """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one step's
     loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in training."""
     objective, groups = engine.objective, engine.groups
-    found: list[Tensor] = []
+    batch_sums: list[Tensor] = []
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         parts, metrics = objective.loss_sum(head, batch, groups.group("tensor"))
@@ -106,8 +106,8 @@ def evaluate_objective(
         return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
 
     for chunk in _chunks(engine, dataset, num_samples, eod):
-        found += engine.forward_only(engine.complete(chunk), read, shape)
-    total = groups.sum(torch.stack(found).double().sum(0), "data")
+        batch_sums += engine.forward_only(engine.complete(chunk), read, shape)
+    total = groups.sum(torch.stack(batch_sums).double().sum(0), "data")
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
     means = objective.means(sums.view(-1, 2))
     return float((parts / weights.clamp(min=1.0)).sum()), {name: float(value) for name, value in means.items()}
@@ -115,8 +115,8 @@ def evaluate_objective(
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
-    own = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    names = (*(() if trains_preferences(args) else own), *objective.metrics, *objective.differences)
+    perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
+    names = (*(() if trains_preferences(args) else perplexity), *objective.metrics, *objective.differences)
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 

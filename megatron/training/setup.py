@@ -94,9 +94,9 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     if args.use_shared_fs:
         return lambda work: on_rank_zero(groups, work)
     first = process.local_rank == 0
-    found = run_on_all_ranks(groups, lambda: data_fingerprint(args) if first else None)
-    for rank, data in enumerate(found):
-        if data is not None and data != found[0]:
+    fingerprints = run_on_all_ranks(groups, lambda: data_fingerprint(args) if first else None)
+    for rank, data in enumerate(fingerprints):
+        if data is not None and data != fingerprints[0]:
             raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
 
     def write(work: Callable[[], Any]) -> Any:

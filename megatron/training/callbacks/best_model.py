@@ -69,11 +69,11 @@ class BestModelCallback(Callback):
         self.metric, self.mode = best_metric(args.save_best)
         self.folder = Path(args.save_dir) / FOLDER
         # What a run of another name left, as with `restart`, is replaced.
-        found = on_rank_zero(training.groups, lambda: read_best(self.folder))
-        same = found is not None and (found.run_id, found.metric, found.mode) == (
+        earlier_best = on_rank_zero(training.groups, lambda: read_best(self.folder))
+        same = earlier_best is not None and (earlier_best.run_id, earlier_best.metric, earlier_best.mode) == (
             training.checkpointer.run_id, self.metric, self.mode
         )  # fmt: skip
-        self.best = found if same else None
+        self.best = earlier_best if same else None
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Keep the model if it is the best so far."""
@@ -91,10 +91,10 @@ class BestModelCallback(Callback):
     def _better(self, step: Step) -> BestRecord | None:
         value = step.row.get(self.metric)
         if value is None and self.metric.startswith("eval_tasks/"):
-            there = [name for name in step.row if name.startswith("eval_tasks/")]
-            if there:  # else they were given up, as a signal ends the run
+            task_metrics = [name for name in step.row if name.startswith("eval_tasks/")]
+            if task_metrics:  # else they were given up, as a signal ends the run
                 args, objective = self.training.args, self.training.engine.objective
-                known = ", ".join([*validation_metrics(args, objective), *there])
+                known = ", ".join([*validation_metrics(args, objective), *task_metrics])
                 raise args.problem("save_best", f"{self.metric}: this run has no such metric; it has {known}")
         if value is None or value != value or step.iteration == 0:
             return None

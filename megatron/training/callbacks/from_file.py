@@ -43,14 +43,14 @@ def _import_file(args: NeoXArgs, entry: str, path: Path) -> ModuleType:
     return module
 
 
-def _make_callback(args: NeoXArgs, entry: str, found: object) -> Callback:
+def _make_callback(args: NeoXArgs, entry: str, callback_class: object) -> Callback:
     class_name = entry.rpartition(":")[2]
-    if found is None:
+    if callback_class is None:
         raise args.problem("callbacks", f"{entry}: the file has no class {class_name}")
-    if not inspect.isclass(found) or not issubclass(found, Callback):
+    if not inspect.isclass(callback_class) or not issubclass(callback_class, Callback):
         raise args.problem("callbacks", f"{entry}: {class_name} is no subclass of megatron.callbacks.Callback")
     try:
-        return found()
+        return callback_class()
     except Exception as problem:
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         raise args.problem("callbacks", f"{entry}: {class_name}() failed ({reason})") from problem

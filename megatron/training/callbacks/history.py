@@ -75,8 +75,9 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     seconds, tokens, before = 0.0, 0.0, 0
     for row in rows:
         if "runtime/iteration_time" in row:
-            own = row["runtime/iteration_time"] * (row["iteration"] - before)
-            seconds, tokens, before = seconds + own, tokens + own * row["runtime/tokens_per_sec"], row["iteration"]
+            step_seconds = row["runtime/iteration_time"] * (row["iteration"] - before)
+            tokens += step_seconds * row["runtime/tokens_per_sec"]
+            seconds, before = seconds + step_seconds, row["iteration"]
     return seconds, tokens
 
 
@@ -117,7 +118,7 @@ def _summary(training: Training, metadata: Mapping[str, Any], rows: Sequence[Map
     args, groups, progress, schedule = training.args, training.groups, training.progress, training.schedule
     seconds, tokens = training_time(rows)
     best = read_best(Path(args.save_dir or "") / FOLDER) if args.save_best is not None else None
-    own = best is not None and best.run_id == training.checkpointer.run_id
+    is_of_this_run = best is not None and best.run_id == training.checkpointer.run_id
     last = {name: row[name] for row in rows for name in _FINAL if name in row}
     return {
         "world_size": groups.world_size,
@@ -150,7 +151,7 @@ def _summary(training: Training, metadata: Mapping[str, Any], rows: Sequence[Map
         "consumed_tokens": progress.consumed_tokens,
         "training_seconds": seconds,
         "tokens_per_sec": tokens / seconds if seconds else None,
-        "best": None if best is None or not own else {
+        "best": None if best is None or not is_of_this_run else {
             "metric": best.metric, "value": best.value, "iteration": best.iteration, "folder": FOLDER,
         },
         "final": {name: _number(value) for name, value in last.items()},

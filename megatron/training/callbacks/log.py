@@ -67,8 +67,8 @@ class LogCallback(Callback):
         self.probed, values = [], [skips, torch.stack(self.losses), torch.stack(last)]
         self.measured = list(self.metrics)
         if self.measured:
-            found = torch.stack([torch.stack(of_steps) for of_steps in self.metrics.values()])
-            values.append(found.masked_fill(skips > 0, math.nan).nanmean(1))
+            metrics_by_step = torch.stack([torch.stack(of_steps) for of_steps in self.metrics.values()])
+            values.append(metrics_by_step.masked_fill(skips > 0, math.nan).nanmean(1))
         for probe in self.probes:
             names, measured = probe.values()
             self.probed += names

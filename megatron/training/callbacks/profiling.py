@@ -126,8 +126,8 @@ def _folder(args: NeoXArgs, key: str, named: str | None) -> Path:
         return Path(named).expanduser()
     if logs is not None:
         return logs / "profile"
-    own = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
-    raise args.problem(key, f"there is no folder for its files; set {own}, log_dir or save")
+    folder_key = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
+    raise args.problem(key, f"there is no folder for its files; set {folder_key}, log_dir or save")
 
 
 def _write_trace(folder: Path, rank: int) -> Callable[[torch.profiler.profile], None]:

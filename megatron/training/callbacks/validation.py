@@ -17,10 +17,10 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
         return
     name = "validation" if which == "valid" else "test"
     with training.watchdog.phase(f"computing the {name} loss"):
-        found = _results(training, dataset)
-    row.update({f"{name}/{metric}": value for metric, value in found.items()})
-    entropy = found.pop("unigram_entropy", None)
-    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in found.items())
+        results = _results(training, dataset)
+    row.update({f"{name}/{metric}": value for metric, value in results.items()})
+    entropy = results.pop("unigram_entropy", None)
+    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in results.items())
     line = f" {name} results at iteration {iteration} |{values} "
     after = [] if entropy is None else [f" unigram entropy of these {name} tokens: {entropy:.4f} nats"]
     rule = "-" * (len(line) + 1)
@@ -37,11 +37,11 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
         loss, means = evaluate_objective(engine, dataset, samples, eod)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
-    found = evaluate(engine, dataset, samples, eod, detokenize)
-    own = {"lm_loss": found.lm_loss, "lm_loss_ppl": found.perplexity, "unigram_entropy": found.unigram_entropy}
-    if found.character_perplexity is not None:
-        own["lm_loss_char_lvl_ppl"] = found.character_perplexity
-    return {**own, **found.metrics}
+    result = evaluate(engine, dataset, samples, eod, detokenize)
+    values = {"lm_loss": result.lm_loss, "lm_loss_ppl": result.perplexity, "unigram_entropy": result.unigram_entropy}
+    if result.character_perplexity is not None:
+        values["lm_loss_char_lvl_ppl"] = result.character_perplexity
+    return {**values, **result.metrics}
 
 
 class ValidationCallback(Callback):

@@ -59,7 +59,7 @@ class JsonlLogger:
             taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
             os.replace(path, next(name for name in taken if not name.exists()))
         if path.exists():
-            earlier = itertools.takewhile(lambda found: found[1]["iteration"] <= iteration, read_metrics(path))
+            earlier = itertools.takewhile(lambda line: line[1]["iteration"] <= iteration, read_metrics(path))
             os.truncate(path, max((end for end, _ in earlier), default=0))
         else:
             path.touch()

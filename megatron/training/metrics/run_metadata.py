@@ -34,13 +34,13 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
 
 def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
-    own = torch.zeros(2, dtype=torch.int64, device=groups.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for _, _, param, spec in specified(stage, args):
             if spec.is_first_copy(groups):
                 size = torch.Size(spec.shape).numel()
-                own += torch.tensor([size, size * param.requires_grad], device=groups.device)
-    total, trainable = sum_over_ranks(own, groups).tolist()
+                counts += torch.tensor([size, size * param.requires_grad], device=groups.device)
+    total, trainable = sum_over_ranks(counts, groups).tolist()
     return total, trainable
 
 
