@@ -27,7 +27,7 @@ def build_tokenizer(args: "NeoXArgs") -> object:
 
 
 def main() -> int:
-    from megatron.launch import dry_run, home, launch, set_arch_list
+    from megatron.launch import dry_run, install_root, launch, set_arch_list
     from megatron.neox_arguments import UserError
     from megatron.neox_arguments.reading.command_line import parse_deepy
     from megatron.neox_arguments.reports.config_dump import print_config
@@ -37,7 +37,7 @@ def main() -> int:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
-        command = parse_deepy(read_hf_model=hf_model_keys, home=home())
+        command = parse_deepy(read_hf_model=hf_model_keys, home=install_root())
         if command.presets:
             print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
         if command.print_config:

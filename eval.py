@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process
+from megatron.process import begin_process, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -20,7 +20,7 @@ def main(
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
     """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
-    from megatron.launch import enter, show_stacks_on_signal
+    from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.neox_arguments import UserError, require_lm_eval, script_args

@@ -28,7 +28,7 @@ FLOORS = {
     "evaluation": 3,
 }
 # Rooms that may import less, or one neighbour more, than their floor says.
-ONLY = {"launch": {"neox_arguments", "process"}}
+ONLY = {"launch": {"neox_arguments", "process", "distributed"}}
 NEIGHBOURS = {("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation")}
 # The one package that knows the engine's library.
 ENGINE = Path("megatron/training/deepspeed")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.process import begin_process  # noqa: E402
+from megatron.process import begin_process, show_stacks_on_signal  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on this rank; the exit code."""
-    from megatron.launch import enter, show_stacks_on_signal
+    from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
     from megatron.neox_arguments import UserError, parse_script

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron.distributed.rendezvous import Process
-from megatron.distributed.startup_checks import meet
+from megatron.distributed.startup_checks import rendezvous_and_check
 from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
-_GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists what it found, whatever torch makes of it
+# Where NVIDIA's driver lists what it found, whatever torch makes of it
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class World(Protocol):
@@ -33,10 +34,12 @@ class World(Protocol):
 
 
 class _AroundBars(logging.StreamHandler):
-    """Lines on a terminal that has progress bars: these are taken away for the line, and drawn again below it."""
+    """Lines on a terminal that has progress bars: these are taken away for the line, and drawn again below
+    it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        drawn = bool(getattr(tqdm, "_instances", ()))  # else without tqdm's lock, which a fork may have left taken
+        # Without bars also without tqdm's lock, which a fork may have left taken
+        drawn = bool(getattr(tqdm, "_instances", ()))
         with tqdm.external_write_mode(file=self.stream) if drawn else nullcontext():
             super().emit(record)
 
@@ -56,18 +59,20 @@ def init_process_group(
 ) -> torch.device:
     """Initialise torch.distributed, unless it already is, for all ranks of `args`. The device of this rank.
 
-    store: what `meet` gave, where a command lets ranks meet before each machine fetches what it needs.
-    Raises ConfigError when `distributed_backend: nccl` meets GPUs of this machine that torch does not see.
+    store: what `rendezvous_and_check` gave, where a command lets ranks meet before each machine fetches what
+    it needs. Raises ConfigError when `distributed_backend: nccl` meets GPUs of this machine that torch does
+    not see.
     """
     backend = _backend(args, logger)
     device = torch.device("cuda", process.local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.setdefault("LOCAL_RANK", str(process.local_rank))  # DeepSpeed reads it even when told the device
+    # DeepSpeed reads it even when told the device
+    os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     if not dist.is_initialized():
         dist.init_process_group(
             backend,
-            store=store or meet(args, process, logger) or dist.HashStore(),
+            store=store or rendezvous_and_check(args, process, logger) or dist.HashStore(),
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(minutes=args.first_step_timeout_mins),
@@ -90,7 +95,9 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
                 "says why (distributed_backend: gloo trains on CPUs)",
             )  # fmt: skip
         backend = "gloo"
-        logger.info("distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs")
+        logger.info(
+            "distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs"
+        )
     return backend
 
 
@@ -111,25 +118,26 @@ def on_rank_zero(world: World, work: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(world: World, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and give every rank all results, by rank; the first problem is raised on all."""
+    """Do something on every rank and give every rank all results, by rank; the first problem is raised on
+    all."""
     return run_on_all_ranks_of(None, world.world_size, work)
 
 
 def run_on_all_ranks_of(group: dist.ProcessGroup | None, size: int, work: Callable[[], T]) -> list[T]:
-    """`together`, over a group of `size` ranks; None: all of them."""
+    """Do as `run_on_all_ranks` over the `size` ranks of a group; group None: all ranks of the run."""
     if size == 1:
         return [work()]
-    own: tuple[object, object] = (None, None)
+    local_outcome: tuple[object, object] = (None, None)
     try:
-        own = (work(), None)
-    except Exception as problem:  # as above
-        own = (None, problem)
-    everyone: list[tuple[object, object]] = [own] * size
-    dist.all_gather_object(everyone, own, group=group)
-    for _, raised in everyone:
+        local_outcome = (work(), None)
+    except Exception as problem:  # raised on all ranks below
+        local_outcome = (None, problem)
+    outcomes: list[tuple[object, object]] = [local_outcome] * size
+    dist.all_gather_object(outcomes, local_outcome, group=group)
+    for _, raised in outcomes:
         if isinstance(raised, Exception):
             raise raised
-    return [result for result, _ in everyone]  # type: ignore[misc]
+    return [result for result, _ in outcomes]  # type: ignore[misc]
 
 
 def run_on_each_rank(world: World, work: Callable[[], T]) -> T:

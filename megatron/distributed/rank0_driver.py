@@ -1,4 +1,5 @@
-"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it."""
+"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it.
+"""
 
 import pickle
 import queue
@@ -12,86 +13,89 @@ import torch.distributed as dist
 from megatron.distributed.process_group import World, run_on_each_rank
 
 T = TypeVar("T")
-PATIENCE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
+IDLE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
-class Call(Protocol):
+class RunOperation(Protocol):
     """Run an operation on every rank; rank 0's result, or what the first rank to fail raised."""
 
     def __call__(self, operation: str, /, *arguments: Any) -> Any: ...
 
 
-class LeaderError(RuntimeError):
+class Rank0Error(RuntimeError):
     """What rank 0 ran into, as told to ranks that do not know its kind of exception."""
 
 
-def lead(
+def run_rank0_driver(
     world: World,
-    work: Callable[[Call], T],
+    work: Callable[[RunOperation], T],
     operations: Mapping[str, Callable[..., Any]],
     *,
     on_beat: Callable[[], None] = lambda: None,
 ) -> T | None:
-    """Run `work(call)` on rank 0 and return its result there, None on the other ranks; all ranks call it together.
+    """Run `work(call)` on rank 0 and return its result there, None on the other ranks; all ranks call it
+    together.
 
-    operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments (picklable). No
-    collective waits for the work itself: rank 0 says every few seconds that nothing is to be done yet. on_beat: called
-    on every rank at each word from rank 0. What the work raises is raised on every rank.
+    operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments
+    (picklable). No collective waits for the work itself: rank 0 says every few seconds that nothing is to be
+    done yet. on_beat: called on every rank at each message from rank 0. What the work raises is raised on
+    every rank.
     """
     if world.world_size == 1:
         return work(lambda name, *arguments: operations[name](*arguments))
-    leader = _Leader(work) if world.world_rank == 0 else None
+    driver = _DriverThread(work) if world.world_rank == 0 else None
     try:
         while True:
-            word: list[Any] = [leader.next_word() if leader is not None else None]
-            dist.broadcast_object_list(word, src=0)
+            message: list[Any] = [driver.next_message() if driver is not None else None]
+            dist.broadcast_object_list(message, src=0)
             on_beat()
-            kind, *told = word[0]
+            kind, *details = message[0]
             if kind == "done":
-                return leader.result if leader is not None else None
+                return driver.result if driver is not None else None
             if kind == "failed":
-                raise leader.problem if leader is not None and leader.problem is not None else told[0]
+                raise driver.problem if driver is not None and driver.problem is not None else details[0]
             if kind == "call":
-                name, arguments = told
+                name, arguments = details
                 outcome = _run(world, partial(operations[name], *arguments))
-                if leader is not None:
-                    leader.answer(*outcome)
+                if driver is not None:
+                    driver.answer(*outcome)
     finally:
-        if leader is not None:
-            leader.answer(None, LeaderError("this rank has stopped leading"))  # lets a thread that waits end
+        if driver is not None:
+            driver.answer(None, Rank0Error("this rank has stopped leading"))  # lets a thread that waits end
 
 
-class _Leader:
-    """The thread of rank 0, and what it and the main thread say to each other."""
+class _DriverThread:
+    """The thread of rank 0 that does the work, and the two queues between it and the main thread."""
 
-    def __init__(self, work: Callable[[Call], Any]) -> None:
-        self._asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    def __init__(self, work: Callable[[RunOperation], Any]) -> None:
+        self._messages: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         self.result: Any = None
         self.problem: Exception | None = None
         # A daemon: what it reads may take for ever, and the process ends without it.
-        threading.Thread(target=self._work, args=(work,), name="leader", daemon=True).start()
+        threading.Thread(target=self._work, args=(work,), name="rank0-driver", daemon=True).start()
 
-    def next_word(self) -> tuple[Any, ...]:
+    def next_message(self) -> tuple[Any, ...]:
         """What to do now, for all ranks."""
         try:
-            return self._asked.get(timeout=PATIENCE_S)
+            return self._messages.get(timeout=IDLE_S)
         except queue.Empty:
             return ("wait",)
 
     def answer(self, result: Any, problem: Exception | None) -> None:
+        """Give the thread what the operation that it asked for returned or raised."""
         self._answers.put((result, problem))
 
-    def _work(self, work: Callable[[Call], Any]) -> None:
+    def _work(self, work: Callable[[RunOperation], Any]) -> None:
         try:
             self.result = work(self._call)
-            self._asked.put(("done",))
+            self._messages.put(("done",))
         except Exception as problem:  # raised by the main threads
             self.problem = problem
-            self._asked.put(("failed", _tellable(problem)))
+            self._messages.put(("failed", _portable(problem)))
 
     def _call(self, operation: str, /, *arguments: Any) -> Any:
-        self._asked.put(("call", operation, arguments))
+        self._messages.put(("call", operation, arguments))
         result, problem = self._answers.get()
         if problem is not None:
             raise problem
@@ -105,7 +109,7 @@ def _run(world: World, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, problem
 
 
-def _tellable(problem: Exception) -> Exception:
+def _portable(problem: Exception) -> Exception:
     """The problem, or its words where another process could not read it (or would import a library to)."""
     if type(problem).__module__.partition(".")[0] in ("builtins", "megatron"):
         try:
@@ -113,4 +117,4 @@ def _tellable(problem: Exception) -> Exception:
                 return problem
         except Exception:
             pass
-    return LeaderError(f"{type(problem).__name__}: {problem}")
+    return Rank0Error(f"{type(problem).__name__}: {problem}")

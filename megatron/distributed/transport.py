@@ -1,4 +1,5 @@
-"""Whether ranks are connected as fast as they should be: TCP in the place of a fabric costs a run a factor of 17."""
+"""Whether ranks are connected as fast as they should be: TCP in the place of a fabric costs a run a factor of
+17."""
 
 import logging
 import os
@@ -21,20 +22,24 @@ _SHOWN = ("NCCL_NET", "FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "G
 def check_transport(args: NeoXArgs, world: World, process: Process, logger: logging.Logger) -> None:
     """Measure the all-reduce of all ranks before a run; all ranks call it together.
 
-    Done where a bound is set, and between GPUs of several machines, where it is only said. Raises StartError on every
-    rank when the bandwidth is below the bound, ConfigError for a bound that is no number.
+    Done where a bound is set, and between GPUs of several machines, where it is only said. Raises StartError
+    on every rank when the bandwidth is below the bound, ConfigError for a bound that is no number.
     """
     if world.world_size == 1:
         return
     several = process.local_world_size < process.world_size
-    bound, place = on_rank_zero(world, lambda: _bound(args))  # one for all, whatever the variable says elsewhere
+    # One for all, whatever the variable says elsewhere
+    bound, place = on_rank_zero(world, lambda: _bound(args))
     if bound is None and not (several and world.device.type == "cuda"):
         return
     mebibytes = _MIB_ON_GPU if world.device.type == "cuda" else _MIB_ON_CPU
-    found = bus_bandwidth(world, mebibytes * 2**20)
+    bandwidth = bus_bandwidth(world, mebibytes * 2**20)
     backend = dist.get_backend()
-    what = f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): {found:.2f} GB/s bus bandwidth"
-    if bound is None or found >= bound:
+    what = (
+        f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): "
+        f"{bandwidth:.2f} GB/s bus bandwidth"
+    )
+    if bound is None or bandwidth >= bound:
         logger.info(what + ("" if bound is None else f", at least {bound:g} asked for ({place})"))
         return
     environment = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in _SHOWN)
@@ -46,8 +51,8 @@ def check_transport(args: NeoXArgs, world: World, process: Process, logger: logg
 
 
 def bus_bandwidth(world: World, size: int) -> float:
-    """GB/s that each rank's connection carried in the fastest of a few all-reduces of `size` bytes, the same on all
-    ranks: size/time x 2(n-1)/n, the busbw of nccl-tests."""
+    """GB/s that each rank's connection carried in the fastest of a few all-reduces of `size` bytes, the same
+    on all ranks: size/time x 2(n-1)/n, the busbw of nccl-tests."""
     values = torch.zeros(size // 4, device=world.device)
     seconds = torch.tensor(float("inf"), dtype=torch.float64)
     for time_it in (False, *[True] * _TIMES):

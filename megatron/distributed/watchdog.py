@@ -19,14 +19,15 @@ STDERR = 2
 
 
 class Watchdog:
-    """Is told of every step and phase of this rank; ends it when it stops moving, and says on rank 0 what takes long.
+    """Ends this rank when it stops moving, and says on rank 0 what takes long. It is told of every step and
+    phase.
 
-    Until the first step is done, and within a `phase`, ranks may wait `first_step_timeout_mins` for each other; within
-    later steps `collective_timeout_s`, or three times the longest step so far if that is more. Collectives of all
-    process groups get this time-out. A rank that has not moved for half as long again (gloo's send and receive keep the
-    time-out they were made with; a deadlock needs no collective) writes the stacks of its threads to stderr and ends
-    with exit code 1: a thread of faulthandler's does it, which needs no interpreter. One rank alone waits for nobody
-    and is not watched.
+    Until the first step is done, and within a `phase`, ranks may wait `first_step_timeout_mins` for each
+    other; within later steps `collective_timeout_s`, or three times the longest step so far if that is more.
+    Collectives of all process groups get this time-out. A rank that has not moved for half as long again
+    (gloo's send and receive keep the time-out they were made with; a deadlock needs no collective) writes the
+    stacks of its threads to stderr and ends with exit code 1: a thread of faulthandler's does it, which needs
+    no interpreter. One rank alone waits for nobody and is not watched.
     """
 
     def __init__(self, args: NeoXArgs, world_size: int, logger: logging.Logger) -> None:
@@ -44,18 +45,19 @@ class Watchdog:
             threading.Thread(target=self._say_what_takes_long, name="watchdog", daemon=True).start()
 
     def now(self, doing: str) -> None:
-        """Something else begins; it may take long."""
+        """Note that something else begins, in words as `loading the model`; it may take long."""
         self._enter(doing, self._long)
 
     def step_done(self, iteration: int) -> None:
-        """An optimizer step is done, the next begins."""
+        """Note that optimizer step `iteration` is done and the next one begins."""
         self._longest = max(self._longest, time.monotonic() - self._since)
         before, self._limit = self._limit, max(self._least, 3.0 * self._longest)
         self._enter(f"in step {iteration + 1}", self._limit, changed=before != self._limit)
 
     @contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Something between steps that may take long: saving, validation."""
+        """A block between steps that may take long, as saving or validation; `doing` is what is said of it.
+        """
         before = self._doing
         self.now(doing)
         try:
@@ -64,7 +66,7 @@ class Watchdog:
             self._enter(before, self._limit)
 
     def close(self) -> None:
-        """The run is over: watch no more."""
+        """Stop watching, for the run is over."""
         self._closed.set()
         self._logger.removeFilter(self._note_line)
         if self._watched:
@@ -90,6 +92,7 @@ class Watchdog:
 
 
 def set_timeouts(seconds: float) -> None:
-    """Bound the collectives that begin from now on, in every process group of this process, DeepSpeed's included."""
+    """Bound the collectives that begin from now on, in every process group of this process, DeepSpeed's
+    included."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.distributed.rank0_driver import Call, lead
+from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.model_operations import EvaluationCancelled, ModelOperations
 from megatron.evaluation.progress import WHAT, EvaluationProgress
 from megatron.evaluation.quiet import quiet
@@ -71,14 +71,14 @@ def load_tasks_on_rank0(
     Raises ConfigError on all of them for what is no task.
     """
 
-    def work(call: Call) -> LoadedTasks:
+    def work(call: RunOperation) -> LoadedTasks:
         from megatron.evaluation.task_loading import load_tasks, warn_of_broken
 
         warn_of_broken(args, logger)
         with quiet(bars=sys.stderr.isatty()):
             return load_tasks(args, tokenizer, logger.warning)
 
-    return lead(groups, work, {}, on_beat=on_beat)
+    return run_rank0_driver(groups, work, {}, on_beat=on_beat)
 
 
 def evaluate(
@@ -98,7 +98,7 @@ def evaluate(
     no result. Raises ConfigError, on all ranks, for the first task that fails with `eval_failures: stop`.
     """
 
-    def work(call: Call) -> EvaluationResults:
+    def work(call: RunOperation) -> EvaluationResults:
         assert loaded_tasks is not None
         _seed()
         logger.info(f"{WHAT} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
@@ -106,7 +106,7 @@ def evaluate(
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap, should_cancel)
 
     try:
-        return lead(model.groups, work, ModelOperations(model).names(), on_beat=on_beat)
+        return run_rank0_driver(model.groups, work, ModelOperations(model).names(), on_beat=on_beat)
     except EvaluationCancelled:
         return None
 
@@ -114,7 +114,7 @@ def evaluate(
 def _run(
     model: Model,
     loaded_tasks: LoadedTasks,
-    call: Call,
+    call: RunOperation,
     logger: logging.Logger,
     progress: EvaluationProgress,
     identity: str | None,

@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.distributed.rank0_driver import Call
+from megatron.distributed.rank0_driver import RunOperation
 from megatron.evaluation.model_operations import EvaluationCancelled
 from megatron.evaluation.progress import EvaluationProgress
 from megatron.generation.batching.requests import Request, RequestError
@@ -44,7 +44,7 @@ class NeoXLM(TemplateLM):
     def __init__(
         self,
         model: Model,
-        call: Call,
+        call: RunOperation,
         progress: EvaluationProgress,
         template: ChatTemplate | None = None,
         should_cancel: Callable[[], bool] = lambda: False,

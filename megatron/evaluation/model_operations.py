@@ -15,14 +15,14 @@ class EvaluationCancelled(Exception):
 
 
 class ModelOperations:
-    """What `lead` may be asked to run with a model; how much fits a forward is found out once."""
+    """What `run_rank0_driver` may be asked to run with a model; how much fits a forward is found out once."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self._budget: ForwardBudget | None = None
 
     def names(self) -> Mapping[str, Callable[..., Any]]:
-        """As `lead` takes them."""
+        """As `run_rank0_driver` takes them."""
         return {"score": self.score, "write": self.write}
 
     def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ContinuationScore]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron.checkpointing.remote_staging import with_local_model
-from megatron.distributed import Process, Watchdog, configure_logging, meet, on_rank_zero
-from megatron.distributed.rank0_driver import Call, lead
+from megatron.distributed import Process, Watchdog, configure_logging, on_rank_zero, rendezvous_and_check
+from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
 from megatron.evaluation.results import TIME, output_folder, table, write
 from megatron.generation import load_model
@@ -37,7 +37,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     logger = configure_logging(process.rank)
     args = args.check_evaluation().for_reading(process.world_size)
     watchdog = Watchdog(args, process.world_size, logger)
-    store = meet(args, process, logger)
+    store = rendezvous_and_check(args, process, logger)
     args = with_local_model(args)
     groups = init_model_parallel(args, process, logger, store)
     for note in args.notes():
@@ -59,7 +59,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     found = evaluate(model, loaded_tasks, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
     seconds = time.perf_counter() - begun
 
-    def finish(call: Call) -> None:
+    def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and found is not None
         from megatron.evaluation.metadata import describe, environment
 
@@ -67,16 +67,16 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
         describe(model, loaded_tasks, found, environment(), **about)
         _finish(args, found, seconds, logger, track)
 
-    lead(groups, finish, {}, on_beat=beat)
+    run_rank0_driver(groups, finish, {}, on_beat=beat)
     complete = on_rank_zero(groups, lambda: found is not None and not found.failures)
     if args.eval_compare_hf:
         from megatron.evaluation.compare import compare
 
-        def compared(call: Call) -> None:
+        def compared(call: RunOperation) -> None:
             assert loaded_tasks is not None and found is not None
             compare(model, loaded_tasks, found, logger)
 
-        lead(groups, compared, {}, on_beat=beat)
+        run_rank0_driver(groups, compared, {}, on_beat=beat)
     groups.barrier()
     watchdog.close()
     if dist.is_initialized():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.distributed.rank0_driver import lead
+from megatron.distributed.rank0_driver import run_rank0_driver
 from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
 from megatron.model import Model
 
@@ -19,7 +19,7 @@ class InTraining(Callback):
         self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):
             self._catalogue = load_tasks_on_rank0(run.args, run.groups, run.tokenizer, run.logger, self._beat)
-            lead(run.groups, lambda call: self._check_best(), {}, on_beat=self._beat)
+            run_rank0_driver(run.groups, lambda call: self._check_best(), {}, on_beat=self._beat)
 
     def _check_best(self) -> None:
         from megatron.evaluation.task_loading import check_best_metric
@@ -33,7 +33,7 @@ class InTraining(Callback):
         begun = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
             found = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)
-            lead(run.groups, lambda call: self._tell(step, model, found, begun), {}, on_beat=self._beat)
+            run_rank0_driver(run.groups, lambda call: self._tell(step, model, found, begun), {}, on_beat=self._beat)
 
     def _beat(self) -> None:
         self.run.watchdog.now("evaluating")

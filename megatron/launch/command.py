@@ -1,4 +1,5 @@
-"""`neox`, the command of an installed package: every script of a clone by its name, started as `python` would."""
+"""`neox`, the command of an installed package: every script of a clone by its name, started as `python`
+would."""
 
 import ast
 import os
@@ -7,8 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from megatron.launch.environment import LaunchError
-from megatron.launch.home import home
+from megatron.launch.environment import LaunchError, install_root
 
 # What deepy.py starts on ranks, with the words of `neox --help`.
 ON_RANKS = {
@@ -39,7 +39,7 @@ presets and recipes: {presets}
 
 def main() -> int:
     """Become the script that the command line names; 2 when it names none."""
-    words, folder = sys.argv[1:], home()
+    words, folder = sys.argv[1:], install_root()
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(help_text(folder))
         return 0
@@ -53,7 +53,8 @@ def main() -> int:
 
 
 def script_line(words: Sequence[str], folder: Path) -> list[str]:
-    """`neox WORDS` as a line for Python: with deepy.py before it where ranks are started. Raises LaunchError."""
+    """`neox WORDS` as a line for Python: with deepy.py before it where ranks are started. Raises LaunchError.
+    """
     name, *rest = words
     deepy = [sys.executable, str(folder / "deepy.py")]
     if name.startswith("-") or name == "doctor":
@@ -61,24 +62,32 @@ def script_line(words: Sequence[str], folder: Path) -> list[str]:
     name = name.removesuffix(".py").replace("-", "_")
     if name in ON_RANKS:
         return [*deepy, str(folder / ON_RANKS[name][0]), *rest]
-    found = tools(folder)
-    if name in found:
-        return [sys.executable, str(found[name]), *rest]
-    alike = [full for full in found if full.endswith(f"/{name}")]
+    known_tools = tools(folder)
+    if name in known_tools:
+        return [sys.executable, str(known_tools[name]), *rest]
+    alike = [full for full in known_tools if full.endswith(f"/{name}")]
     if alike:
         raise LaunchError(f"{words[0]} is {' or '.join(alike)}")
-    near = get_close_matches(name, [*ON_RANKS, "doctor", *found], 1)
+    near = get_close_matches(name, [*ON_RANKS, "doctor", *known_tools], 1)
     meant = f"do you mean {near[0]}? " if near else ""
     raise LaunchError(f"{words[0]}: no such command; {meant}`neox --help` lists them")
 
 
 def tools(folder: Path) -> dict[str, Path]:
-    """Every script that runs by itself, by its name; by folder and name where two folders have one of that name."""
+    """Every script that runs by itself, by its name; by folder and name where two folders have one of that
+    name."""
     places = [*folder.glob("prepare*.py"), *folder.glob("tools/**/*.py"), *folder.glob("huggingface/*.py")]
     left_out = {folder / script for script, _ in ON_RANKS.values()} | set(folder.glob("tools/docs/*"))
-    scripts = [path for path in places if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")]
+    scripts = [
+        path
+        for path in places
+        if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")
+    ]
     names = [path.stem for path in scripts]
-    named = {path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path for path in scripts}
+    named = {
+        path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path
+        for path in scripts
+    }
     return dict(sorted(named.items()))
 
 
@@ -86,7 +95,9 @@ def help_text(folder: Path) -> str:
     """What `neox --help` prints, with the first line of every tool's own description."""
     ranks = "\n".join(f"  {name:<34} {what}" for name, (_, what) in ON_RANKS.items())
     listed = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
-    return _HELP.format(ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
+    return _HELP.format(
+        ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}"
+    )
 
 
 def _summary(path: Path) -> str:

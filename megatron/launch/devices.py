@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.launch.driver import device_count
+from megatron.launch.cuda_driver import device_count
 from megatron.launch.environment import LaunchError
 
 _NOT_EPHEMERAL = range(20_000, 32_768)  # below what Linux (32768 on) and macOS (49152 on) give to connections
@@ -24,11 +24,15 @@ def choose_ranks(
     `localhost:2,3`, DeepSpeed's spelling. Raises LaunchError when a GPU named or asked for is not there.
     """
     if include and exclude:
-        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them")
+        raise LaunchError(
+            f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them"
+        )
     if not gpus:
         for key, value in (("include", include), ("exclude", exclude)):
             if value:
-                raise LaunchError(f"{key}: {value!r} names GPUs, but this machine shows none; use num_gpus instead")
+                raise LaunchError(
+                    f"{key}: {value!r} names GPUs, but this machine shows none; use num_gpus instead"
+                )
         return num_gpus or 1, ()
     chosen = _named_gpus("include", include, gpus) if include else list(gpus)
     if exclude:
@@ -38,7 +42,9 @@ def choose_ranks(
             raise LaunchError(f"exclude: {exclude!r} leaves none of the GPUs {', '.join(gpus)}; name fewer")
     wanted = len(chosen) if num_gpus is None else num_gpus
     if wanted > len(chosen):
-        raise LaunchError(f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer")
+        raise LaunchError(
+            f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer"
+        )
     return wanted, tuple(chosen[:wanted])
 
 
@@ -50,8 +56,8 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def _device_count() -> int:
-    """torch.cuda.device_count(), without the seconds that importing torch takes where its build and the driver say as
-    much."""
+    """torch.cuda.device_count(), without the seconds that importing torch takes where its build and the
+    driver say as much."""
     spec = find_spec("torch")
     built = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
     if built.get("cuda"):
@@ -65,7 +71,7 @@ def _device_count() -> int:
     return count
 
 
-def is_here(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Whether a name or address is this machine's."""
     if host in _local_names():
         return True
@@ -100,30 +106,31 @@ def _local_names() -> tuple[str, ...]:
 
 
 def interface_to(address: str) -> str | None:
-    """Name of the network interface of this machine that leads to an address (Linux); None where it cannot be told."""
+    """Name of the network interface of this machine that leads to an address (Linux); None where it cannot be
+    told."""
     import fcntl
     import struct
 
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, but chooses a route
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 try:
-                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
                 except OSError:  # an interface without an address
                     continue
-                if socket.inet_ntoa(found[20:24]) == own:
+                if socket.inet_ntoa(answer[20:24]) == local_address:
                     return name
     except OSError:
         return None
-    return "lo" if own.startswith("127.") else None
+    return "lo" if local_address.startswith("127.") else None
 
 
 def free_port() -> int:
-    """A TCP port that is free on all addresses of this machine, and that the system gives to no connection either:
-    rank 0 listens only seconds later."""
+    """A TCP port that is free on all addresses of this machine, and that the system gives to no connection
+    either: rank 0 listens only seconds later."""
     for port in (*random.SystemRandom().sample(_NOT_EPHEMERAL, 50), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

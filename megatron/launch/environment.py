@@ -1,9 +1,11 @@
-"""Rank, world and rendezvous of this process, read from the environment its starter left."""
+"""Rank, world and rendezvous of this process, read from the environment its starter left; and where its files
+are."""
 
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import UserError
@@ -14,7 +16,12 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29500
 # Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
 _MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -51,11 +58,11 @@ class ProcessInfo:
 def process_info(
     env: Mapping[str, str] | None = None, master_addr: str | None = None, master_port: int | None = None
 ) -> ProcessInfo:
-    """This process's place: from RANK and WORLD_SIZE (deepy.py, torchrun, Kubernetes operators), a Slurm step, OpenMPI,
-    MVAPICH or MPICH, or alone.
+    """This process's place: from RANK and WORLD_SIZE (deepy.py, torchrun, Kubernetes operators), a Slurm
+    step, OpenMPI, MVAPICH or MPICH, or alone.
 
-    `master_addr` and `master_port` are used where the environment names none. Raises LaunchError when the variables
-    are incomplete or contradict each other.
+    `master_addr` and `master_port` are used where the environment names none. Raises LaunchError when the
+    variables are incomplete or contradict each other.
     """
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -63,12 +70,14 @@ def process_info(
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         # Only a step started by srun: a batch script sees SLURM_PROCID=0 and SLURM_NTASKS=N too, but is one process.
         info = _from_slurm(env, master_addr, master_port)
-    elif found := next((names for names in _MPI if names[0] in env), None):
-        info = _from_mpi(env, found, master_addr, master_port)
+    elif mpi_names := next((names for names in _MPI if names[0] in env), None):
+        info = _from_mpi(env, mpi_names, master_addr, master_port)
     else:
         info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), starter="alone")
     if not 0 <= info.rank < info.world_size:
-        raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
+        raise LaunchError(
+            f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)"
+        )
     if not 0 <= info.local_rank < info.local_world_size:
         raise LaunchError(
             f"local rank {info.local_rank} is outside this machine's {info.local_world_size} ranks "
@@ -80,8 +89,8 @@ def process_info(
 def enter(args: "NeoXArgs") -> ProcessInfo:
     """This process's place, with the variables set that torch.distributed reads, whoever started it.
 
-    With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on CPUs.
-    Raises LaunchError as `process_info`.
+    With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on
+    CPUs. Raises LaunchError as `process_info`.
     """
     # A default port must not win over the one derived from the job.
     port = None if args.origin("master_port") == "default" else args.master_port
@@ -90,6 +99,13 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
     if args.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return info
+
+
+def install_root() -> Path:
+    """The folder of deepy.py, train.py, `tools/`, `configs/` and `slurm/`: a clone's own, else `neox/` beside
+    an installed `megatron/`, where setup.py puts them."""
+    above = Path(__file__).resolve().parents[2]
+    return above if (above / "deepy.py").is_file() else above / "neox"
 
 
 def port_of(value: int | str) -> int:
@@ -111,15 +127,21 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if "LOCAL_RANK" not in env and "PET_NPROC_PER_NODE" in env:
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
-        here = env["PET_NPROC_PER_NODE"]
-        if here not in ("1", "auto", "gpu", "cpu"):
-            raise LaunchError(f"PET_NPROC_PER_NODE is {here}: start the pod's ranks with deepy.py or torchrun")
+        ranks_of_pod = env["PET_NPROC_PER_NODE"]
+        if ranks_of_pod not in ("1", "auto", "gpu", "cpu"):
+            raise LaunchError(
+                f"PET_NPROC_PER_NODE is {ranks_of_pod}: start the pod's ranks with deepy.py or torchrun"
+            )
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
-        raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun")
+        raise LaunchError(
+            "WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine"
+        )
+    return ProcessInfo(
+        rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun"
+    )
 
 
 def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -138,7 +160,9 @@ def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> P
     return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="slurm")
 
 
-def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None) -> ProcessInfo:
+def _from_mpi(
+    env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None
+) -> ProcessInfo:
     rank, world, local_rank = (_number(env, name) for name in names[:3])
     local_world = _number(env, names[3], local_rank + 1)
     if addr is None and "MASTER_ADDR" not in env and local_world < world:
@@ -156,7 +180,9 @@ def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> t
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if name not in env:
         if default is None:
-            raise LaunchError(f"the environment does not name {name}; it is needed beside the other rank variables")
+            raise LaunchError(
+                f"the environment does not name {name}; it is needed beside the other rank variables"
+            )
         return default
     try:
         return int(env[name])

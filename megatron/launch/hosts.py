@@ -53,8 +53,9 @@ class Node:
 
 
 def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> tuple[Node, ...]:
-    """Machines and slots in order, chosen by include, exclude, num_nodes and num_gpus; empty where nothing names
-    machines. hosts: the flag; else the key hostfile, DLTS_HOSTFILE of the environment, or /job/hostfile if it is there.
+    """Machines and slots in order, chosen by include, exclude, num_nodes and num_gpus; empty where nothing
+    names machines. hosts: the flag; else the key hostfile, DLTS_HOSTFILE of the environment, or /job/hostfile
+    if it is there.
 
     Raises LaunchError for what cannot be read and what is not there.
     """
@@ -70,18 +71,21 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
         raise LaunchError(
             f"num_nodes: {args.num_nodes} asked for, {key} {path} leaves {len(slots)}: {', '.join(slots)}"
         )
-    nodes = [_node(host, found) for host, found in slots.items()][: args.num_nodes if args.num_nodes > 0 else None]
+    count = args.num_nodes if args.num_nodes > 0 else None
+    nodes = [_node(host, host_slots) for host, host_slots in slots.items()][:count]
     if args.num_gpus is None:
         return tuple(nodes)
     for node in nodes:
         if args.num_gpus > (node.ranks or 0):
-            raise LaunchError(f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}")
+            raise LaunchError(
+                f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}"
+            )
     return tuple(replace(node, ranks=args.num_gpus, devices=node.devices[: args.num_gpus]) for node in nodes)
 
 
 def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
     """Slots of each host: lines `host slots=N`, comments behind `#`. Raises LaunchError."""
-    found: dict[str, int] = {}
+    slots_of: dict[str, int] = {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as problem:
@@ -93,53 +97,60 @@ def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if match is None:
             raise LaunchError(f"{path}:{number}: {line!r} is not of the form `host slots=N`")
-        if match[1] in found:
+        if match[1] in slots_of:
             raise LaunchError(f"{path}:{number}: {match[1]} stands in it twice; add its slots up")
-        found[match[1]] = int(match[2])
-    found = {host: slots for host, slots in found.items() if slots}
-    if not found:
+        slots_of[match[1]] = int(match[2])
+    slots_of = {host: slots for host, slots in slots_of.items() if slots}
+    if not slots_of:
         raise LaunchError(f"{key}: {path} gives no slots; write `localhost slots=N`")
-    return found
+    return slots_of
 
 
 def choose_slots(
     slots: Mapping[str, list[int]], include: str | None, exclude: str | None, key: str = "hostfile"
 ) -> dict[str, list[int]]:
-    """Slots of each host that are used, in the hostfile's order. include, exclude: DeepSpeed's `a:2,3@b`, a host alone
-    meaning all its slots. Raises LaunchError for a host or slot that is not there and where nothing is left."""
+    """Slots of each host that are used, in the hostfile's order. include, exclude: DeepSpeed's `a:2,3@b`, a
+    host alone meaning all its slots. Raises LaunchError for a host or slot that is not there and where
+    nothing is left."""
     if include and exclude:
-        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them")
+        raise LaunchError(
+            f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them"
+        )
     if not include and not exclude:
         return dict(slots)
-    word, text = ("include", include) if include else ("exclude", exclude)
+    key_name, text = ("include", include) if include else ("exclude", exclude)
     named: dict[str, set[int]] = {}
     for part in str(text).split("@"):
         host, colon, numbers = part.strip().partition(":")
         if host not in slots:
-            raise LaunchError(f"{word}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})")
+            raise LaunchError(
+                f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})"
+            )
         if not re.fullmatch(r"\d+(,\d+)*", numbers) and colon:
-            raise LaunchError(f"{word}: {part!r} is not of the form host:0,1")
+            raise LaunchError(f"{key_name}: {part!r} is not of the form host:0,1")
         for slot in map(int, numbers.split(",")) if colon else slots[host]:
             if slot not in slots[host]:
-                raise LaunchError(f"{word}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}")
+                raise LaunchError(
+                    f"{key_name}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}"
+                )
             named.setdefault(host, set()).add(slot)
     kept = {
-        host: [slot for slot in own if (slot in named.get(host, ())) == (word == "include")]
-        for host, own in slots.items()
+        host: [slot for slot in host_slots if (slot in named.get(host, ())) == (key_name == "include")]
+        for host, host_slots in slots.items()
     }
-    kept = {host: own for host, own in kept.items() if own}
+    kept = {host: host_slots for host, host_slots in kept.items() if host_slots}
     if not kept:
-        raise LaunchError(f"{word}: {text!r} leaves no slot of {key}")
+        raise LaunchError(f"{key_name}: {text!r} leaves no slot of {key}")
     return kept
 
 
 def carried(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that go to other machines, with those of DeepSpeed's `.deepspeed_env` (DS_ENV_FILE) in the home and
-    working folder. Raises LaunchError for a line of it that is not NAME=VALUE."""
-    found = {
+    """Variables that go to other machines, with those of DeepSpeed's `.deepspeed_env` (DS_ENV_FILE) in the
+    home and working folder. Raises LaunchError for a line of it that is not NAME=VALUE."""
+    variables = {
         name: value for name, value in env.items() if name.startswith(_CARRIED) and not _SECRET.search(name)
     }  # fmt: skip
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), env.get("PYTHONPATH"))))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), env.get("PYTHONPATH"))))
     for folder in (Path.home(), Path.cwd()):
         path = folder / env.get("DS_ENV_FILE", ".deepspeed_env")
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
@@ -148,8 +159,8 @@ def carried(env: Mapping[str, str]) -> dict[str, str]:
             name, equals, value = line.strip().partition("=")
             if not equals:
                 raise LaunchError(f"{path}:{number}: {line!r} is not of the form NAME=VALUE")
-            found[name] = value
-    return found
+            variables[name] = value
+    return variables
 
 
 def _host(text: str) -> Node:

@@ -7,55 +7,60 @@ from collections.abc import Mapping
 
 from megatron.launch.devices import cores, free_port, interface_to
 from megatron.launch.environment import LaunchError, ProcessInfo
-from megatron.launch.launcher_rendezvous import Meeting, Place
-from megatron.launch.plan import Run, fit, hand_over
+from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
+from megatron.launch.run import Run, write_args_file
 from megatron.launch.watch import Outcome, watch_ranks
 from megatron.process import say
 
 
 def run_local(run: Run, restarts: int = 0) -> Outcome:
-    """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port that is
-    taken."""
-    place = Place(0, run.world_size, _port(run.master_port, os.environ))
-    return watch_ranks(run.command, environments(run, place, restarts), run.log_dir)
+    """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port
+    that is taken."""
+    assignment = RankAssignment(0, run.world_size, _port(run.master_port, os.environ))
+    return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir)
 
 
-def run_node(run: Run, meeting: Meeting, restarts: int = 0) -> Outcome:
-    """Start this machine's ranks once the launchers of all machines are here, watch them until the run has ended
-    everywhere. Raises LaunchError for a machine that does not come, ConfigError for a layout that does not fit."""
-    place = meeting.assemble(restarts)
+def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Outcome:
+    """Start this machine's ranks once the launchers of all machines are here, watch them until the run has
+    ended everywhere. Raises LaunchError for a machine that does not come, ConfigError for a layout that does
+    not fit."""
+    assignment = rendezvous.assemble(restarts)
     try:
-        hand_over(fit(run, place.world_size))
+        write_args_file(run.for_world(assignment.world_size))
     except BaseException:
-        meeting.leave(Outcome(1))
+        rendezvous.leave(Outcome(1))
         raise
-    ranks = f"{place.first_rank} to {place.first_rank + (run.node.ranks or 0) - 1}"
+    ranks = f"{assignment.first_rank} to {assignment.first_rank + (run.node.ranks or 0) - 1}"
     if run.node_rank:
         say(
-            f"deepy.py: node {run.node_rank}: ranks {ranks} of {place.world_size}, their output is in {run.log_dir}; "
-            "that of rank 0 is shown on node 0"
+            f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
+            f"{run.log_dir}; that of rank 0 is shown on node 0"
         )
-    return meeting.leave(watch_ranks(run.command, environments(run, place, restarts), run.log_dir, meeting))
+    return rendezvous.leave(
+        watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, rendezvous)
+    )
 
 
-def environments(run: Run, place: Place, restarts: int = 0) -> list[dict[str, str]]:
-    """Variables of each rank of this machine: ours and its place in the run. What the user has set is kept."""
+def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:
+    """Variables of each rank of this machine: ours and its assignment in the run. What the user has set is
+    kept."""
     base = {**os.environ, "NEOX_RESTARTS": str(restarts)}
     count = run.node.ranks or 0
-    return [_environment(run, place, local_rank, count, base) for local_rank in range(count)]
+    return [_environment(run, assignment, local_rank, count, base) for local_rank in range(count)]
 
 
-def _environment(run: Run, place: Place, local_rank: int, count: int, base: Mapping[str, str]) -> dict[str, str]:
-    here = ProcessInfo(
-        place.first_rank + local_rank, place.world_size, local_rank, count, run.master_addr, place.port, "torchrun"
-    )
-    env = {**base, **here.variables()}
+def _environment(
+    run: Run, assignment: RankAssignment, local_rank: int, count: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    rank, world_size = assignment.first_rank + local_rank, assignment.world_size
+    process = ProcessInfo(rank, world_size, local_rank, count, run.master_addr, assignment.port, "torchrun")
+    env = {**base, **process.variables()}
     if run.node.devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(run.node.devices)
     if count > 1:
         # Each rank would otherwise take every core.
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    if place.world_size > 1 and sys.platform == "linux" and not run.node.devices:
+    if world_size > 1 and sys.platform == "linux" and not run.node.devices:
         # gloo asks the resolver for this machine's name, which laptops and containers often cannot answer, and which
         # Debian answers with 127.0.1.1.
         interface = "lo" if len(run.nodes) == 1 else interface_to(run.master_addr)

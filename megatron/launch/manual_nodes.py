@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ByHand:
-    """This machine's place, and what it was told to use. ranks, include, exclude: as `choose_ranks` takes them."""
+class ManualNode:
+    """This machine among several on which the same line is typed, and what it was told to use.
+
+    ranks, include, exclude: as `choose_ranks` takes them. total_ranks: what TOTAL_GPUS says.
+    """
 
     nodes: tuple[Node, ...]
     node_rank: int
@@ -27,14 +30,19 @@ class ByHand:
     total_ranks: int | None
 
 
-def by_hand(
-    args: "NeoXArgs", node_rank: int | None, known: Sequence[Node], hosts: Sequence[str], env: Mapping[str, str]
-) -> ByHand | None:
+def find_manual_node(
+    args: "NeoXArgs",
+    node_rank: int | None,
+    listed: Sequence[Node],
+    hosts: Sequence[str],
+    env: Mapping[str, str],
+) -> ManualNode | None:
     """The place of this machine, None when nothing says that it is one of several on which somebody types.
 
-    Keys and flags come first, then MAIN_NODE_IP, GPUS and TOTAL_GPUS, then what Kubernetes operators set (PET_NNODES,
-    PET_NODE_RANK, PET_NPROC_PER_NODE; RANK and WORLD_SIZE, which count pods where there is no LOCAL_RANK). known: hosts
-    of a hostfile or of `--hosts`. Raises LaunchError for what is incomplete or contradicts itself.
+    Keys and flags come first, then MAIN_NODE_IP, GPUS and TOTAL_GPUS, then what Kubernetes operators set
+    (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE; RANK and WORLD_SIZE, which count pods where there is no
+    LOCAL_RANK). listed: those of a hostfile or of `--hosts`. Raises LaunchError for what is incomplete or
+    contradicts itself.
     """
     nodes_of_pods, rank_of_pod = _pods(env)
     if node_rank is None and int(env.get("WORLD_SIZE", "1") or 1) > 1 and {"RANK", "LOCAL_RANK"} <= set(env):
@@ -43,23 +51,25 @@ def by_hand(
             "process is a rank already; start the script itself instead of deepy.py, or unset them"
         )
     node_rank = rank_of_pod if node_rank is None else node_rank
-    count = args.num_nodes if args.num_nodes > 1 else len(known) or nodes_of_pods or 1
+    count = args.num_nodes if args.num_nodes > 1 else len(listed) or nodes_of_pods or 1
     if node_rank is None:
         if hosts and count > 1:
             raise LaunchError(
                 "--hosts reaches no other machine: type on each the line that --dry-run prints, or give a hostfile, "
                 "which starts ranks over ssh"
             )
-        if count > 1 and not known:
+        if count > 1 and not listed:
             raise LaunchError(
                 f"num_nodes: {count}, but which of them is this? Add --node_rank 0 to {count - 1} and --master_addr, "
                 "or a hostfile, which starts ranks over ssh"
             )
         return None
     if not 0 <= node_rank < count:
-        raise LaunchError(f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are")
+        raise LaunchError(
+            f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are"
+        )
     address = args.master_addr or _first(env, "MAIN_NODE_IP", "PET_MASTER_ADDR", "MASTER_ADDR")
-    address = address or (known[0].host if known else "127.0.0.1" if count == 1 else None)
+    address = address or (listed[0].host if listed else "127.0.0.1" if count == 1 else None)
     if address is None:
         raise LaunchError(
             "node_rank: set master_addr (or MAIN_NODE_IP) to the address of the machine with --node_rank 0"
@@ -67,10 +77,10 @@ def by_hand(
     port: int | str = args.master_port
     if args.origin("master_port") == "default":
         port = _first(env, "PET_MASTER_PORT", "MASTER_PORT") or DEFAULT_PORT
-    nodes = tuple(known) or tuple(Node(socket.gethostname() if r == node_rank else "") for r in range(count))
-    own = nodes[node_rank]
-    include, exclude, ranks = own.include(), None, own.ranks
-    if not known:
+    nodes = tuple(listed) or tuple(Node(socket.gethostname() if r == node_rank else "") for r in range(count))
+    local_node = nodes[node_rank]
+    include, exclude, ranks = local_node.include(), None, local_node.ranks
+    if not listed:
         include, exclude, ranks = args.include, args.exclude, args.num_gpus
         gpus = env.get("GPUS")
         if gpus and not include:
@@ -80,7 +90,7 @@ def by_hand(
         if ranks is None and rank_of_pod is not None:
             ranks = _ranks_of_pod(env)
     total = _whole(env, "TOTAL_GPUS") if env.get("TOTAL_GPUS") else None
-    return ByHand(nodes, node_rank, address, port_of(port), ranks, include, exclude, total)
+    return ManualNode(nodes, node_rank, address, port_of(port), ranks, include, exclude, total)
 
 
 def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:

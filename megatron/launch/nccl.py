@@ -1,9 +1,10 @@
-"""Which NCCL a run preloads: torch's own, or one of the machine that is not older than the one torch was built with.
+"""Which NCCL a run preloads: torch's own, or one of the machine that is not older than the one torch was
+built with.
 
     eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on stderr
 
-An older one ends in `undefined symbol: ncclCommShrink` when torch is imported, so nothing here imports torch before
-that is known.
+An older one ends in `undefined symbol: ncclCommShrink` when torch is imported, so nothing here imports torch
+before that is known.
 """
 
 import importlib.util
@@ -24,7 +25,8 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Nccl:
-    """One NCCL. version: None where it cannot be told; file: None where it is part of torch's own libraries."""
+    """One NCCL. version: None where it cannot be told; file: None where it is part of torch's own libraries.
+    """
 
     version: Version | None
     file: str | None = None
@@ -34,38 +36,47 @@ class Nccl:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """preload: the file to preload, if any; said: which it is and why, in one line."""
+class NcclChoice:
+    """preload: the file to preload, if any; description: which it is and why, in one line."""
 
     preload: str | None
-    said: str
+    description: str
 
 
-def choose(own: Nccl | None, site: Nccl | None) -> Choice:
+def choose(built_with: Nccl | None, site: Nccl | None) -> NcclChoice:
     """The NCCL of a run, by versions.
 
-    own: the one torch was built with, None where torch knows no CUDA; site: what a module or NCCL_LIBRARY brings.
+    built_with: torch's own, None where torch knows no CUDA; site: what a module or NCCL_LIBRARY brings.
     """
-    if own is None:
-        return Choice(None, "none: there is no torch with CUDA")
-    why = ""
-    if site is not None and site.file != own.file:
-        if site.version and own.version and site.version >= own.version:
-            return Choice(site.file, f"{site}, this machine's ({site.file}); torch was built with {own}")
-        reason = "is older than the one torch was built with" if site.version and own.version else "cannot be compared"
-        why = f"; {site} of this machine ({site.file}) {reason} and is left out"
-    return Choice(own.file, f"{own}, torch's own ({own.file or 'within its libraries'}){why}")
+    if built_with is None:
+        return NcclChoice(None, "none: there is no torch with CUDA")
+    note = ""
+    if site is not None and site.file != built_with.file:
+        if site.version and built_with.version and site.version >= built_with.version:
+            return NcclChoice(
+                site.file, f"{site}, this machine's ({site.file}); torch was built with {built_with}"
+            )
+        comparable = site.version and built_with.version
+        reason = "is older than the one torch was built with" if comparable else "cannot be compared"
+        note = f"; {site} of this machine ({site.file}) {reason} and is left out"
+    return NcclChoice(
+        built_with.file, f"{built_with}, torch's own ({built_with.file or 'within its libraries'}){note}"
+    )
 
 
 def own_nccl() -> Nccl | None:
-    """torch's: the library that its wheel brought, else what it says it was built with; None without torch or CUDA."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    """torch's: the library that its wheel brought, else what it says it was built with; None without torch or
+    CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
         return None
-    libraries = Path(found.origin).parent / "lib"
+    libraries = Path(spec.origin).parent / "lib"
     if not (libraries / "libtorch_cuda.so").exists():
         return None
-    brought = [libraries / _NAME, *(file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}"))]
+    brought = [
+        libraries / _NAME,
+        *(file for place in sys.path for file in Path(place).glob(f"nvidia/*/lib/{_NAME}")),
+    ]
     file = next((file for file in brought if file.exists()), None)
     if file is not None:
         return Nccl(read_version(file), str(file))
@@ -78,7 +89,8 @@ def own_nccl() -> Nccl | None:
 
 
 def site_nccl(env: Mapping[str, str]) -> Nccl | None:
-    """This machine's: that of NCCL_LIBRARY, of LD_PRELOAD, or the first on LD_LIBRARY_PATH, where modules put it.
+    """This machine's: that of NCCL_LIBRARY, of LD_PRELOAD, or the first on LD_LIBRARY_PATH, where modules put
+    it.
 
     Raises LaunchError where NCCL_LIBRARY names no file.
     """
@@ -99,12 +111,12 @@ def preloaded(env: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def read_version(file: str | Path) -> Version | None:
-    """What a libnccl says it is: the text `NCCL version 2.28.9+cuda12.9` stands in each. It is not loaded: that takes
-    a GPU's driver in some releases."""
+    """What a libnccl says it is: the text `NCCL version 2.28.9+cuda12.9` stands in each. It is not loaded:
+    that takes a GPU's driver in some releases."""
     try:
         with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            said = re.search(rb"NCCL version (\d+)\.(\d+)\.(\d+)", content)
-            return tuple(map(int, said.groups())) if said else None
+            match = re.search(rb"NCCL version (\d+)\.(\d+)\.(\d+)", content)
+            return tuple(map(int, match.groups())) if match else None
     except (OSError, ValueError):  # ValueError: an empty file
         return None
 
@@ -119,7 +131,7 @@ def main() -> int:
     libraries = [*([choice.preload] if choice.preload else []), *preloaded(os.environ)[1]]
     for name, value in (("NCCL_LIBRARY", choice.preload), ("LD_PRELOAD", ":".join(libraries))):
         sys.stdout.write(f"export {name}={shlex.quote(value)}\n" if value else f"unset {name}\n")
-    sys.stderr.write(f"NCCL: {choice.said}\n")
+    sys.stderr.write(f"NCCL: {choice.description}\n")
     return 0
 
 

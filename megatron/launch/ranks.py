@@ -17,7 +17,9 @@ FATAL = (b"Traceback (most recent call last)", b"Fatal Python error: ")
 STACK = b"(most recent call first)"  # faulthandler's
 OVERDUE = re.compile(rb"^Timeout \(\d+:\d+:\d+(\.\d+)?\)!", re.MULTILINE)
 # torch puts the rank before each line of a traceback.
-WORTH_READING = re.compile(rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M)
+WORTH_READING = re.compile(
+    rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M
+)
 TAIL_BYTES = 64 * 1024
 
 
@@ -53,14 +55,15 @@ class Rank:
             pass
 
     def stopped_for(self) -> float:
-        """Seconds since the rank was first seen stopped (SIGSTOP); 0 while it runs, or is only held by a debugger."""
+        """Seconds since the rank was first seen stopped (SIGSTOP); 0 while it runs, or is only held by a
+        debugger."""
         if self.process.returncode is not None or not hasattr(os, "waitid"):
             return 0.0
         try:
-            found = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            state = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # it has just ended
-            found = None
-        if found is None or found.si_code != os.CLD_STOPPED:
+            state = None
+        if state is None or state.si_code != os.CLD_STOPPED:
             self.stopped_at = None
             return 0.0
         self.stopped_at = self.stopped_at or time.monotonic()
@@ -71,11 +74,12 @@ class Rank:
         return self.process.returncode == 1 and OVERDUE.search(self.tail) is not None
 
     def ended_by(self) -> int:
-        """The signal that ended the rank, also where it says so by its exit code as shells do (Ctrl-C: 130); 0."""
+        """The signal that ended the rank, also where it says so by its exit code as shells do (Ctrl-C: 130);
+        0."""
         code = self.process.poll() or 0
         return -code if code < 0 else signal.SIGINT if code == 128 + signal.SIGINT else 0
 
-    def last_words(self, lines: int) -> str:
+    def last_lines(self, lines: int) -> str:
         """The end of the output, from a traceback or stack on if there is one."""
         last = b"\n".join(self.tail.splitlines()[-lines:])
         begins = WORTH_READING.search(last)
@@ -103,7 +107,9 @@ class Rank:
             pass  # everyone in it has ended
 
 
-def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
+def start_rank(
+    index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile
+) -> Rank:
     """Start one rank in a process group of its own; stdout and stderr are one stream."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     reader, writer = _terminal() if terminal else os.pipe()
@@ -131,16 +137,17 @@ def _terminal() -> tuple[int, int]:
     import pty
     import termios
 
-    ours, theirs = pty.openpty()
-    attributes = termios.tcgetattr(theirs)
+    parent_end, child_end = pty.openpty()
+    attributes = termios.tcgetattr(child_end)
     attributes[1] &= ~termios.OPOST  # bytes pass unchanged; the real terminal translates newlines
-    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    termios.tcsetwinsize(theirs, termios.tcgetwinsize(sys.stdout.fileno()))
-    return ours, theirs
+    termios.tcsetattr(child_end, termios.TCSANOW, attributes)
+    termios.tcsetwinsize(child_end, termios.tcgetwinsize(sys.stdout.fileno()))
+    return parent_end, child_end
 
 
 def die_with_parent(number: int) -> Callable[[], None] | None:
-    """What a child does before it starts, so that it gets a signal when a launcher is killed outright (Linux)."""
+    """What a child does before it starts, so that it gets a signal when a launcher is killed outright
+    (Linux)."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

@@ -1,4 +1,5 @@
-"""Command lines of the starters that reach other machines: DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and torchrun.
+"""Command lines of the starters that reach other machines: DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and
+torchrun.
 
 Each is a pure function of a Run: words to execute, and the variables to execute them with."""
 
@@ -11,10 +12,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from megatron.launch.environment import LaunchError
-from megatron.launch.home import home
+from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.hosts import Node
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 
 _INSTALL = {
     "pdsh": ("pdsh", "apt install pdsh"),
@@ -25,7 +25,7 @@ _INSTALL = {
 }
 
 
-def need_starter(run: Run) -> None:
+def check_starter(run: Run) -> None:
     """Raises LaunchError when the program that starts the run is not on PATH."""
     program, how = _INSTALL[run.launcher]
     if run.launcher != "torchrun" and shutil.which(program) is None:
@@ -43,12 +43,13 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
     words = words[: words.index("-u")]
     flags = ["--hosts", *map(str, run.nodes), "--node_rank", "%n"]
     flags += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    ours = ["-u", str(home() / "deepy.py"), *flags, *run.command[2:]]
-    return [*words, *(word if word == "%n" else _remote(word) for word in ours)], env
+    launcher_command = ["-u", str(install_root() / "deepy.py"), *flags, *run.command[2:]]
+    return [*words, *(word if word == "%n" else _remote(word) for word in launcher_command)], env
 
 
 def openmpi(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left them."""
+    """Every rank by mpirun; the machines' slots come from a hostfile of our own, as include and exclude left
+    them."""
     _first_slots(run)
     # mpirun would bind each rank to one core, and its data workers with it.
     return _by_mpi(run, "OpenMPIRunner", "--bind-to none")
@@ -58,13 +59,17 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     """Every rank by MVAPICH's mpirun. Raises LaunchError for hosts with different numbers of ranks."""
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
-        raise LaunchError(f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}")
+        raise LaunchError(
+            f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}"
+        )
     try:
         return _by_mpi(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
         if problem.filename is None:  # but of an import
             raise
-        raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
+        raise LaunchError(
+            f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})"
+        ) from None
 
 
 def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
@@ -81,11 +86,14 @@ def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
     return [*words, *run.command[2:]], env
 
 
-def by_hand_lines(
+def manual_node_lines(
     nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
 ) -> list[tuple[str, str]]:
-    """(host, the line to type there) for every machine. words: the script, its files and what else was typed."""
-    deepy = "deepy.py" if (home() / "megatron").is_dir() else str(home() / "deepy.py")  # typed in a clone, or anywhere
+    """(host, the line to type there) for every machine. words: the script, its files and what else was typed.
+    """
+    deepy = (
+        "deepy.py" if (install_root() / "megatron").is_dir() else str(install_root() / "deepy.py")
+    )  # typed in a clone, or anywhere
     lines = []
     for rank, node in enumerate(nodes):
         flags = ["--num_nodes", str(len(nodes)), "--node_rank", str(rank)]
@@ -104,24 +112,24 @@ def hostfile_of(run: Run) -> str:
 
 
 def hostfile_path(run: Run) -> str:
-    """Where mpirun finds it: beside the arguments."""
+    """Where mpirun finds the hostfile: beside the file of arguments."""
     return f"{run.args_file.with_suffix('')}.hosts"
 
 
 def _deepspeed(name: str) -> Any:
-    """A runner class of DeepSpeed's."""
-    told = "DS_ACCELERATOR" in os.environ
+    """A class of DeepSpeed's launcher/multinode_runner.py by its name."""
+    was_set = "DS_ACCELERATOR" in os.environ
     # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find their own.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         return getattr(import_module("deepspeed.launcher.multinode_runner"), name)
     finally:
-        if not told:
+        if not was_set:
             del os.environ["DS_ACCELERATOR"]
 
 
 def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Namespace:
-    """What DeepSpeed's runners read of their own command line."""
+    """The parsed command line of DeepSpeed's launcher, which its runners read."""
     return Namespace(
         user_script=script, user_args=list(words), launcher_args=options, hostfile=hostfile_path(run), include="",
         exclude="", num_nodes=-1, num_gpus=-1, master_addr=run.master_addr, master_port=run.master_port, ssh_port=None,
@@ -130,7 +138,7 @@ def _deepspeed_args(run: Run, script: str, *words: str, options: str = "") -> Na
 
 
 def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], dict[str, str]]:
-    """options: of mpirun."""
+    """The command line and variables of one of DeepSpeed's MPI runners. options: further ones for mpirun."""
     pool = {node.host: node.ranks or 0 for node in run.nodes}
     runner = _deepspeed(runner_class)(_deepspeed_args(run, *run.command[2:], options=options), "", pool)
     # Words of their own, without a shell: no quotes
@@ -139,7 +147,7 @@ def _by_mpi(run: Run, runner_class: str, options: str = "") -> tuple[list[str], 
 
 
 def _first_slots(run: Run) -> None:
-    """MPI counts slots, and does not choose among them."""
+    """Raises LaunchError for nodes that name their GPUs: MPI counts slots, and does not choose among them."""
     for node in run.nodes:
         if node.devices:
             raise LaunchError(

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.launch.environment import LaunchError
-from megatron.launch.home import home
+from megatron.launch.environment import LaunchError, install_root
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -24,14 +23,17 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     name = env.get("NEOX_SITE")
     if not name:
         return {}
-    sites = home() / "slurm" / "sites"
+    sites = install_root() / "slurm" / "sites"
     file = sites / f"{name}.sh"
     if not file.is_file():
-        there = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
-        raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {there}")
+        sites_here = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
+        raise LaunchError(f"NEOX_SITE={name}: there is no {file}; there are {sites_here}")
     # `env -0` alone on stdout: a site may print.
     shell = subprocess.run(
-        ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)], env=dict(env), capture_output=True, text=True
+        ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)],
+        env=dict(env),
+        capture_output=True,
+        text=True,
     )
     if shell.returncode:
         raise LaunchError(f"{file}: {shell.stderr.strip() or f'ended with code {shell.returncode}'}")
@@ -47,10 +49,11 @@ def starts_from_a_model(args: "NeoXArgs") -> bool:
 
 
 def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]) -> tuple[int | None, str]:
-    """How many nodes the site has for a run, None where it does not say; and the kind of run that this is to it.
+    """How many nodes the site has for a run, None where it does not say; and the kind of run that this is to
+    it.
 
-    configs: absolute paths of the run's files, which the patterns of NEOX_MIDTRAINING are compared with. Raises
-    LaunchError for what is no number.
+    configs: absolute paths of the run's files, which the patterns of NEOX_MIDTRAINING are compared with.
+    Raises LaunchError for what is no number.
     """
     patterns = site.get("NEOX_MIDTRAINING", "").split()
     if not from_model:

@@ -1,6 +1,7 @@
 """A run in a Slurm job: srun starts one launcher on every node, and that one the ranks of its node.
 
-Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) need none of this: `process_info`.
+Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) need none of this:
+`process_info`.
 """
 
 import json
@@ -15,25 +16,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
-from megatron.launch.home import home
+from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root, port_of
 from megatron.launch.hosts import Node
+from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
 from megatron.process import say
 
 if TYPE_CHECKING:
-    from megatron.launch.plan import Run
     from megatron.neox_arguments import NeoXArgs
 
 REQUEUE = 124  # exit code: told to stop by USR1, saved, not finished. slurm/job.sh queues the job again
 
 
 def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
-    """Machines of this allocation with the ranks of each: num_gpus, else its tasks where the job has several on a node,
-    else its GPUs, else one. Raises LaunchError."""
+    """Machines of this allocation with the ranks of each: num_gpus, else its tasks where the job has several
+    on a node, else its GPUs, else one. Raises LaunchError."""
     if args.include or args.exclude:
         key = "include" if args.include else "exclude"
-        raise LaunchError(f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)")
+        raise LaunchError(
+            f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)"
+        )
     tasks = tasks_asked_for(env) or (1,) * len(task_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
     if args.num_nodes > len(tasks):
         raise LaunchError(
@@ -52,8 +54,8 @@ def job_port(env: Mapping[str, str]) -> int:
 
 
 def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
-    """Whether launchers can be started by srun: in a job. False on a machine without Slurm, where the ranks are started
-    as without the key. Raises LaunchError where Slurm is, but no job yet."""
+    """Whether launchers can be started by srun: in a job. False on a machine without Slurm, where the ranks
+    are started as without the key. Raises LaunchError where Slurm is, but no job yet."""
     if "SLURM_JOB_ID" in env:
         return True
     if shutil.which("srun") is None:
@@ -65,12 +67,14 @@ def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
 
 
 def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
-    """Which node of its step a launcher is on that srun started; None outside a step. Raises LaunchError where others
-    started it on several nodes, or several times on one."""
+    """Which node of its step a launcher is on that srun started; None outside a step. Raises LaunchError
+    where others started it on several nodes, or several times on one."""
     if "SLURM_STEP_ID" not in env:
         return None
     if not started_by_us and int(env.get("SLURM_STEP_NUM_NODES") or 1) > 1:
-        raise LaunchError("deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun")
+        raise LaunchError(
+            "deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun"
+        )
     if max(task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) > 1:
         raise LaunchError(
             "srun started deepy.py several times on a node, and each would start all its ranks: use "
@@ -79,8 +83,9 @@ def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
     return int(env.get("SLURM_NODEID", "0"))
 
 
-def need_gpus(env: Mapping[str, str], seen: Sequence[str]) -> None:
-    """Raises LaunchError where a node has lost GPUs that Slurm gave to the job: the CPU would take their place."""
+def check_gpus(env: Mapping[str, str], seen: Sequence[str]) -> None:
+    """Raises LaunchError where a node has lost GPUs that Slurm gave to the job: the CPU would take their
+    place."""
     given = env.get("SLURM_GPUS_ON_NODE", "")
     if "SLURM_STEP_ID" in env and given.isdecimal() and int(given) > len(seen):
         raise LaunchError(
@@ -103,28 +108,37 @@ def task_counts(text: str) -> tuple[int, ...]:
 def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
     """Tasks of each node, where the job was submitted with a number of them.
 
-    Else SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset, or that of the job from which this one was
-    submitted.
+    Else SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset, or that of the job from which this one
+    was submitted.
     """
     counts = task_counts(env.get("SLURM_TASKS_PER_NODE", "1"))
     return counts if env.get("SLURM_NTASKS") == str(sum(counts)) else None
 
 
-def srun(run: "Run") -> tuple[list[str], dict[str, str]]:
+def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     """A launcher on every node, with all that the job has there; each finds its place by SLURM_NODEID."""
     count = str(len(run.nodes))
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none"]
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    ours = [sys.executable, "-u", str(home() / "deepy.py"), "--hosts", *map(str, run.nodes)]
-    ours += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    return [*words, *ours, *run.command[2:]], {}
+    launcher_command = [
+        sys.executable,
+        "-u",
+        str(install_root() / "deepy.py"),
+        "--hosts",
+        *map(str, run.nodes),
+    ]
+    launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
+    return [*words, *launcher_command, *run.command[2:]], {}
 
 
-def of_this_start(run: "Run", env: Mapping[str, str]) -> "Run":
-    """The run as this start of the job is to go on: keys that say how a run starts have had their effect once it has
-    saved. The first start of a job is noted in log_dir, for later ones to compare.
+def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
+    """The run as a job that Slurm has queued again goes on: without `restart` and `iteration` once it has
+    saved.
+
+    These keys say how a run starts, and have had their effect. The first start of a job is noted by a file in
+    log_dir, for later ones to compare; a first start returns the run as it is.
     """
     note = run.log_dir / f"slurm-{env['SLURM_JOB_ID']}.started"
     if not _restarts(env) or not note.exists():
@@ -137,8 +151,8 @@ def of_this_start(run: "Run", env: Mapping[str, str]) -> "Run":
     return run
 
 
-def status_of(args: "NeoXArgs") -> dict[str, Any]:
-    """The run's status.json; empty before the first."""
+def read_status(args: "NeoXArgs") -> dict[str, Any]:
+    """What the run's status.json holds; empty before there is one."""
     path = Path(args.save_dir or "") / "status.json"
     for _ in range(3):  # another node may have written it a moment ago
         try:
@@ -148,19 +162,25 @@ def status_of(args: "NeoXArgs") -> dict[str, Any]:
     return {}
 
 
-def end_of_job(args: "NeoXArgs", code: int, told: bool, before: Mapping[str, Any], env: Mapping[str, str]) -> int:
+def job_exit_code(
+    args: "NeoXArgs",
+    code: int,
+    stop_requested: bool,
+    status_before: Mapping[str, Any],
+    env: Mapping[str, str],
+) -> int:
     """deepy.py's exit code: REQUEUE when the run was told to stop by USR1, has saved and is not finished.
 
-    before: `status_of` at the start. A start that came no further than the one before is not repeated: a job whose
-    time is too short would come back for ever.
+    status_before: `read_status` at the start. A start that came no further than the one before is not
+    repeated: a job whose time is too short would come back for ever.
     """
-    after = status_of(args)
-    if not told or code != 0 or after.get("status") != "stopped":
+    status = read_status(args)
+    if not stop_requested or code != 0 or status.get("status") != "stopped":
         return code
-    if _restarts(env) and after.get("iteration") == before.get("iteration"):
+    if _restarts(env) and status.get("iteration") == status_before.get("iteration"):
         say(
             f"deepy.py: error: this start of job {env['SLURM_JOB_ID']} came no further than iteration "
-            f"{after.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)"
+            f"{status.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)"
         )
         return 1
     return REQUEUE
@@ -179,7 +199,7 @@ def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
 
 
 def scontrol(*words: str) -> str:
-    """What scontrol prints. Raises LaunchError."""
+    """What `scontrol` with these arguments prints. Raises LaunchError where it is missing or fails."""
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:

@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import hosts_of
-from megatron.launch.launcher_rendezvous import Meeting
+from megatron.launch.launcher_rendezvous import LauncherRendezvous
 from megatron.launch.local import run_local, run_node
-from megatron.launch.plan import Run, hand_over, make_folders, plan, write_text
+from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
+from megatron.launch.run import Run, make_folders, write_args_file, write_text
 from megatron.launch.runners import (
-    by_hand_lines,
+    check_starter,
     hostfile_of,
     hostfile_path,
+    manual_node_lines,
     mvapich,
-    need_starter,
     openmpi,
     pdsh,
     torchrun,
 )
-from megatron.launch.slurm import end_of_job, of_this_start, srun, status_of
-from megatron.launch.ssh_supervisor import Front
+from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
+from megatron.launch.ssh_supervisor import SshSupervisor
 from megatron.launch.watch import signals_kept
 from megatron.process import say
 
@@ -44,23 +45,24 @@ def launch(
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
 ) -> int:
-    """Run `script` where and as `args` ask; the exit code of the run. With torchrun this call does not return.
+    """Run `script` where and as `args` ask; the exit code of the run. With torchrun this call does not
+    return.
 
-    A run that failed is started again up to `max_restarts` times, on all machines together; its ranks find the number
-    in NEOX_RESTARTS. The resolved args reach the ranks through a file `<log_dir>/neox_args.<script>.*.json`, named by
-    the flag `--neox-args`. Raises LaunchError for machines, GPUs, ports and folders that cannot be had, ConfigError for
-    a layout that does not fit.
+    A run that failed is started again up to `max_restarts` times, on all machines together; its ranks find
+    the number in NEOX_RESTARTS. The resolved args reach the ranks through a file
+    `<log_dir>/neox_args.<script>.*.json`, named by the flag `--neox-args`. Raises LaunchError for machines,
+    GPUs, ports and folders that cannot be had, ConfigError for a layout that does not fit.
     """
     run = plan(script, args, script_args, node_rank, hosts)
     make_folders(run)
     if run.launcher not in ("local", "nodes"):
         return _start(run)
-    meeting = Meeting(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
+    rendezvous = LauncherRendezvous(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
     saved, restarts = _latest(args), 0
     while True:
-        if meeting is None:
-            hand_over(run)
-        outcome = run_local(run, restarts) if meeting is None else run_node(run, meeting, restarts)
+        if rendezvous is None:
+            write_args_file(run)
+        outcome = run_local(run, restarts) if rendezvous is None else run_node(run, rendezvous, restarts)
         if not outcome.repeatable or restarts == args.max_restarts:
             return outcome.code
         restarts += 1
@@ -80,36 +82,42 @@ def dry_run(
 ) -> list[str]:
     """What `launch` would start, a line a machine, quoted for a shell; nothing is started or written.
 
-    words: what was typed behind the flags of starting: with `hosts` and no node_rank the lines are those to type on
-    each machine. Raises as `launch`.
+    words: what was typed behind the flags of starting: with `hosts` and no node_rank the lines are those to
+    type on each machine. Raises as `launch`.
     """
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
         address = args.master_addr or os.environ.get("MAIN_NODE_IP") or nodes[0].host
-        return [f"{host}: {line}" for host, line in by_hand_lines(nodes, words, address, args.master_port)]
+        return [
+            f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)
+        ]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
         how = f"{count} rank{'s' * (count > 1)}" + (f", GPUs {gpus}" if gpus else "")
         if run.launcher == "nodes":
-            how += f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
+            how += (
+                f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
+            )
         return [f"{run.node.host} ({how}): {shlex.join(run.command)}"]
     command, env = _renderer(run)(run)
     return [" ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])]
 
 
 def _renderer(run: Run) -> Renderer:
-    return {"pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun}[run.launcher]
+    return {"pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun}[
+        run.launcher
+    ]
 
 
 def _start(run: Run) -> int:
     """Hand the run to its starter and see it to the end."""
-    need_starter(run)
+    check_starter(run)
     if run.launcher == "slurm":
-        run = of_this_start(run, os.environ)
-    before = status_of(run.args) if run.launcher == "slurm" else {}
+        run = for_requeued_start(run, os.environ)
+    status_before = read_status(run.args) if run.launcher == "slurm" else {}
     command, env = _renderer(run)(run)
-    hand_over(run)
+    write_args_file(run)
     if run.launcher == "torchrun":
         sys.stdout.flush()
         sys.stderr.flush()
@@ -119,14 +127,19 @@ def _start(run: Run) -> int:
             _check_ssh(run.nodes[0].host)
         write_text(Path(hostfile_path(run)), hostfile_of(run))
     with signals_kept() as received:
-        code = _watch(command, {**os.environ, **env}, Front(run) if run.launcher == "pdsh" else None, received)
+        code = _watch(
+            command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received
+        )
     if run.launcher == "slurm":
-        return end_of_job(run.args, code, signal.SIGUSR1 in received, before, os.environ)
+        return job_exit_code(run.args, code, signal.SIGUSR1 in received, status_before, os.environ)
     return code
 
 
-def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, received: list[int]) -> int:
-    """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends all.
+def _watch(
+    command: Sequence[str], env: Mapping[str, str], supervisor: SshSupervisor | None, received: list[int]
+) -> int:
+    """Run a starter to its end; its exit code. A first signal asks the ranks to save and stop, a second ends
+    all.
 
     received: the signals, as they come.
     """
@@ -138,16 +151,17 @@ def _watch(command: Sequence[str], env: Mapping[str, str], front: Front | None, 
     passed_on = 0
     try:
         while process.poll() is None:
-            if front is not None:
-                front.beat()
+            if supervisor is not None:
+                supervisor.beat()
             while passed_on < len(received):
                 passed_on += 1
                 if passed_on > 1:
                     process.terminate()
-                elif front is not None:
-                    front.send(received[0])
+                elif supervisor is not None:
+                    supervisor.send(received[0])
                 else:
-                    process.send_signal(signal.SIGUSR1)  # mpirun and srun hand it on, and end at the other two
+                    # mpirun and srun hand it on, and end at the other two
+                    process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)
         return 128 - process.returncode if process.returncode < 0 else process.returncode
     finally:
@@ -159,21 +173,21 @@ def _check_ssh(host: str) -> None:
     """Raises LaunchError when a host cannot be reached without a password."""
     command = ["ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", host, "true"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        why = done.stderr.strip().rpartition("\n")[2] if done.returncode else None
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        reason = result.stderr.strip().rpartition("\n")[2] if result.returncode else None
     except FileNotFoundError:
-        why = "there is no ssh on PATH"
+        reason = "there is no ssh on PATH"
     except subprocess.TimeoutExpired:
-        why = "no answer within 30 s"
-    if why is not None:
+        reason = "no answer within 30 s"
+    if reason is not None:
         raise LaunchError(
-            f"{host} cannot be reached over ssh without a password ({why}); set up a key, or type the lines of "
+            f"{host} cannot be reached over ssh without a password ({reason}); set up a key, or type the lines of "
             "--dry-run with --hosts on each machine; no_ssh_check: true leaves this check out"
         )
 
 
 def _latest(args: "NeoXArgs") -> int | None:
-    """When the run last finished a checkpoint, in ns; None before the first."""
+    """When the run last finished a checkpoint, in ns since 1970; None before the first."""
     try:
         return (Path(args.save_dir) / "latest").stat().st_mtime_ns if args.save_dir else None
     except FileNotFoundError:

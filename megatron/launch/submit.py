@@ -2,8 +2,8 @@
 
     python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of pretrain_neox.sbatch)
 
-sbatch reads nothing of a batch file but its #SBATCH lines, which are the same everywhere. So a job that was submitted
-without --nodes submits itself again with the site's nodes, once, and ends.
+sbatch reads nothing of a batch file but its #SBATCH lines, which are the same everywhere. So a job that was
+submitted without --nodes submits itself again with the site's nodes, once, and ends.
 """
 
 import os
@@ -22,7 +22,8 @@ from megatron.neox_arguments import ConfigError
 from megatron.neox_arguments.reading.command_line import parse_deepy
 
 GO_ON = 3  # exit code: this job has the nodes that it is to have. slurm/job.sh then starts the run
-SUBMITTED_BY = "NEOX_SUBMITTED_BY"  # in the environment of a job that another one submitted: the other's number
+# In the environment of a job that another one submitted: the other's number
+SUBMITTED_BY = "NEOX_SUBMITTED_BY"
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")  # the other SLURM_* variables are this job's
 _BATCH = Path(__file__).resolve().parents[2] / "pretrain_neox.sbatch"
 # Of `scontrol show job`: what was asked for on the command line of sbatch, or by SBATCH_* variables.
@@ -39,8 +40,8 @@ _DEFAULT = {"CPUs/Task": "1", "MinMemoryNode": "0", "Nice": "0"}
 def nodes_given(env: Mapping[str, str]) -> bool:
     """Whether a job of pretrain_neox.sbatch was submitted with --nodes, or with a number of tasks.
 
-    Its batch file asks for --sockets-per-node=1 and neither nodes nor tasks: then sbatch counts tasks, one a node,
-    where --nodes stands on its command line, and only there (tried with Slurm 22.05 and 24.11).
+    Its batch file asks for --sockets-per-node=1 and neither nodes nor tasks: then sbatch counts tasks, one a
+    node, where --nodes stands on its command line, and only there (tried with Slurm 22.05 and 24.11).
     """
     return int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1 or tasks_asked_for(env) is not None
 
@@ -48,8 +49,8 @@ def nodes_given(env: Mapping[str, str]) -> bool:
 def submit_again(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, str]) -> list[str]:
     """The command that submits a job anew on so many nodes, and is otherwise as it was submitted.
 
-    job: what `scontrol show job` says of it; words: of its script; logs: files of `output` and `error`, if these are
-    files. What Slurm does not show (--signal, --switches) is as in the batch file.
+    job: what `scontrol show job` says of it; words: of its script; logs: files of `output` and `error`, if
+    these are files. What Slurm does not show (--signal, --switches) is as in the batch file.
     """
     fields = dict(re.findall(r"(?:^|\s)([A-Z][A-Za-z/]+)=(\S*)", job))
     fields |= {name: line for name in ("JobName", "Comment") if (line := _to_the_end(name, job))}
@@ -70,7 +71,8 @@ def submit_again(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, 
 
 
 def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """Submit this job again if it is to have other nodes, and print how; GO_ON where it has those it is to have."""
+    """Submit this job again if it is to have other nodes, and print how; GO_ON where it has those it is to
+    have."""
     if SUBMITTED_BY in env or "SLURM_ARRAY_JOB_ID" in env or nodes_given(env):
         return GO_ON
     try:
@@ -97,19 +99,27 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
     # Were this job started anew by Slurm, it would submit itself a second time.
     scontrol("update", f"JobId={number}", "Requeue=0")
     _say(shlex.join(command))
-    kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
+    kept = {
+        name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER
+    }
     try:
-        subprocess.run(command, check=True, env={**kept, SUBMITTED_BY: number}, cwd=_to_the_end("WorkDir", job) or None)
+        subprocess.run(
+            command, check=True, env={**kept, SUBMITTED_BY: number}, cwd=_to_the_end("WorkDir", job) or None
+        )
     except OSError as problem:
-        raise LaunchError(f"sbatch cannot be started here ({problem.strerror}); submit it with --nodes") from None
+        raise LaunchError(
+            f"sbatch cannot be started here ({problem.strerror}); submit it with --nodes"
+        ) from None
     except subprocess.CalledProcessError:
-        raise LaunchError("sbatch refuses it (see above); submit it with --nodes, and what else is asked for") from None
+        raise LaunchError(
+            "sbatch refuses it (see above); submit it with --nodes, and what else is asked for"
+        ) from None
 
 
 def _to_the_end(name: str, job: str) -> str:
-    """A value that may have spaces: the rest of its line."""
-    found = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
-    return found[1] if found else ""
+    """The value of a field that may hold spaces: the rest of its line; empty where there is no such field."""
+    match = re.search(rf"\b{name}=(.*?)\s*$", job, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _is_file(word: str) -> bool:
@@ -117,8 +127,10 @@ def _is_file(word: str) -> bool:
 
 
 def _files(logs: Mapping[str, str]) -> dict[str, str]:
-    """Those that are files; the second only where it is another one."""
-    files = {name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")}
+    """Those logs that are files; `error` only where it is another file than `output`."""
+    files = {
+        name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")
+    }
     if files.get("error") == files.get("output"):
         files.pop("error", None)
     return files

@@ -1,6 +1,8 @@
-"""Which build of torch a machine needs: by its Python, its processor and the CUDA version that its driver serves.
+"""Which build of torch a machine needs: by its Python, its processor and the CUDA version that its driver
+serves.
 
-Run before anything is installed, so it needs the standard library alone; prints what `pip install` is to be told:
+Run before anything is installed, so it needs the standard library alone; prints what `pip install` is to be
+told:
 
     python -I megatron/launch/torch_builds.py [--torch 2.11.0] [--cuda 12.6 | --cpu]
 
@@ -28,7 +30,8 @@ TRIED = {
     ("2.11.0", "cu130", (3, 11), "linux-x86_64"),  # without a GPU
     ("2.11.0", "cu130", (3, 12), "linux-x86_64"),  # the GPU tests
 }
-_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")  # keys of pip's that say where packages are
+# Keys of pip's that say where packages are
+_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
 _UV_SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
 
 
@@ -38,8 +41,9 @@ class NoBuild(ValueError):
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What to install. pin: with `+cu126` where the build that Python's own index has would not run; index: where
-    torch's makers keep it; cuda: the version that it is built for, None without CUDA; tried: by this project's tests.
+    """What to install. pin: with `+cu126` where the build that Python's own index has would not run; index:
+    where torch's makers keep it; cuda: the version that it is built for, None without CUDA; tried: by this
+    project's tests.
     """
 
     pin: str
@@ -48,19 +52,22 @@ class TorchBuild:
     tried: bool
 
     def words(self, own_index: bool = False) -> list[str]:
-        """Arguments of `pip install`. own_index: pip is told already where packages are, and has any build there but
-        one that must be named."""
-        return [self.pin] if own_index and "+" not in self.pin else [self.pin, "--extra-index-url", self.index]
+        """Arguments of `pip install`. own_index: pip is told already where packages are, and has any build
+        there but one that must be named."""
+        return (
+            [self.pin] if own_index and "+" not in self.pin else [self.pin, "--extra-index-url", self.index]
+        )
 
 
 def choose(
     python: tuple[int, int], platform: str, driver: tuple[int, int] | None, torch: str | None = None
 ) -> TorchBuild:
-    """The build for an interpreter, a platform as `linux-x86_64` and the CUDA version of the driver (None without one).
-    torch: the release wanted; None is 2.13.0, but 2.11.0 with drivers of CUDA 12, on which others train with it.
+    """The build for an interpreter, a platform as `linux-x86_64` and the CUDA version of the driver (None
+    without one). torch: the release wanted; None is 2.13.0, but 2.11.0 with drivers of CUDA 12, on which
+    others train with it.
 
-    A driver runs what is built for its own CUDA version or an older one of the same major number, and mostly for a
-    newer one of it. Raises NoBuild.
+    A driver runs what is built for its own CUDA version or an older one of the same major number, and mostly
+    for a newer one of it. Raises NoBuild.
     """
     if platform not in PLATFORMS:
         raise NoBuild(f"torch has no wheels for {platform}; there are some for {', '.join(PLATFORMS)}")
@@ -88,10 +95,10 @@ def driver_cuda() -> tuple[int, int] | None:
     """The CUDA version that the driver of this machine serves; None without a driver."""
     number = ctypes.c_int()
     try:
-        asked = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
         return None
-    return None if asked or not number.value else (number.value // 1000, number.value % 1000 // 10)
+    return None if status or not number.value else (number.value // 1000, number.value % 1000 // 10)
 
 
 def own_index(pip_config: str, env: Mapping[str, str]) -> bool:
@@ -107,12 +114,18 @@ def here() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
+    where.add_argument(
+        "--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine"
+    )
     where.add_argument("--cpu", action="store_true", help="without CUDA")
-    parser.add_argument("--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are")
+    parser.add_argument(
+        "--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are"
+    )
     options = parser.parse_args(argv)
     if options.cuda and not re.fullmatch(r"\d+\.\d+", options.cuda):
         parser.error(f"--cuda {options.cuda}: a version as 12.6 or 13.0, as nvidia-smi shows it")

@@ -1,4 +1,5 @@
-"""Run one process per rank to the end: stream rank 0, keep every rank's output, end all when one fails or is stuck."""
+"""Run one process per rank to the end: stream rank 0, keep every rank's output, end all when one fails or is
+stuck."""
 
 import os
 import selectors
@@ -13,8 +14,7 @@ from types import FrameType
 from typing import Protocol
 
 from megatron.launch.ranks import STACK, Rank, start_rank
-from megatron.launch.stacks import STACKS_SIGNAL
-from megatron.process import LogFile, say, take_early
+from megatron.process import STACKS_SIGNAL, LogFile, say, take_early_signals
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -29,14 +29,22 @@ STACKS_S = 2.0  # for the ranks to write their stacks
 PEER_S = 1.5  # for another machine to say that its rank failed first
 TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
 # A rank does this to itself, perhaps because a peer has gone. Any other signal came from outside.
-CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
+CRASHES = (
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. code: 0, or that of the rank that failed first; reason: which and how, in words; repeatable:
-    whether the same command may fare better. It will not after a refusal, where the rank said itself what is wrong and
-    ended with code 1, nor shall it after a signal from outside."""
+    """How a run ended. code: 0, or that of the rank that failed first; reason: which and how, in words;
+    repeatable: whether the same command may fare better. It will not after a refusal, where the rank said
+    itself what is wrong and ended with code 1, nor shall it after a signal from outside."""
 
     code: int
     reason: str = ""
@@ -44,18 +52,19 @@ class Outcome:
     log: str = ""  # of the rank that failed
 
 
-class Elsewhere(Protocol):
-    """The launchers of the same run on other machines."""
+class PeerLaunchers(Protocol):
+    """The launchers of the same run on other machines; `LauncherRendezvous` is one."""
 
     def signals(self) -> list[int]:
         """Signals for all ranks, in the order in which they came."""
         ...
 
-    def heard(self) -> Outcome | None:
-        """How the run ended: well when all machines said so, else as the first that failed; None while it goes on."""
+    def outcome(self) -> Outcome | None:
+        """How the run ended: well when all machines said so, else as the first that failed; None while it
+        goes on."""
         ...
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         """Say how the ranks of this machine ended."""
         ...
 
@@ -69,7 +78,7 @@ def signals_kept() -> Iterator[list[int]]:
         received.append(number)
 
     previous = {number: signal.signal(number, remember) for number in PASSED_ON}
-    received += take_early(previous[signal.SIGUSR1])
+    received += take_early_signals(previous[signal.SIGUSR1])
     try:
         yield received
     finally:
@@ -81,21 +90,22 @@ def watch_ranks(
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     log_dir: Path,
-    elsewhere: Elsewhere | None = None,
+    peers: PeerLaunchers | None = None,
 ) -> Outcome:
     """Run `command` once per environment, each with its RANK.
 
-    Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails all are
-    ended with their children, and its traceback is shown last; when one was killed, is stopped or ended because nothing
-    moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to every rank. A rank killed by
-    signal N counts as exit code 128 + N. With `elsewhere` the run ends when it has ended on every machine.
+    Rank 0's output goes to our stdout as it comes, every rank's to `log_dir/rank_<r>.log`. When a rank fails
+    all are ended with their children, and its traceback is shown last; when one was killed, is stopped or
+    ended because nothing moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to
+    every rank. A rank killed by signal N counts as exit code 128 + N. With `peers` the run ends when it has
+    ended on every machine.
     """
     ranks: list[Rank] = []
-    told: set[str] = set()
+    complaints: set[str] = set()
 
     def complain(text: str) -> None:  # of the disk that all logs are on, once
-        if text not in told:
-            told.add(text)
+        if text not in complaints:
+            complaints.add(text)
             say(f"deepy.py: warning: {text}")
 
     with signals_kept() as received:
@@ -103,7 +113,7 @@ def watch_ranks(
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            return _watch(ranks, received, _Screen(), elsewhere)
+            return _watch(ranks, received, _Screen(), peers)
         finally:
             _end(ranks)
             for rank in ranks:
@@ -112,7 +122,8 @@ def watch_ranks(
 
 
 class _Screen:
-    """Our stdout as bytes. When its reader goes away, or its disk is full, the run goes on, only unseen."""
+    """Our stdout, written as bytes. When its reader goes away or its disk is full, the run goes on, only
+    unseen."""
 
     def __init__(self) -> None:
         with suppress(OSError):
@@ -120,7 +131,7 @@ class _Screen:
         self._descriptor = sys.stdout.fileno()
 
     def show(self, rank: Rank) -> None:
-        """Show what is held of a rank: only of rank 0, which may be on another machine, is anything."""
+        """Write what is held back of a rank's output; only rank 0 has any, and may be on another machine."""
         data, rank.held = rank.held, b""
         try:
             while data:
@@ -131,16 +142,16 @@ class _Screen:
             pass
 
 
-def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: Elsewhere | None) -> Outcome:
+def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerLaunchers | None) -> Outcome:
     """Pump output, pass signals on, until all ranks have ended, one has failed or one is stopped."""
-    passed_on, looked, told = 0, time.monotonic(), False
+    passed_on, looked, reported_done = 0, time.monotonic(), False
     began = looked
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.output, selectors.EVENT_READ, rank)
         while True:
-            if elsewhere is not None:
-                received += elsewhere.signals()
+            if peers is not None:
+                received += peers.signals()
             while passed_on < len(received) and not _too_early(ranks, received[passed_on], began):
                 for rank in ranks:
                     rank.signal(received[passed_on])
@@ -153,21 +164,21 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: E
             failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
             if failed:
                 culprit = _first_failed(ranks, failed[0])
-                cause = _earlier(culprit, elsewhere)
+                cause = _earlier(culprit, peers)
                 if cause is not None:
                     return _end_with(cause, ranks, screen)
-                return _tell(elsewhere, _report_failure(culprit, ranks, screen, received))
+                return _report_to(peers, _report_failure(culprit, ranks, screen, received))
             if None not in codes:
                 for rank in ranks:
                     rank.read_all()
                 screen.show(ranks[0])
-                if elsewhere is None:
+                if peers is None:
                     return Outcome(0)
-                if not told:
-                    elsewhere.tell(Outcome(0))
-                    told = True
+                if not reported_done:
+                    peers.report(Outcome(0))
+                    reported_done = True
                 time.sleep(POLL_S)
-            ended = elsewhere.heard() if elsewhere is not None else None
+            ended = peers.outcome() if peers is not None else None
             if ended is not None:
                 return _end_with(ended, ranks, screen)
             looked, last = time.monotonic(), looked
@@ -176,26 +187,27 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, elsewhere: E
                     rank.stopped_at = None
             for rank in ranks:
                 if rank.stopped_for() > STOPPED_S:
-                    return _tell(elsewhere, _report_stopped(rank, ranks, screen, bool(received)))
+                    return _report_to(peers, _report_stopped(rank, ranks, screen, bool(received)))
             suspect = _suspect(ranks)
-            if suspect is None or suspect.index == 0:  # else rank 0 may be about to complain of what another did
+            # Else rank 0 may be about to complain of what another did
+            if suspect is None or suspect.index == 0:
                 screen.show(ranks[0])
 
 
-def _earlier(culprit: Rank, elsewhere: Elsewhere | None) -> Outcome | None:
-    """How a rank of another machine failed, of which ours only complains: it lost a peer."""
-    if elsewhere is None or not culprit.traceback_at:
+def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:
+    """How a rank of another machine failed, if ours only failed because it lost that peer; else None."""
+    if peers is None or not culprit.traceback_at:
         return None
     deadline = time.monotonic() + PEER_S
-    while (ended := elsewhere.heard()) is None and time.monotonic() < deadline:
+    while (ended := peers.outcome()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return ended
 
 
-def _tell(elsewhere: Elsewhere | None, outcome: Outcome) -> Outcome:
-    """The outcome, of which the other machines now know."""
-    if elsewhere is not None:
-        elsewhere.tell(outcome)
+def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
+    """Report an outcome to the other machines, if there are any, and return it."""
+    if peers is not None:
+        peers.report(outcome)
     return outcome
 
 
@@ -204,13 +216,16 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     _end(ranks)
     screen.show(ranks[0])
     if outcome.code:
-        say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
+        say(
+            f"deepy.py: error: {outcome.reason}"
+            + (f"; its output is in {outcome.log} there" if outcome.log else "")
+        )
     return outcome
 
 
 def _too_early(ranks: list[Rank], number: int, began: float) -> bool:
-    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting, or Ctrl-C meet a Python that
-    is: it answers with a traceback until `begin_process`, which takes up both."""
+    """Whether USR1, which asks for a checkpoint, would end ranks that are just starting, or Ctrl-C meet a
+    Python that is: it answers with a traceback until `begin_process`, which takes up both."""
     patience = {signal.SIGUSR1: STARTING_S, signal.SIGINT: PYTHON_S}.get(signal.Signals(number), 0.0)
     return time.monotonic() - began < patience and any(rank.would_die(signal.SIGUSR1) for rank in ranks)
 
@@ -227,8 +242,8 @@ def _suspect(ranks: list[Rank]) -> Rank | None:
 
 
 def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
-    """Whom to blame: a rank that was ended from outside or refused in one line, of which others complain, else the one
-    that printed a traceback first, if it does end of it."""
+    """Whom to blame: a rank that was ended from outside or refused in one line, of which others complain,
+    else the one that printed a traceback first, if it does end of it."""
     suspect = _suspect(ranks)
     if suspect is not None:
         deadline = time.monotonic() + GRACE_S
@@ -247,7 +262,8 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     """End every rank and show why one failed. asked_for: signals that were passed on."""
     culprit.read_all()
     code = culprit.process.poll() or 1
-    if culprit.ended_by() in asked_for:  # before it could take it for the wish to save and stop, or for a second one
+    # Before it could take it for the wish to save and stop, or for a second one
+    if culprit.ended_by() in asked_for:
         _end(ranks)
         screen.show(ranks[0])
         name = _signal_name(culprit.ended_by())
@@ -265,27 +281,29 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
         screen.show(culprit)
     _end(ranks)
     screen.show(ranks[0])
-    shown = f"{culprit.log.path} ends with:\n{culprit.last_words(TAIL_LINES)}"
+    shown = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
     say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
     refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
     repeatable = not refused and not asked_for
     return Outcome(128 - code if code < 0 else code, reason, repeatable, str(culprit.log.path.resolve()))
 
 
-def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, told: bool) -> Outcome:
+def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_asked: bool) -> Outcome:
     """End every rank because one is stopped and the others wait for it."""
     reason = (
-        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
+        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on "
+        f"for {STOPPED_S:.0f} s"
     )
     _show_stacks(culprit, ranks, screen)
     _end(ranks, politely=False)
     screen.show(ranks[0])
     say(f"deepy.py: error: {reason}; its stack is above")
-    return Outcome(128 + signal.SIGSTOP, reason, not told, str(culprit.log.path.resolve()))
+    return Outcome(128 + signal.SIGSTOP, reason, not stop_was_asked, str(culprit.log.path.resolve()))
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
-    """Show where every rank is, or what it said last, the culprit last of all. Its own end is shown by the report."""
+    """Show where every rank is, or what it said last, the culprit last of all. Its own end is shown by the
+    report."""
     before = {rank.index: rank.tail.count(STACK) for rank in ranks}
     for rank in ranks:
         rank.signal(STACKS_SIGNAL)
@@ -308,7 +326,7 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
             screen.show(rank)
         else:
             say(
-                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_words(TAIL_LINES)}"
+                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_lines(TAIL_LINES)}"
             )
 
 

@@ -1,10 +1,25 @@
 """What every process of a run does first, and how it writes what is only read by people.
 
-`begin_process` comes before anything slow is imported; `LogFile` and `say` never decide the fate of a run. This room
+`begin_process` comes before anything slow is imported; `show_stacks_on_signal` lets a launcher ask a rank
+where it is; `LogFile` and `say` never decide the fate of a run. This package
 imports nothing but a few modules that Python itself has loaded.
 """
 
-from megatron.process.early_signals import begin_process, exit_code, take_early
+from megatron.process.early_signals import (
+    STACKS_SIGNAL,
+    begin_process,
+    exit_code,
+    show_stacks_on_signal,
+    take_early_signals,
+)
 from megatron.process.logfile import LogFile, say
 
-__all__ = ["LogFile", "begin_process", "exit_code", "say", "take_early"]
+__all__ = [
+    "STACKS_SIGNAL",
+    "LogFile",
+    "begin_process",
+    "exit_code",
+    "say",
+    "show_stacks_on_signal",
+    "take_early_signals",
+]

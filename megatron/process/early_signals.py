@@ -1,5 +1,7 @@
-"""The first and the last moments of a process: closed streams, signals that nobody acts on yet, the last flush."""
+"""The first and the last moments of a process: closed streams, signals that nobody acts on yet, stacks on
+demand, the last flush."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -8,11 +10,14 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+STACKS_SIGNAL = signal.SIGUSR2  # has a rank write where it is
+_STDERR = 2
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 class _Remembered:
-    """A handler that only notes the signal. Who takes its place asks it for `received`, as `SignalWatch` does."""
+    """A handler that only notes the signal. Who takes its place asks it for `received`, as `SignalWatch`
+    does."""
 
     received = 0
 
@@ -21,27 +26,40 @@ class _Remembered:
 
 
 def begin_process(name: str, advice: str = "") -> None:
-    """To be called by a command before it imports anything slow; until a run takes the signals up.
+    """Prepare a process for signals; a command calls it before it imports anything slow.
 
-    Standard streams that were closed become /dev/null. USR1, a scheduler's notice that time is running out, no longer
-    ends this process: a run saves and stops after its first step. Ctrl-C ends it with one line, `name`: interrupted
-    and the advice, and exit code 130, also while modules are imported and while the interpreter ends. Other signals
-    end a run that has not begun.
+    Standard streams that were closed become /dev/null. USR1, a scheduler's notice that time is running out,
+    no longer ends this process: a run saves and stops after its first step. Ctrl-C ends it with one line,
+    `name`: interrupted and the advice, and exit code 130, also while modules are imported and while the
+    interpreter ends. Other signals end a run that has not begun.
     """
     _open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
-        signal.signal(signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode()))
+        signal.signal(
+            signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode())
+        )
     signal.signal(signal.SIGUSR1, _Remembered())  # last: a launcher sees by it that both are taken up
 
 
-def take_early(handler: Any) -> list[int]:
-    """Signals that came since `begin_process`, for who takes them up now. handler: that of USR1 until then."""
+def take_early_signals(handler: Any) -> list[int]:
+    """Signals that came since `begin_process`, for who handles them from now on. handler: that of USR1 until
+    then."""
     return [signal.SIGUSR1] if getattr(handler, "received", 0) else []
 
 
+def show_stacks_on_signal() -> None:
+    """From now on SIGUSR2, and a crash in compiled code, write the Python stacks of all threads to stderr:
+    also while this process waits in compiled code, as in a collective."""
+    faulthandler.enable(file=_STDERR)
+    faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
+
+
 def exit_code(code: int) -> int:
-    """The code, with which a process ends also where its last words cannot be written: the interpreter would say so
-    with a code of its own (120)."""
+    """Flush stdout and stderr and return `code`, with which the process then ends also where they cannot be
+    written.
+
+    The interpreter would end with a code of its own (120) instead.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -64,7 +82,8 @@ def _interrupted(line: bytes) -> Callable[[int, FrameType | None], None]:
 
 
 def _open_streams() -> None:
-    """The next file to be opened would otherwise get the descriptor of a closed stream, and what is written there."""
+    """The next file to be opened would otherwise get the descriptor of a closed stream, and what is written
+    there."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
             continue

@@ -10,8 +10,8 @@ KEPT = 1 << 20  # bytes of one file
 
 
 class LogFile:
-    """A file that is added to. Where its disk is full or read-only, what comes is kept, up to KEPT bytes (the newest),
-    and written as soon as it can be; a line stands for what was lost.
+    """A log file that is only added to. Where its disk is full or read-only, what comes is kept, up to KEPT
+    bytes (the newest), and written as soon as it can be; a line stands for what was lost.
 
     say: is told once, in a line that names the folder alone, so that it is the same for all files there.
     """
@@ -54,7 +54,9 @@ class LogFile:
 
     def _write(self) -> None:
         if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(
+                self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
         if self._lost:
             os.write(self._descriptor, b"\n[%d bytes could not be written]\n" % self._lost)
             self._lost = 0
@@ -63,7 +65,7 @@ class LogFile:
 
 
 def say(text: str) -> None:
-    """A line on stderr, if it can be written."""
+    """Write a line to stderr, if that can be written to; else it is lost."""
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -20,8 +20,8 @@ from megatron.distributed import (
     Watchdog,
     check_transport,
     configure_logging,
-    meet,
     on_rank_zero,
+    rendezvous_and_check,
     run_on_all_ranks,
     run_on_each_rank,
 )
@@ -117,7 +117,7 @@ def start(
     check_curriculum(args)
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
-    store = meet(args, process, logger, shared=None if is_remote(args.save) else args.save)
+    store = rendezvous_and_check(args, process, logger, shared=None if is_remote(args.save) else args.save)
     fetch_remote_source(args)
     groups = init_model_parallel(args, process, logger, store)
     check_transport(args, groups, process, logger)

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from megatron.launch.cuda_driver import capabilities, device_count
 from megatron.launch.devices import visible_gpus
 from megatron.launch.doctor import main
 from megatron.launch.doctor.devices import read_gpus
-from megatron.launch.driver import capabilities, device_count
 
 pytestmark = pytest.mark.gpu
 

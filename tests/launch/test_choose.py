@@ -7,9 +7,10 @@ import pytest
 from megatron.launch.devices import choose_ranks
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
-from megatron.launch.launcher_rendezvous import Place
+from megatron.launch.launcher_rendezvous import RankAssignment
 from megatron.launch.local import environments
-from megatron.launch.plan import Run, hand_over, plan
+from megatron.launch.plan import plan
+from megatron.launch.run import Run, write_args_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 GPUS = ["0", "1", "2", "3"]
@@ -83,12 +84,12 @@ def test_rank_environment(monkeypatch):
     monkeypatch.setattr("os.environ", {"HOME": "/h"})
     node = Node("b", 4, devices=("4", "5", "6", "7"))
     run = Run("nodes", ("python",), (Node("a", 3), node), Path(), None, Path(), node_rank=1, master_addr="10.0.0.7")
-    env = environments(run, Place(3, 7, 1234), restarts=2)[2]
+    env = environments(run, RankAssignment(3, 7, 1234), restarts=2)[2]
     place = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NEOX_RESTARTS": "2"}
     meeting = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
     assert env == {"HOME": "/h", **place, **meeting, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "2"}
     monkeypatch.setattr("os.environ", {"OMP_NUM_THREADS": "5"})
-    assert environments(run, Place(3, 7, 1234))[0]["OMP_NUM_THREADS"] == "5"
+    assert environments(run, RankAssignment(3, 7, 1234))[0]["OMP_NUM_THREADS"] == "5"
 
 
 def _args(**changes):
@@ -104,7 +105,7 @@ def no_gpus(monkeypatch):
 def test_plan_hands_the_args_over_in_a_file(tmp_path, no_gpus):
     args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
     run = plan("train.py", args, ["--more"])
-    hand_over(run)
+    write_args_file(run)
     assert run.world_size == 2
     assert run.log_dir == tmp_path / "run" / "logs"
     script, flag, path, more = run.command[-4:]
@@ -116,7 +117,7 @@ def test_plan_hands_the_args_over_in_a_file(tmp_path, no_gpus):
 def test_plan_with_keys_set(tmp_path, no_gpus):
     run = plan("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
     assert (run.world_size, run.log_dir, run.master_port) == (1, tmp_path, 29500)
-    assert environments(run, Place(0, 1, 29500))[0]["MASTER_ADDR"] == "10.0.0.7"
+    assert environments(run, RankAssignment(0, 1, 29500))[0]["MASTER_ADDR"] == "10.0.0.7"
 
 
 def test_plan_refuses_a_layout_that_does_not_fit(tmp_path, no_gpus):

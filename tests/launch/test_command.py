@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_each_name_starts_what_is_typed_in_a_clone(words, line):
-    python, *found = script_line(words.split(), ROOT)
+    python, *command = script_line(words.split(), ROOT)
     assert python == sys.executable
-    assert [word.removeprefix(f"{ROOT}/") for word in found] == line.split()
+    assert [word.removeprefix(f"{ROOT}/") for word in command] == line.split()
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_refused_in_one_line(deepy, words, message):
 
 
 def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatch):
-    from megatron.launch.plan import hand_over, plan
+    from megatron.launch.plan import plan
+    from megatron.launch.run import write_args_file
     from megatron.neox_arguments import NeoXArgs
     from tests.training.runs import BASE
 
@@ -82,7 +83,7 @@ def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatc
         monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
         values = {**BASE, "log_dir": str(tmp_path), "optimizer": {"type": "Adam", "params": {"lr": lr}}}
         run = plan("train.py", NeoXArgs.from_dict(values))
-        hand_over(run)
+        write_args_file(run)
         files.append(run.command[-1])
     assert [NeoXArgs.from_json(open(file).read()).lr for file in files] == [1e-3, 5e-3]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.launch import devices, driver
+from megatron.launch import cuda_driver, devices
 
 ASKED = 8  # what torch says when it is asked
 
@@ -44,7 +44,7 @@ def test_a_driver_that_does_not_answer_has_not_said_none(state, count, monkeypat
 
     fake = SimpleNamespace(cuInit=lambda flags: state, cuDeviceGetCount=get_count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    assert driver.device_count() == count
+    assert cuda_driver.device_count() == count
 
 
 def test_without_a_driver(monkeypatch):
@@ -52,4 +52,4 @@ def test_without_a_driver(monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert driver.device_count() is None and driver.capabilities() == []
+    assert cuda_driver.device_count() is None and cuda_driver.capabilities() == []

@@ -58,9 +58,9 @@ def test_a_taken_port_a_full_disk_and_a_bad_deepspeed_are_found_by_the_command(t
         env={**os.environ, "PYTHONPATH": f"{tmp_path}/packages:{ROOT}"},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    failed = {check["name"]: check["found"] for check in found["checks"] if check["state"] == "failed"}
-    assert found["state"] == "failed"
+    report = json.loads(done.stdout)
+    failed = {check["name"]: check["found"] for check in report["checks"] if check["state"] == "failed"}
+    assert report["state"] == "failed"
     assert failed.pop("deepspeed").startswith("deepspeed 0.16.4 computes wrong gradients")
     assert failed.pop(f"port {listening}").startswith("is taken by ")
     if full:
@@ -85,10 +85,10 @@ def test_the_words_that_take_the_place_of_verify_setup(capsys, monkeypatch, list
     (tmp_path / "model.safetensors").touch()
     words = ["--gpus", "2,3", "--port", str(free_port()), "--peer", f"127.0.0.1:{listening}", "--model", str(tmp_path)]
     assert main([*words, "--peer", f"127.0.0.1:{free_port()}", "--json"], lambda args: None) == 1
-    found = [(check["name"], check["state"]) for check in json.loads(capsys.readouterr().out)["checks"]]
-    assert {("gpu 2", "failed"), ("gpu 3", "failed"), (f"peer 127.0.0.1:{listening}", "ok")} <= set(found)
-    assert (f"model {tmp_path}", "ok") in found
-    failed = [name.partition(":")[0] for name, state in found if state == "failed"]
+    states = [(check["name"], check["state"]) for check in json.loads(capsys.readouterr().out)["checks"]]
+    assert {("gpu 2", "failed"), ("gpu 3", "failed"), (f"peer 127.0.0.1:{listening}", "ok")} <= set(states)
+    assert (f"model {tmp_path}", "ok") in states
+    failed = [name.partition(":")[0] for name, state in states if state == "failed"]
     assert failed == ["gpu 2", "gpu 3", "peer 127.0.0.1"]
 
 
@@ -217,31 +217,31 @@ def test_transport(env, network, state, said):
 
 
 def test_interfaces_that_variables_name():
-    there = ("lo", "hsn0", "hsn1")
-    assert not interface_checks({"NCCL_SOCKET_IFNAME": "hsn", "GLOO_SOCKET_IFNAME": "hsn0"}, there)
-    assert not interface_checks({"NCCL_SOCKET_IFNAME": "^lo"}, there)
-    wrong = interface_checks({"NCCL_SOCKET_IFNAME": "=hsn", "GLOO_SOCKET_IFNAME": "hsn"}, there)
+    interfaces = ("lo", "hsn0", "hsn1")
+    assert not interface_checks({"NCCL_SOCKET_IFNAME": "hsn", "GLOO_SOCKET_IFNAME": "hsn0"}, interfaces)
+    assert not interface_checks({"NCCL_SOCKET_IFNAME": "^lo"}, interfaces)
+    wrong = interface_checks({"NCCL_SOCKET_IFNAME": "=hsn", "GLOO_SOCKET_IFNAME": "hsn"}, interfaces)
     assert [check.name for check in wrong] == ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
     assert "no such interface; here are lo, hsn0, hsn1" in wrong[0].found
 
 
 def test_nccl_library(tmp_path):
     """The choice itself has a table of its own: test_nccl.py."""
-    own = Nccl((2, 28, 9), "/venv/libnccl.so.2")
+    torch_nccl = Nccl((2, 28, 9), "/venv/libnccl.so.2")
     old, new = (library(tmp_path / version / "libnccl.so.2", version) for version in ("2.26.6", "2.29.2"))
-    gone = nccl_check(own, {"NCCL_LIBRARY": "/gone"}, ())
+    gone = nccl_check(torch_nccl, {"NCCL_LIBRARY": "/gone"}, ())
     assert (gone.state, gone.found) == ("failed", "NCCL_LIBRARY=/gone is no file") and "module" in gone.advice
     assert nccl_check(None, {"NCCL_LIBRARY": old}, ()).found == "none: there is no torch with CUDA"
-    assert nccl_check(own, {}, ()).found == "2.28.9, torch's own (/venv/libnccl.so.2)"
+    assert nccl_check(torch_nccl, {}, ()).found == "2.28.9, torch's own (/venv/libnccl.so.2)"
     # A module has put it there, and torch did not take it; then: torch did, or could not even be imported.
-    check = nccl_check(own, {"LD_LIBRARY_PATH": str(Path(old).parent)}, ["/venv/libnccl.so.2"])
+    check = nccl_check(torch_nccl, {"LD_LIBRARY_PATH": str(Path(old).parent)}, ["/venv/libnccl.so.2"])
     assert check.state == "ok" and "2.26.6 of this machine" in check.found and "is left out" in check.found
-    check = nccl_check(own, {"LD_PRELOAD": old}, [old])
+    check = nccl_check(torch_nccl, {"LD_PRELOAD": old}, [old])
     assert (check.state, check.advice) == ("failed", "LD_PRELOAD=/venv/libnccl.so.2 python deepy.py ...")
     assert check.found == f"2.26.6 ({old}) is loaded, older than the 2.28.9 that torch was built with"
-    check = nccl_check(own, {"NCCL_LIBRARY": new}, ["/venv/libnccl.so.2"])
+    check = nccl_check(torch_nccl, {"NCCL_LIBRARY": new}, ["/venv/libnccl.so.2"])
     assert (check.state, check.advice) == ("warning", f"LD_PRELOAD={new} python deepy.py ...")
-    assert nccl_check(own, {"NCCL_LIBRARY": new}, [new]).state == "ok"
+    assert nccl_check(torch_nccl, {"NCCL_LIBRARY": new}, [new]).state == "ok"
 
 
 def gpu(name: str, model: str = "H100", free: int = 80, problem: str = "", capability=(9, 0)) -> Gpu:
@@ -261,8 +261,8 @@ def test_gpus():
 def test_abilities_and_driver():
     torch = Torch("2.13.0", "13.0", "9.13.0")
     assert ability_check([], torch) is None
-    found = ability_check([gpu("0"), gpu("1", capability=(8, 0))], torch).found
-    assert found == "capability 8.0: bf16 yes, TF32 yes, FP8 no, FP4 no; cuDNN 9.13.0"
+    ability = ability_check([gpu("0"), gpu("1", capability=(8, 0))], torch).found
+    assert ability == "capability 8.0: bf16 yes, TF32 yes, FP8 no, FP4 no; cuDNN 9.13.0"
     assert ability_check([gpu("0", capability=(7, 5))], torch).advice == "train with precision: fp16"
     assert driver_check(None, Torch("2.13.0+cpu"), 0).state == "ok"
     assert "older than CUDA 13.0 needs" in driver_check("535.1", torch, 0).advice

@@ -73,9 +73,9 @@ class Ended(NamedTuple):
 
     def losses(self) -> dict[int, float]:
         rows = [json.loads(line) for line in (self.save / "logs" / "metrics.jsonl").read_text().splitlines()]
-        found = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
-        assert len(found) == len(dict(found)), "each step stands once"
-        return dict(found)
+        losses = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
+        assert len(losses) == len(dict(losses)), "each step stands once"
+        return dict(losses)
 
 
 def run(folder: Path, *words: str, script: str = "train.py", hit: tuple[int, int] | None = None, **more: Any) -> Ended:
@@ -116,8 +116,8 @@ def run(folder: Path, *words: str, script: str = "train.py", hit: tuple[int, int
 def ranks_of(launcher: int) -> dict[int, int]:
     """Process id of each rank."""
     pids = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-    found = {pid: re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
-    return {int(match[1]): pid for pid, match in found.items() if match}
+    ranks = {pid: re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
+    return {int(match[1]): pid for pid, match in ranks.items() if match}
 
 
 def bash(command: str, log: Path) -> tuple[int, str]:
@@ -145,8 +145,8 @@ def every_row(log: Path) -> None:
     """Rows 7 to 11 on the log of a run that failed: progress, loss and experiment can be read, trouble is found."""
     assert re.search(r"lm_loss: \d", bash('grep "iteration.*lm_loss" <log>', log)[1])
     for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[0-9.E+-]+"):
-        found = bash(f"""grep "iteration.*lm_loss:" <log> | tail -1 | grep -oP '{pattern}'""", log)[1]
-        assert float(found) > 0
+        loss = bash(f"""grep "iteration.*lm_loss:" <log> | tail -1 | grep -oP '{pattern}'""", log)[1]
+        assert float(loss) > 0
     assert bash(EXPERIMENT, log) == (0, "sf_model_organisms/exp_1\n")
     assert bash(ANY_TROUBLE, log)[0] == 0
     assert bash(CRASHED, log)[0] == 0
@@ -203,11 +203,11 @@ def test_a_full_disk_under_save_and_logs_is_told_in_one_line(tmp_path: Path) -> 
     disk = [sys.executable, "-m", "tests.disks", str(tmp_path / "disk"), "2000", str(tmp_path / "kept")]
     command = [*disk, sys.executable, str(ROOT / "deepy.py"), "filling.py", "model.yml"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and "Traceback" not in said, said
-    assert re.search(r"^train.py: error: disk/run: a checkpoint takes about [\d.]+ kB, 0 bytes are free", said, re.M)
-    assert re.search(r"iteration +6/", said), "six steps were made"
-    assert "disk/run/logs: logs cannot be written (No space left on device); the run goes on" in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in output, output
+    assert re.search(r"^train.py: error: disk/run: a checkpoint takes about [\d.]+ kB, 0 bytes are free", output, re.M)
+    assert re.search(r"iteration +6/", output), "six steps were made"
+    assert "disk/run/logs: logs cannot be written (No space left on device); the run goes on" in output
 
 
 @pytest.mark.more  # test_local.py has it without torch

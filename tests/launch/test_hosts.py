@@ -58,8 +58,8 @@ def test_choice_is_deepspeeds(text, word):
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
     words = {"include": "", "exclude": "", word: text}
-    theirs = parse_inclusion_exclusion(POOL, words["include"], words["exclude"])
-    assert choose_slots(SLOTS, words["include"] or None, words["exclude"] or None) == dict(theirs)
+    deepspeeds = parse_inclusion_exclusion(POOL, words["include"], words["exclude"])
+    assert choose_slots(SLOTS, words["include"] or None, words["exclude"] or None) == dict(deepspeeds)
 
 
 @pytest.mark.parametrize(

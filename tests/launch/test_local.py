@@ -14,7 +14,7 @@ import pytest
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = """
@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron.launch import watch
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
-from megatron.launch.plan import Run
+from megatron.launch.run import Run
 watch.STOPPED_S = 1.5
 command = (sys.executable, "-u", sys.argv[1])
 logs = Path("logs")
@@ -214,7 +214,7 @@ def test_a_stopped_rank_ends_the_run_with_every_stack(launch):
     """While it is stopped nothing but the launcher can tell."""
     run = launch(
         """
-        from megatron.launch import show_stacks_on_signal
+        from megatron.process import show_stacks_on_signal
         show_stacks_on_signal()
         def waits_for_the_other():
             time.sleep(60)
@@ -309,12 +309,12 @@ def test_one_rank_is_watched_like_several(launch, tmp_path):
 def test_rank_0_sees_a_terminal_when_there_is_one(launch, tmp_path):
     import pty
 
-    ours, theirs = pty.openpty()
-    run = launch("print('terminal', sys.stdout.isatty(), sys.stderr.isatty())", 2, stdout=theirs, stderr=theirs)
+    parent_end, child_end = pty.openpty()
+    run = launch("print('terminal', sys.stdout.isatty(), sys.stderr.isatty())", 2, stdout=child_end, stderr=child_end)
     run.wait(30)
-    os.close(theirs)
-    assert os.read(ours, 1000) == b"terminal True True\r\n"
-    os.close(ours)
+    os.close(child_end)
+    assert os.read(parent_end, 1000) == b"terminal True True\r\n"
+    os.close(parent_end)
     logs = [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
     assert logs == ["terminal True True\n", "terminal False False\n"]
 

@@ -158,6 +158,6 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_starts(
     if "log_dir" not in keys:
         (tmp_path / "model.yml").write_text(text.replace("log_dir: logs\n", ""))
     disk = "disk" if "disk" in keys.values() else ""
-    code, said = run_ranks(refused, 1, str(tmp_path), "model.yml", disk, init=False)[0]
-    assert code == 1 and said.startswith(f"deepy.py: error: {line}") and said.count("\n") == 1, said
+    code, output = run_ranks(refused, 1, str(tmp_path), "model.yml", disk, init=False)[0]
+    assert code == 1 and output.startswith(f"deepy.py: error: {line}") and output.count("\n") == 1, output
     assert not (tmp_path / "started").exists()

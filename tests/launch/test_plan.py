@@ -10,7 +10,8 @@ import pytest
 from megatron.launch import dry_run, enter
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
-from megatron.launch.plan import Run, plan
+from megatron.launch.plan import plan
+from megatron.launch.run import Run
 from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.reading.command_line import parse_deepy
@@ -24,7 +25,7 @@ def machine(tmp_path, monkeypatch):
     """A machine `here` with four GPUs; a.example resolves to nothing of ours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: ["0", "1", "2", "3"])
-    monkeypatch.setattr("megatron.launch.plan.is_here", lambda host: host in ("here", "localhost", "127.0.0.1"))
+    monkeypatch.setattr("megatron.launch.plan.is_this_machine", lambda host: host in ("here", "localhost", "127.0.0.1"))
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
 

@@ -22,7 +22,7 @@ log_dir: logs
 SCRIPT = """\
 import os, signal, sys, time
 from pathlib import Path
-from megatron.launch import show_stacks_on_signal
+from megatron.process import show_stacks_on_signal
 from megatron.neox_arguments.reading.command_line import parse_script
 show_stacks_on_signal()
 args = parse_script(sys.argv[1:], "script.py")

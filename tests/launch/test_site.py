@@ -76,10 +76,10 @@ def job(tmp_path):
 
 
 def test_a_job_on_slingshot(job, tmp_path):
-    own = fake_torch(tmp_path / "packages", "2.28.9")
+    torch_nccl = fake_torch(tmp_path / "packages", "2.28.9")
     old = library(tmp_path / "modules" / "libnccl.so.2", "2.26.6")
     given = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
-    found, done = job(MODULES=str(Path(old).parent), **given)
+    variables, done = job(MODULES=str(Path(old).parent), **given)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:3] == [
         "loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"
@@ -88,13 +88,15 @@ def test_a_job_on_slingshot(job, tmp_path):
     assert "tr0ub4dor" not in done.stderr, "not under `bash -x` either"
     expected = SLINGSHOT | {name: f"/p/public/{place}" for name, place in PLACES.items()}
     expected |= {"NEOX_NODES": "8", "NEOX_NODES_PRETRAIN": "64", "FI_CXI_RX_MATCH_MODE": "hybrid"}
-    expected |= {"NCCL_LIBRARY": own, "LD_PRELOAD": own}
+    expected |= {"NCCL_LIBRARY": torch_nccl, "LD_PRELOAD": torch_nccl}
     del expected["NCCL_ALGO"]
-    assert expected.items() <= found.items(), {k: found.get(k) for k in expected if found.get(k) != expected[k]}
-    assert "NCCL_ALGO" not in found, "set to nothing, it is left out"
-    said = f"NCCL: 2.28.9, torch's own ({own}); 2.26.6 of this machine ({old}) is older"
+    assert expected.items() <= variables.items(), {
+        k: variables.get(k) for k in expected if variables.get(k) != expected[k]
+    }
+    assert "NCCL_ALGO" not in variables, "set to nothing, it is left out"
+    said = f"NCCL: 2.28.9, torch's own ({torch_nccl}); 2.26.6 of this machine ({old}) is older"
     assert sum(said in line for line in done.stderr.splitlines()) == 1
-    again, _ = job(MODULES=str(Path(old).parent), **found)  # the job that this one submits has its variables
+    again, _ = job(MODULES=str(Path(old).parent), **variables)  # the job that this one submits has its variables
     assert "NCCL_ALGO" not in again and again["NCCL_PROTO"] == "^LL128"
 
 
@@ -102,8 +104,8 @@ def test_an_nccl_that_is_new_enough_is_preloaded(job, tmp_path):
     """The fork's stack: torch 2.5 with 2.21.5, and the module's 2.26.6."""
     fake_torch(tmp_path / "packages", "2.21.5")
     new = library(tmp_path / "modules" / "libnccl.so.2", "2.26.6")
-    found, _ = job(MODULES=str(Path(new).parent))
-    assert (found["NCCL_LIBRARY"], found["LD_PRELOAD"]) == (new, new)
+    variables, _ = job(MODULES=str(Path(new).parent))
+    assert (variables["NCCL_LIBRARY"], variables["LD_PRELOAD"]) == (new, new)
 
 
 def test_what_is_missing_ends_the_job(job, tmp_path):

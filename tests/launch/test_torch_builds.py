@@ -38,8 +38,8 @@ TABLE = [
 
 @pytest.mark.parametrize(("python", "platform", "driver", "wanted", "pin", "index", "cuda", "tried"), TABLE)
 def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cuda, tried):
-    found = choose(python, platform, driver, wanted)
-    assert (found.pin, found.index, found.cuda, found.tried) == (pin, index, cuda, tried)
+    build = choose(python, platform, driver, wanted)
+    assert (build.pin, build.index, build.cuda, build.tried) == (pin, index, cuda, tried)
 
 
 @pytest.mark.parametrize(

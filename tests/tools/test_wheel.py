@@ -97,5 +97,5 @@ def test_it_trains_the_quickstart_in_a_clean_environment(wheel, tmp_path):
     run(neox, "generate", "quickstart", "local_setup", "text_generation", "-o", "out.jsonl")
     assert (tmp_path / "out.jsonl").stat().st_size
     run(python, "-m", "pip", "install", "-q", "--no-deps", "megatron-core==0.16.1")  # its own needs are not ours
-    both = "import megatron.core, megatron.launch; print(megatron.core.__version__, megatron.launch.home())"
+    both = "import megatron.core, megatron.launch; print(megatron.core.__version__, megatron.launch.install_root())"
     assert run(python, "-c", both).split() == ["0.16.1", str(next(tmp_path.glob("env/lib/python*/site-packages/neox")))]

@@ -15,8 +15,8 @@ _IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
 
 @dataclass(frozen=True)
 class Gpu:
-    """One visible device. name: as CUDA_VISIBLE_DEVICES spells it; total, free: bytes; problem: why a small product
-    of matrices on it failed."""
+    """One visible device. name: as CUDA_VISIBLE_DEVICES spells it; total, free: bytes; problem: why a small
+    product of matrices on it failed."""
 
     name: str
     model: str
@@ -56,7 +56,8 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
 
 
 def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int, int] | None = None) -> Check:
-    """Driver, torch's CUDA and devices: a driver too old for torch's CUDA shows none. serves: the driver's CUDA."""
+    """Driver, torch's CUDA and devices: a driver too old for torch's CUDA shows none. serves: the driver's
+    CUDA."""
     if driver is None and not gpus:
         return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
     found = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
@@ -89,7 +90,9 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
     for name in wanted:
         if name not in [gpu.name for gpu in gpus]:
             there = ", ".join(gpu.name for gpu in gpus) or "none"
-            checks.append(failed(f"gpu {name}", f"not there; this machine shows {there}", "see CUDA_VISIBLE_DEVICES"))
+            checks.append(
+                failed(f"gpu {name}", f"not there; this machine shows {there}", "see CUDA_VISIBLE_DEVICES")
+            )
     for gpu in gpus:
         if wanted and gpu.name not in wanted:
             continue
@@ -98,7 +101,9 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
         if gpu.problem:
             checks.append(
                 failed(
-                    title, f"{gpu.model}: {gpu.problem}", "nvidia-smi -q shows its state; leave it out with --exclude"
+                    title,
+                    f"{gpu.model}: {gpu.problem}",
+                    "nvidia-smi -q shows its state; leave it out with --exclude",
                 )
             )
         elif used > _IN_USE:

@@ -1,4 +1,5 @@
-"""Whether a model can be read: a folder, or one on the Hub with the token that is found. The token is never shown."""
+"""Whether a model can be read: a folder, or one on the Hub with the token that is found. The token is never
+shown."""
 
 import json
 import os
@@ -27,7 +28,9 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
             return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")
-        return failed(title, "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first")
+        return failed(
+            title, "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first"
+        )
     endpoint = env.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, code = _ask(f"{endpoint}/{repository}/resolve/{revision or 'main'}/config.json", token, timeout_s)
     if status is None:
@@ -59,19 +62,23 @@ def _folder(title: str, folder: Path) -> Check:
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "of no named type")
     except (OSError, ValueError, AttributeError) as problem:
-        return failed(title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder")
+        return failed(
+            title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder"
+        )
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         return failed(title, f"{folder}: no weights (*.safetensors, *.bin)", "copy the whole model")
     return Check(title, "ok", f"{folder}: {kind}")
 
 
 def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str]:
-    """HTTP status and the Hub's error code; (None, reason) without an answer. A redirect is an answer: following it
-    would hand the token to another host."""
+    """HTTP status and the Hub's error code; (None, reason) without an answer. A redirect is an answer:
+    following it would hand the token to another host."""
     headers = {"user-agent": "neox-doctor"} | ({"authorization": f"Bearer {token}"} if token else {})
     opener = urllib.request.build_opener(_NoRedirect)
     try:
-        with opener.open(urllib.request.Request(url, headers=headers, method="HEAD"), timeout=timeout_s) as answer:
+        with opener.open(
+            urllib.request.Request(url, headers=headers, method="HEAD"), timeout=timeout_s
+        ) as answer:
             return answer.status, ""
     except urllib.error.HTTPError as answer:
         return answer.code, answer.headers.get("X-Error-Code", "")
@@ -87,9 +94,15 @@ def _refusal(status: int, code: str, said: str, with_token: bool) -> tuple[str, 
             "ask for access on the model's page, with the token's account",
         )
     if status == 401 and not with_token:
-        return f"the Hub wants a token, or there is no such model (401); {said}", "check the name; export HF_TOKEN=..."
+        return (
+            f"the Hub wants a token, or there is no such model (401); {said}",
+            "check the name; export HF_TOKEN=...",
+        )
     if status == 401:
-        return f"the token is not valid, or there is no such model (401); {said}", "check the name; make a new token"
+        return (
+            f"the token is not valid, or there is no such model (401); {said}",
+            "check the name; make a new token",
+        )
     if code == "EntryNotFound":
         return f"the model has no config.json ({status}); {said}", "name a model of transformers"
     if code == "RevisionNotFound":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron.launch.arch_list import readable
+from megatron.launch.cuda_driver import is_readable_arch_list
 from megatron.launch.doctor.check import Check, failed, warning
 from megatron.neox_arguments.validation.deepspeed_versions import FIX, TESTED, wrong_deepspeed
 
@@ -112,7 +112,8 @@ def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
-    """Whether what was compiled for another torch or CUDA still loads; each is imported in a process of its own."""
+    """Whether what was compiled for another torch or CUDA still loads; each is imported in a process of its
+    own."""
     checks = []
     for name, module in COMPILED.items():
         number = find(name)
@@ -136,7 +137,7 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
 def arch_list_check(env: Mapping[str, str] = os.environ) -> Check | None:
     """TORCH_CUDA_ARCH_LIST, if DeepSpeed's builder cannot read it; train.py then sets that of the device."""
     value = env.get("TORCH_CUDA_ARCH_LIST", "")
-    if readable(value):
+    if is_readable_arch_list(value):
         return None
     found = f"{value!r}, which DeepSpeed's builder cannot read"
     return warning("TORCH_CUDA_ARCH_LIST", found, "deepy.py and train.py set the device's own, as 9.0")

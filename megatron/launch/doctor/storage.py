@@ -21,7 +21,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def disk_check(
     title: str, folder: str | Path, needed: int, what: str, statvfs: Callable[[str], Any] = os.statvfs
 ) -> Check:
-    """Whether `needed` bytes (`what`, in words) can be written in a folder, or where it would be made, and how fast.
+    """Whether `needed` bytes (`what`, in words) can be written in a folder, or where it would be made, and
+    how fast.
 
     Free space is what the file system tells this user; a quota shows when a file of up to 64 MiB is written.
     """
@@ -31,14 +32,18 @@ def disk_check(
     if not there.is_dir():
         return failed(title, f"{there} is a file", "name a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        return failed(title, f"{there} may not be written by this user", "name another folder, or see its rights")
+        return failed(
+            title, f"{there} may not be written by this user", "name another folder, or see its rights"
+        )
     space = statvfs(str(there))
     free = space.f_bavail * space.f_frsize
     found = f"{folder}: {size(free)} free"
     if space.f_files and not space.f_favail:
         return failed(title, f"{found}, no files left (inodes)", "delete files, or name another folder")
     if free < needed:
-        return failed(title, f"{found}, less than {what} of about {size(needed)}", "make room, or name another folder")
+        return failed(
+            title, f"{found}, less than {what} of about {size(needed)}", "make room, or name another folder"
+        )
     try:
         speed = _write(there)
     except OSError as problem:
@@ -75,7 +80,9 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
     space = statvfs(folder)
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     found = f"{size(free)} of {size(total)} free"
-    advice = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    advice = (
+        "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    )
     if free < 32 * MIB:
         return failed(folder, found, advice)
     return Check(folder, "ok", found) if free >= GIB else warning(folder, found, advice)
@@ -94,7 +101,9 @@ def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
     """Memory that may be locked: a network that reads memory itself cannot start without."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
     if soft != resource.RLIM_INFINITY and soft < GIB:
-        return warning("locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)")
+        return warning(
+            "locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)"
+        )
     return Check("locked memory", "ok", _limit(soft) if soft < 0 else size(soft))
 
 

@@ -18,8 +18,8 @@ _SLOW_PROVIDERS = ("tcp", "sockets", "udp", "shm")
 
 @dataclass(frozen=True)
 class Network:
-    """What this machine has: names of interfaces, InfiniBand/RoCE and Slingshot (cxi) devices, shared libraries by
-    file name, and the NCCL libraries this process has loaded."""
+    """What this machine has: names of interfaces, InfiniBand/RoCE and Slingshot (cxi) devices, shared
+    libraries by file name, and the NCCL libraries this process has loaded."""
 
     interfaces: tuple[str, ...] = ()
     infiniband: tuple[str, ...] = ()
@@ -44,29 +44,35 @@ def read_network(env: Mapping[str, str] = os.environ) -> Network:
     except OSError:  # not Linux
         loaded = []
     return Network(
-        _names("/sys/class/net"), _names("/sys/class/infiniband"), _names("/sys/class/cxi"), libraries, tuple(loaded)
+        _names("/sys/class/net"),
+        _names("/sys/class/infiniband"),
+        _names("/sys/class/cxi"),
+        libraries,
+        tuple(loaded),
     )
 
 
-def nccl_check(own: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
+def nccl_check(built_with: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
     """Which NCCL a run is to have, and whether this process, which was started as runs are, has it.
 
-    own: torch's; loaded: the NCCL libraries of this process.
+    built_with: torch's; loaded: the NCCL libraries of this process.
     """
     try:
         site = site_nccl(env)
     except LaunchError as problem:
         return failed("nccl", *str(problem).split("; ", 1))
-    choice = choose(own, site)
+    choice = choose(built_with, site)
     preload = f"LD_PRELOAD={choice.preload} python deepy.py ..." if choice.preload else "unset LD_PRELOAD"
     for file in loaded:
         version = read_version(file)
-        if own is not None and own.version and version and version < own.version:
-            found = f"{Nccl(version)} ({file}) is loaded, older than the {own} that torch was built with"
+        if built_with is not None and built_with.version and version and version < built_with.version:
+            found = (
+                f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
+            )
             return failed("nccl", found, preload)
     if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
-        return warning("nccl", f"{choice.said}, is not loaded", preload)
-    return Check("nccl", "ok", choice.said)
+        return warning("nccl", f"{choice.description}, is not loaded", preload)
+    return Check("nccl", "ok", choice.description)
 
 
 def _same(file: str, loaded: Sequence[str]) -> bool:
@@ -94,7 +100,9 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
     if net != "Socket" and file is not None and net != "IB":
         if provider in _SLOW_PROVIDERS:
             return warning(
-                "transport", f"plugin {file} over {provider}{given}", "FI_PROVIDER=cxi on Slingshot, efa on AWS"
+                "transport",
+                f"plugin {file} over {provider}{given}",
+                "FI_PROVIDER=cxi on Slingshot, efa on AWS",
             )
         return Check("transport", "ok", f"plugin {file}{given}")
     disabled = env.get("NCCL_IB_DISABLE", "0") not in ("", "0")
@@ -109,7 +117,9 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
             "load the OFI plugin (aws-ofi-nccl) and set NCCL_NET='AWS Libfabric', FI_PROVIDER=cxi: TCP is 17x slower",
         )
     if fast:
-        return warning("transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE")
+        return warning(
+            "transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE"
+        )
     if several:
         return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")
     return Check("transport", "ok", f"{tcp}; within this machine shared memory and NVLink")
@@ -124,8 +134,10 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
             continue
         exact = value.startswith("=") or name.startswith("GLOO")
         wanted = [entry for entry in value.removeprefix("=").split(",") if entry]
-        there = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
-        if not there:
+        present = [
+            i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)
+        ]
+        if not present:
             found = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
             checks.append(failed(name, found, f"set {name} to one of these, or unset it"))
     return checks

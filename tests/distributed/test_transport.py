@@ -74,6 +74,6 @@ def slowed(rank: int, world_size: int, seconds: float) -> float:
 
 def test_bandwidth_is_the_bus_bandwidth_of_nccl_tests() -> None:
     """An all-reduce of S bytes over n ranks in t s: S/t x 2(n-1)/n; nearly all of t is known here."""
-    found = run_ranks(slowed, 3, 0.2)
-    assert len(set(found)) == 1
-    assert found[0] == pytest.approx(2**20 / 0.2 * 4 / 3 / 1e9, rel=0.1)
+    bandwidths = run_ranks(slowed, 3, 0.2)
+    assert len(set(bandwidths)) == 1
+    assert bandwidths[0] == pytest.approx(2**20 / 0.2 * 4 / 3 / 1e9, rel=0.1)

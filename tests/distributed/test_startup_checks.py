@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.distributed import StartError, meet
-from megatron.distributed import startup_checks as handshake
+from megatron.distributed import StartError, rendezvous_and_check, startup_checks
 from megatron.launch import process_info
 from tests.model.stages import small
 from tests.pool import run_ranks
@@ -29,18 +28,21 @@ def told(
     folders: dict[int, str] | None = None,
     shared: str | None = None,
 ) -> str | None:
-    """What this rank is told; None when it may go on. By rank: other keys, functions of handshake.py replaced by what
-    they give, a working folder (then every rank is a machine of its own)."""
-    handshake._PROBE_S = 0.3
+    """What this rank is told; None when it may go on.
+
+    By rank: other keys, functions of startup_checks.py replaced by what they give, a working folder (then every rank is
+    a machine of its own).
+    """
+    startup_checks._PROBE_S = 0.3
     for name, value in (patches or {}).get(rank, {}).items():
-        setattr(handshake, name, lambda value=value: value)
+        setattr(startup_checks, name, lambda value=value: value)
     args = small(**{**ON, **(keys or {}).get(rank, {})}).for_world(world_size)
     process = process_info()
     if folders is not None:
         os.chdir(folders[rank])
         process = replace(process, local_rank=0, local_world_size=1)
     try:
-        store = meet(args, process, logging.getLogger("tests.quiet"), shared)
+        store = rendezvous_and_check(args, process, logging.getLogger("tests.quiet"), shared)
     except StartError as problem:
         return str(problem)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -49,8 +51,8 @@ def told(
 
 
 def test_equal_ranks_go_on_whatever_differs_between_machines() -> None:
-    own = {"log_dir": "/tmp/b", "master_addr": "b", "hostfile": "hosts.b", "num_gpus": 2}
-    assert run_ranks(told, 3, {2: own}, init=False) == [None] * 3
+    machine_keys = {"log_dir": "/tmp/b", "master_addr": "b", "hostfile": "hosts.b", "num_gpus": 2}
+    assert run_ranks(told, 3, {2: machine_keys}, init=False) == [None] * 3
 
 
 def test_another_configuration_is_told_by_key_value_and_place() -> None:
@@ -66,29 +68,35 @@ def test_another_configuration_is_told_by_key_value_and_place() -> None:
 
 
 def test_other_code_and_libraries_are_told() -> None:
-    here = handshake.sources(script="")
+    here = startup_checks.source_digests(script="")
     changed = {**here, "megatron/mpu/groups.py": "0", "megatron/new.py": "1"}
     del changed["megatron/mpu/layers.py"]
     patches = {
-        0: {"sources": here},
-        1: {"sources": changed, "libraries": {**handshake.libraries(), "torch": "2.0.1", "NCCL": "2.26.6"}},
+        0: {"source_digests": here},
+        1: {
+            "source_digests": changed,
+            "library_versions": {**startup_checks.library_versions(), "torch": "2.0.1", "NCCL": "2.26.6"},
+        },
     }
     libraries, code = run_ranks(told, 2, None, patches, init=False)[0].splitlines()
-    torch = handshake.libraries()["torch"]
+    torch = startup_checks.library_versions()["torch"]
     assert f"differ in libraries: torch 2.0.1 against {torch}; NCCL 2.26.6 against not installed; use one" in libraries
     files = "megatron/mpu/groups.py differs; megatron/mpu/layers.py is missing there; megatron/new.py is only there"
     assert f"differ in code: {files}; install the same version" in code
 
 
 def test_sources_are_the_files_of_the_package_and_the_script(tmp_path: Path) -> None:
-    shutil.copytree(handshake.PACKAGE, tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(startup_checks.PACKAGE, tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "run.py").write_text("1")
-    copy = handshake.sources(tmp_path / "megatron", str(tmp_path / "run.py"))
+    copy = startup_checks.source_digests(tmp_path / "megatron", str(tmp_path / "run.py"))
     assert copy.pop("run.py") == hashlib.sha256(b"1").hexdigest()
-    here = handshake.sources()
+    here = startup_checks.source_digests()
     assert {k: v for k, v in here.items() if k.startswith("megatron/")} == copy
     (tmp_path / "megatron" / "mpu" / "groups.py").write_text("")
-    assert handshake.sources(tmp_path / "megatron", "")["megatron/mpu/groups.py"] != copy["megatron/mpu/groups.py"]
+    assert (
+        startup_checks.source_digests(tmp_path / "megatron", "")["megatron/mpu/groups.py"]
+        != copy["megatron/mpu/groups.py"]
+    )
 
 
 def test_one_folder_for_all_machines_is_proved_by_a_file(tmp_path: Path) -> None:

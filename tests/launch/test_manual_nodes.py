@@ -32,7 +32,7 @@ if start == "0":
 """
 
 
-def by_hand(folder: Path, script: Path, *words: str) -> list[tuple[int, str]]:
+def run_two_launchers(folder: Path, script: Path, *words: str) -> list[tuple[int, str]]:
     """Exit code and output of deepy.py on a machine with one rank, and on one with two."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     env = {name: value for name, value in os.environ.items() if name not in names}
@@ -63,11 +63,11 @@ def on_one_machine() -> list[float]:
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param((), id="by hand"), pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.more)],
+    [pytest.param((), id="deepy"), pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.more)],
 )
 def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
     (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": str(tmp_path / "logs")}))
-    ends = by_hand(tmp_path, ROOT / "train.py", *words)
+    ends = run_two_launchers(tmp_path, ROOT / "train.py", *words)
     assert [code for code, _ in ends] == [0, 0], ends
     rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/lm_loss"] for row in rows if "train/lm_loss" in row] == on_one_machine
@@ -76,7 +76,7 @@ def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
 def test_a_rank_that_dies_is_named_on_both_machines_which_start_again_together(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": "logs"}))
-    (code, first), (other_code, second) = by_hand(tmp_path, tmp_path / "script.py", "--max-restarts", "1")
+    (code, first), (other_code, second) = run_two_launchers(tmp_path, tmp_path / "script.py", "--max-restarts", "1")
     assert (code, other_code) == (0, 0), first + second
     log = tmp_path / "logs" / "rank_2.log"
     culprit = f"node 1 (host {socket.gethostname()}): rank 2 of 3 was killed by SIGKILL"

@@ -5,7 +5,7 @@ import os
 import pytest
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 
-from megatron.launch.arch_list import readable, set_arch_list
+from megatron.launch.cuda_driver import is_readable_arch_list, set_arch_list
 
 NAME = "TORCH_CUDA_ARCH_LIST"
 
@@ -24,9 +24,9 @@ def test_what_deepspeed_cannot_read_becomes_that_of_the_device(monkeypatch, valu
     with pytest.raises(ValueError):
         deepspeed_reads(monkeypatch, value)
     env = {NAME: value}
-    said = set_arch_list(env, lambda: [(9, 0), (9, 0)])
+    message = set_arch_list(env, lambda: [(9, 0), (9, 0)])
     assert env == {NAME: "9.0"}
-    assert value in said and "set to 9.0" in said
+    assert value in message and "set to 9.0" in message
     assert deepspeed_reads(monkeypatch, env[NAME]) == "9.0+PTX"
 
 
@@ -46,4 +46,4 @@ def test_other_devices_and_none():
     assert set_arch_list(unset, lambda: [(9, 0)]) is None and unset == {}
     kept = {NAME: "9.0a"}
     assert set_arch_list(kept, lambda: []) is None and kept == {NAME: "9.0a"}
-    assert readable("") and not readable("9.0,8.0")
+    assert is_readable_arch_list("") and not is_readable_arch_list("9.0,8.0")

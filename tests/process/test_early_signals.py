@@ -75,9 +75,9 @@ def test_ctrl_c_while_a_run_starts(delay: float, tmp_path: Path) -> None:
         time.sleep(0.01)
     time.sleep(delay)
     run.send_signal(signal.SIGINT)
-    said = run.communicate(timeout=60)[0]
-    assert (run.returncode, "Traceback" in said) == (130, False), said
-    assert said.endswith("deepy.py: ended by SIGINT\n")
+    output = run.communicate(timeout=60)[0]
+    assert (run.returncode, "Traceback" in output) == (130, False), output
+    assert output.endswith("deepy.py: ended by SIGINT\n")
 
 
 @pytest.mark.parametrize("to", ["launcher", pytest.param("ranks", marks=pytest.mark.more)])
@@ -97,8 +97,8 @@ def test_usr1_while_a_run_starts(to: str, tmp_path: Path) -> None:
         time.sleep(0.7)  # Python itself is up
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
-    said = run.communicate(timeout=100)[0]
-    assert run.returncode == 0, said
+    output = run.communicate(timeout=100)[0]
+    assert run.returncode == 0, output
     status = json.loads((save / "status.json").read_text())
     assert status["status"] == "stopped" and 1 <= status["iteration"] <= 3
     assert (save / "latest").read_text().strip() == f"global_step{status['iteration']}"

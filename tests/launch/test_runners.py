@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron.launch.devices import free_port
-from tests.launch.test_by_hand import ROOT, VALUES
+from tests.launch.test_manual_nodes import ROOT, VALUES
 from tests.pool import run_ranks
 from tests.training.runs import curves
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.rank0_driver import Call, lead
+from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.mpu import ParallelGroups, build_groups
 from megatron.neox_arguments import ConfigError
 from tests.pool import run_ranks
@@ -40,10 +40,10 @@ def fail_on_one() -> None:
 OPERATIONS = {"add": add_up, "fail": fail_on_one}
 
 
-def led(rank: int, world: int) -> tuple[Any, int]:
+def driven(rank: int, world: int) -> tuple[Any, int]:
     """For the pool: the result and how often this rank heard from rank 0."""
 
-    def work(call: Call) -> list[Any]:
+    def work(call: RunOperation) -> list[Any]:
         first = call("add", 10)
         time.sleep(0.3)  # something of which the others know nothing
         try:
@@ -53,55 +53,56 @@ def led(rank: int, world: int) -> tuple[Any, int]:
         return []
 
     beats: list[int] = []
-    return lead(groups_of(world), work, OPERATIONS, on_beat=lambda: beats.append(1)), len(beats)
+    return run_rank0_driver(groups_of(world), work, OPERATIONS, on_beat=lambda: beats.append(1)), len(beats)
 
 
-def led_to_failure(rank: int, world: int, kind: str) -> str:
+def driven_to_failure(rank: int, world: int, kind: str) -> str:
     """For the pool: what was raised here."""
 
-    def work(call: Call) -> None:
+    def work(call: RunOperation) -> None:
         call("add", 1)
         raise ConfigError(["bad key"]) if kind == "ours" else OwnError("no", "luck")
 
     try:
-        lead(groups_of(world), work, OPERATIONS)
+        run_rank0_driver(groups_of(world), work, OPERATIONS)
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
     return "nothing"
 
 
-def led_in_silence(rank: int, world: int) -> int:
-    """For the pool: words heard while rank 0 is busy for longer than its patience."""
-    import megatron.distributed.rank0_driver as leading
+def driven_in_silence(rank: int, world: int) -> int:
+    """For the pool: messages heard while rank 0 is busy for longer than its patience."""
+    import megatron.distributed.rank0_driver as rank0_driver
 
-    leading.PATIENCE_S = 0.05
+    rank0_driver.IDLE_S = 0.05
     beats: list[int] = []
-    lead(groups_of(world), lambda call: time.sleep(0.5), {}, on_beat=lambda: beats.append(1))
+    run_rank0_driver(groups_of(world), lambda call: time.sleep(0.5), {}, on_beat=lambda: beats.append(1))
     return len(beats)
 
 
 def test_operations_run_on_every_rank_and_their_problems_reach_rank_zero():
-    (result, beats), (nothing, others) = run_ranks(led, 2)
+    (result, beats), (nothing, others) = run_ranks(driven, 2)
     assert result == [30, 3, "rank 1 cannot do it"] and nothing is None
     assert beats == others == 4, "three calls and the end"
 
 
 @pytest.mark.parametrize("kind, text", [("ours", "bad key"), ("theirs", "no luck")])
 def test_what_the_work_raises_is_raised_everywhere(kind, text):
-    found = run_ranks(led_to_failure, 2, kind)
-    assert all(text in problem for problem in found)
-    names = [problem.split(":")[0] for problem in found]
-    assert names == (["ConfigError"] * 2 if kind == "ours" else ["OwnError", "LeaderError"])
+    problems = run_ranks(driven_to_failure, 2, kind)
+    assert all(text in problem for problem in problems)
+    names = [problem.split(":")[0] for problem in problems]
+    assert names == (["ConfigError"] * 2 if kind == "ours" else ["OwnError", "Rank0Error"])
 
 
 def test_ranks_that_wait_hear_from_rank_zero():
     """A collective would time out otherwise, however long rank 0 reads data."""
-    assert min(run_ranks(led_in_silence, 2)) > 4
+    assert min(run_ranks(driven_in_silence, 2)) > 4
 
 
 def test_alone_there_is_neither_thread_nor_wait():
     threads = threading.active_count()
-    assert lead(ParallelGroups.single(), lambda call: call("twice", 4), {"twice": lambda value: 2 * value}) == 8
+    operations = {"twice": lambda value: 2 * value}
+    assert run_rank0_driver(ParallelGroups.single(), lambda call: call("twice", 4), operations) == 8
     assert threading.active_count() == threads
     with pytest.raises(ZeroDivisionError):
-        lead(ParallelGroups.single(), lambda call: call("fail"), {"fail": lambda: 1 // 0})
+        run_rank0_driver(ParallelGroups.single(), lambda call: call("fail"), {"fail": lambda: 1 // 0})
