@@ -1,4 +1,5 @@
-"""Evaluation in the middle of a run: at iteration 0 and every `eval_interval`, without a trace in the training."""
+"""Evaluation in the middle of a run: at iteration 0 and every `eval_interval`, without a trace in the
+training."""
 
 import time
 from pathlib import Path
@@ -49,12 +50,12 @@ class InTraining(Callback):
         shown = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
         logger.info(f" evaluation results at iteration {step.iteration} | {shown or 'no task could be run'}")
         if args.eval_output_dir is not None or args.eval_log_samples:
-            from megatron.evaluation.metadata import describe, environment
+            from megatron.evaluation.metadata import add_metadata, machine_info
             from megatron.evaluation.results import write
 
             assert self._catalogue is not None
-            self._machine = self._machine or environment()
-            about: Any = {"source": str(args.save or ""), "begun": begun, "seconds": time.time() - begun}
-            describe(model, self._catalogue, found, self._machine, **about, bootstrap=0)
+            self._machine = self._machine or machine_info()
+            run_info: Any = {"source": str(args.save or ""), "begun": begun, "seconds": time.time() - begun}
+            add_metadata(model, self._catalogue, found, self._machine, **run_info, bootstrap=0)
             path: Path = write(args, found, f"step{step.iteration}")
             logger.info(f"evaluation results are in {path}")
