@@ -48,7 +48,7 @@ def test_the_choice(own, site, preload, said):
 
 def test_torch_that_holds_its_nccl_within_needs_no_preloading():
     assert choose(Nccl((2, 28, 9)), Nccl((2, 26, 6), SITE)).preload is None
-    assert choose(Nccl((2, 28, 9)), None).said == "2.28.9, torch's own (within its libraries)"
+    assert choose(Nccl((2, 28, 9)), None).description == "2.28.9, torch's own (within its libraries)"
     assert choose(Nccl((2, 28, 9)), Nccl((2, 29, 2), SITE)).preload == SITE
 
 
