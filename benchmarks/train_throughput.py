@@ -56,7 +56,7 @@ class Round(NamedTuple):
     ceiling: float
 
 
-class Row(NamedTuple):
+class ThroughputRow(NamedTuple):
     """Medians over rounds. *_flops: a second; of_ceiling: share of the round's ceiling; beside_bare: speed."""
 
     name: str
@@ -258,7 +258,7 @@ def measure(
     return found
 
 
-def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[Row]:
+def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[ThroughputRow]:
     """Medians; the comparisons are made within rounds first."""
     from megatron.training.metrics.flops import model_flops, neox_flops
 
@@ -268,11 +268,11 @@ def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[Row]:
         seconds = statistics.median(turn.seconds for turn in rounds)
         share = statistics.median(flops / turn.seconds / turn.ceiling for turn in rounds)
         beside = statistics.median(bare.seconds / own.seconds for own, bare in zip(rounds, found[BARE], strict=True))
-        rows.append(Row(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, beside))
+        rows.append(ThroughputRow(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, beside))
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[ThroughputRow]) -> str:
     """The rows as Markdown."""
     lines = [
         "| | ms a step | tokens/s | model TFLOP/s | NeoX's TFLOP/s | of ceiling | speed beside bare torch |",

@@ -1,6 +1,10 @@
-"""Checkpoints in GPT-NeoX's layout: names, checksums, atomic publishing, and weights at any tensor-parallel size.
+"""Checkpoints on disk, in GPT-NeoX's layout.
 
-Nothing here talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
+`layout.py` names the files of a checkpoint directory, `manifest.py` says what is in them, `publish.py` makes
+a finished one appear, `weights.py` reads and writes weights at any tensor-parallel size, `parameter_names.py`
+knows the names of other writers, `resharding.py` splits a checkpoint anew. `families/` holds HuggingFace's
+model families (a new one is a file there), `huggingface/` imports and exports their folders. Nothing here
+talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
 """
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
@@ -43,7 +47,8 @@ from megatron.checkpointing.tensor_files import (
     save_tensors,
     write_bytes,
 )
-from megatron.checkpointing.weights import CheckpointDescription, describe_layout, load_weights, local_layer_state
+from megatron.checkpointing.weight_files import CheckpointDescription, describe_layout
+from megatron.checkpointing.weights import load_weights, local_layer_state
 
 __all__ = [
     "ConfigChange",

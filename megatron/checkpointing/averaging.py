@@ -1,4 +1,4 @@
-"""The mean of several checkpoints of one model: weights alone, one layer in memory at a time, whole or not at all."""
+"""Averaging the weights of several checkpoints of one model, with one layer in memory at a time."""
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +27,10 @@ def average(
 ) -> Path:
     """Write the mean of `sources` to `<save>/global_stepN` and let `latest` name it; returns that directory.
 
-    Sums are in fp32, the result has the dtype, the layout, the counters and the tokenizer of the last source, whose N
-    it gets; there is no optimizer state. Raises CheckpointError for sources that are damaged or of different models.
+    Sums are in fp32. The result has the dtype, the layout, the counters, the tokenizer and the step N of the
+    last source, and no optimizer state; it appears whole or not at all. each: wraps the layers, for a
+    progress bar.
+    Raises CheckpointError for sources that are damaged or of different models.
     """
     paths, save = [Path(source) for source in sources], Path(save)
     if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
@@ -39,22 +41,22 @@ def average(
     if final.exists():
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     for path in paths:
-        found = _manifest(path)
-        check_model(found.model, args, str(path))
-        verify(path, [name for name in found.files if not layout.is_optimizer_file(name)])
-    specs, cut = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
+        source = _manifest(path)
+        check_model(source.model, args, str(path))
+        verify(path, [name for name in source.files if not layout.is_optimizer_file(name)])
+    specs, sharded_args = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
     needed = sum(record.size for name, record in manifest.files.items() if not layout.is_optimizer_file(name))
     temporary = begin_checkpoint_if_space(save, manifest.iteration, needed)
     try:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             mean = _mean(paths, args, layer)
-            records += save_layer(temporary, layer, mean, cut)
+            records += save_layer(temporary, layer, mean, sharded_args)
             del mean
         for _, file in sorted(layout.model_files(last).items()):
-            own = {**load_tensors(file), "module": None, "optimizer": None}
-            own.pop(layout.LOGITS, None)  # of one checkpoint, not of the mean
-            records.append(save_tensors(own, temporary / file.name))
+            rank_state = {**load_tensors(file), "module": None, "optimizer": None}
+            rank_state.pop(layout.LOGITS, None)  # of one checkpoint, not of the mean
+            records.append(save_tensors(rank_state, temporary / file.name))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             records.append(write_bytes((last / name).read_bytes(), temporary / name, name))
@@ -72,18 +74,20 @@ def average(
 
 
 def _manifest(path: Path) -> Manifest:
-    found = read_manifest(path)
-    if found is None:
+    manifest = read_manifest(path)
+    if manifest is None:
         raise CheckpointError(f"{path}: has no manifest.json, which says what model it is")
-    return found
+    return manifest
 
 
 def _mean(paths: Sequence[Path], args: NeoXArgs, layer: int) -> dict[str, Tensor]:
-    """Whole tensors of one layer, in the dtype of the last source."""
+    """The averaged whole tensors of one layer by our names, in the dtype of the last source."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in paths:
-        for name, value in load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer].items():
+        for name, value in load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[
+            layer
+        ].items():
             dtypes[name] = value.dtype
             sums[name] = sums[name].add_(value) if name in sums else value.to(torch.float32, copy=True)
     return {name: value.div_(len(paths)).to(dtypes[name]) for name, value in sums.items()}

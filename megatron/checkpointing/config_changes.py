@@ -1,4 +1,5 @@
-"""How a refusal tells what changed since a checkpoint: the key first, with its file and line, and what it was."""
+"""Error text for a configuration that changed since a checkpoint: the key, its file and line, and both
+values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ _LONGEST = 80  # characters of a value
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A configuration key, what it is here, and what it was there."""
+    """A configuration key whose value here differs from that there, in a checkpoint or an earlier run."""
 
     key: str
     here: Any
@@ -20,7 +21,8 @@ class ConfigChange:
 
 
 def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, whose: str) -> str:
-    """`seq_length: 2048 (a.yml:3), but WHOSE had 1024; pack_impl: ...`, the first key first."""
+    """The changes as text, in their order:
+    `seq_length: 2048 (a.yml:3), but WHOSE had 1024; pack_impl: ...`."""
     return "; ".join(
         f"{change.key}: {_shown(change.here)} ({args.origin(change.key)}), but {it} had {_shown(change.there)}"
         for change, it in zip(changes, [whose] + ["it"] * len(changes), strict=False)
@@ -28,8 +30,12 @@ def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, whose: str
 
 
 def responsible_key(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any]) -> str:
-    """Of the keys that something is made of the first that has changed since `given`, what the user gave then; where
-    that tells none, the first that is set, else the last."""
+    """The key that an error about a derived value should name.
+
+    keys: those that the value is derived from. given: the configuration that the user gave for the
+    checkpoint.
+    Returns the first key that has changed since; if there is none, the first that is set, else the last.
+    """
     if given:
         for key in keys:
             if _at(given, key) != _at(args.given, key):
@@ -38,6 +44,7 @@ def responsible_key(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any
 
 
 def _at(given: Any, path: str) -> Any:
+    """The value at a dotted path in nested mappings; None where there is none."""
     for part in path.split("."):
         given = given.get(part) if isinstance(given, Mapping) else None
     return list(given) if isinstance(given, tuple) else given

@@ -1,4 +1,4 @@
-"""The exceptions of this room."""
+"""The exceptions that reading and writing checkpoints raises."""
 
 from megatron.neox_arguments.errors import UserError
 

@@ -30,7 +30,13 @@ _MODEL_KEYS = (
 )  # fmt: skip
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
-    "ffn_size": ("intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width", "hidden_size"),
+    "ffn_size": (
+        "intermediate_size",
+        "expansion_factor",
+        "mlp_multiple_of",
+        "compat_ffn_width",
+        "hidden_size",
+    ),
 }
 
 _LATER = ("config", "optimizer", "validation_loss")  # fields that the first manifests lack
@@ -38,7 +44,8 @@ _LATER = ("config", "optimizer", "validation_loss")  # fields that the first man
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How the run that wrote a checkpoint was laid out. precision: "fp32", "bf16" or "fp16"."""
+    """The parallel layout of the run that wrote a checkpoint: numbers of pipeline, data-parallel and
+    tensor-parallel ranks. precision: "fp32", "bf16" or "fp16"."""
 
     pipe: int
     data: int
@@ -50,9 +57,14 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Manifest:
-    """model: `model_keys(args)`; tokenizer: fingerprint; data: fingerprint of each set; versions: of libraries;
-    created: ISO time; config: the keys the user gave; files: filled by the ranks, completed by `publish`; optimizer:
-    whether its state is there (`no_save_optim`); validation_loss: None where none was computed at this iteration."""
+    """What `manifest.json` says of a checkpoint.
+
+    layout: of the run that wrote it. model: the result of `model_keys`. tokenizer: its fingerprint. data: a
+    fingerprint of each data set. versions: of the libraries. created: ISO time. config: the keys that the
+    user gave. files: a record of each file by name, collected from the ranks and completed by `publish`.
+    optimizer: whether optimizer state was saved (`no_save_optim`). validation_loss: None where none was
+    computed at this iteration.
+    """
 
     run_id: str
     iteration: int
@@ -71,6 +83,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
+        """The text of manifest.json, with a checksum of all that it says."""
         raw = asdict(self)
         raw["files"] = {
             name: {"size": r.size, "sha256": r.sha256, **({"tensors": dict(r.tensors)} if r.tensors else {})}
@@ -81,7 +94,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST) -> "Manifest":
-        """Raises CheckpointError when the text is damaged or of a later format."""
+        """The manifest of a text that `to_json` wrote; where: what errors call it.
+
+        Raises DamagedError for a damaged text, CheckpointError for one of a later format.
+        """
         try:
             raw = json.loads(text)
             version = raw["format_version"]
@@ -102,7 +118,7 @@ class Manifest:
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:
-    """Of what a manifest says, however it is written."""
+    """A checksum of what a manifest says, whatever its white space and the order of its entries."""
     return hashlib.sha256(json.dumps(raw, sort_keys=True, default=list).encode()).hexdigest()
 
 
@@ -115,7 +131,8 @@ def read_manifest(path: str | Path) -> Manifest | None:
 
 
 def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
-    """Check files (all of them, or `names`) against the manifest: sizes of all first, then SHA-256, then the tensors.
+    """Check files (all of them, or `names`) against the manifest: sizes of all first, then SHA-256, then the
+    tensors.
 
     Returns the manifest, None when there is none. Raises CheckpointError that names every damaged file.
     """
@@ -126,7 +143,9 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
     wanted = sorted(manifest.files if names is None else set(names))
     unlisted = [n for n in wanted if n not in manifest.files]
     if unlisted:
-        raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
+        raise CheckpointError(
+            f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`"
+        )
     bad = size_problems(file_sizes(path, wanted), [manifest.files[n] for n in wanted])
     bad = bad or [f"{n} (checksum)" for n in wanted if sha256(path / n) != manifest.files[n].sha256]
     bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
@@ -136,22 +155,28 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
 
 
 def _tensor_problem(path: Path, record: FileRecord) -> str | None:
-    """A tensor that is not as the manifest says, in words. Only shapes are read: the bytes are known to be right."""
-    found = describe_tensors(load_tensors(path / record.name)) if record.tensors else {}
-    wrong = sorted(name for name in {*found, *record.tensors} if found.get(name) != record.tensors.get(name))
+    """The first tensor of a file that is not as the manifest says, in words; None if there is none.
+
+    Only shapes are read: the checksum of the bytes is known to be right.
+    """
+    described = describe_tensors(load_tensors(path / record.name)) if record.tensors else {}
+    wrong = sorted(
+        name for name in {*described, *record.tensors} if described.get(name) != record.tensors.get(name)
+    )
     if not wrong:
         return None
-    is_now, was = found.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
+    is_now, was = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
     return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {was})"
 
 
 def file_sizes(path: Path, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of those of these files that are in a folder."""
+    """The size in bytes of each of the files `names` that exists in the folder `path`."""
     return {name: (path / name).stat().st_size for name in names if (path / name).is_file()}
 
 
 def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> list[str]:
-    """Files that are not there or have another size, in words. sizes: of those that are there."""
+    """The files that are missing or have another size than their record, in words. sizes: in bytes, by
+    name."""
     bad = []
     for record in records:
         size = sizes.get(record.name)
@@ -162,13 +187,17 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
 
 
 def model_keys(args: NeoXArgs) -> dict[str, Any]:
-    """What the weights mean: shapes and the keys that change the function without changing a shape."""
+    """The keys that say what the weights mean: shapes, and what changes the function without changing a
+    shape."""
     values = {key: getattr(args, key) for key in _MODEL_KEYS}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
+    }  # as JSON has it
 
 
 def saved_model(path: str | Path) -> Mapping[str, Any]:
-    """What a checkpoint says of its model: all of `model_keys` in ours, a few keys in GPT-NeoX's, {} if nothing."""
+    """The keys of its model that a checkpoint keeps: all of `model_keys` in ours, a few in GPT-NeoX's, or
+    {}."""
     manifest = read_manifest(path)
     if manifest is not None:
         return manifest.model
@@ -179,14 +208,16 @@ def saved_model(path: str | Path) -> Mapping[str, Any]:
 
 
 def config_key(name: str, args: NeoXArgs) -> str:
-    """The key that an entry of `model_keys` comes from."""
+    """The configuration key that the entry `name` of `model_keys` is made of."""
     return responsible_key(_MADE_OF.get(name, (name,)), args, {})
 
 
 def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
-    """Refuse weights of another model, the keys that differ first.
+    """Raise CheckpointError when the weights of `where` are of another model than `args`, naming the keys
+    that differ.
 
-    saved: `Manifest.model`, or the `args` that GPT-NeoX keeps in its mp_rank files; keys that only one has are skipped.
+    saved: `Manifest.model`, or the `args` that GPT-NeoX keeps in its mp_rank files; keys that only one has
+    are skipped.
     """
     now = model_keys(args)
     wrong = [
@@ -195,4 +226,6 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
         if key in saved and saved[key] != now[key]
     ]
     if wrong:
-        raise CheckpointError(f"{describe_changes(wrong, args, f'the model of {where}')}; change the config or `load`")
+        raise CheckpointError(
+            f"{describe_changes(wrong, args, f'the model of {where}')}; change the config or `load`"
+        )

@@ -1,8 +1,8 @@
-"""Adam's state as GPT-NeoX wrote it, by parameter, as `OptimizerFiles` has ours: any layout goes on with it.
+"""Adam's state in a checkpoint of GPT-NeoX, read by parameter as `OptimizerFiles` reads ours, for any layout.
 
-GPT-NeoX keeps it by rank of one layout, without names: in the mp_rank file tensors in the order of the optimizer's
-groups (weights that decay, then norms and biases); under ZeRO 1 and 2 and in bf16 each group as one flat vector, cut
-over data ranks. Which layers a pipeline stage had follows from how much its groups hold.
+GPT-NeoX keeps it by rank of one layout, without names: in the mp_rank file tensors in the order of the
+optimizer's groups (weights that decay, then norms and biases); under ZeRO 1 and 2 and in bf16 each group as
+one flat vector, cut over data ranks. Which layers a pipeline stage had follows from how much its groups hold.
 """
 
 import math
@@ -19,7 +19,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.optimizer_files import MASTER, State
 from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, to_our_names
 from megatron.checkpointing.tensor_files import load_tensors
-from megatron.checkpointing.weights import describe_checkpoint
+from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.model.weight_map import attention_of, layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
@@ -31,7 +31,10 @@ _ZERO = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 class _Groups(Protocol):
-    """The optimizer's groups of one model-parallel rank. sizes: of each, in what `size` counts."""
+    """The parameter groups of the optimizer of one model-parallel rank.
+
+    sizes: of each group, in the unit that `size` counts a parameter in. step: number of updates done.
+    """
 
     sizes: list[int]
     step: float
@@ -41,8 +44,9 @@ class _Groups(Protocol):
 
 
 class NeoXOptimizer:
-    """The state of one checkpoint of GPT-NeoX, with the methods of `OptimizerFiles`. Tensors stay in their files until
-    they are used. Raises CheckpointError for state of another optimizer than Adam, of ZeRO 3, or of another model."""
+    """The state of one checkpoint of GPT-NeoX, with the methods of `OptimizerFiles`. Tensors stay in their
+    files until they are used. Raises CheckpointError for state of another optimizer than Adam, of ZeRO 3, or
+    of another model."""
 
     def __init__(self, path: str | Path, args: NeoXArgs) -> None:
         self.path, self.args = Path(path), args
@@ -51,7 +55,9 @@ class NeoXOptimizer:
         self.tensor_size = self._facts.tensor_size
         self._ranks = _groups_of(self.path)
         if len(self._ranks) % self.tensor_size:
-            raise CheckpointError(f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks")
+            raise CheckpointError(
+                f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks"
+            )
         self._places = self._walk()
 
     def _check_kind(self) -> None:
@@ -60,17 +66,24 @@ class NeoXOptimizer:
             "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
         for unknown in (words for words, found in kinds.items() if found):
-            raise CheckpointError(f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}")
+            raise CheckpointError(
+                f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}"
+            )
 
     def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
-        """(stage, group, start) of every parameter: stages take layers in order until their groups are full."""
+        """(stage, group, start in the group) of every parameter by (layer, name).
+
+        The stages take layers in their order until their groups are full.
+        """
         places: dict[tuple[int, str], tuple[int, int, int]] = {}
         layers = sorted(layer for layer, specs in self._specs.items() if specs)
         stages = len(self._ranks) // self.tensor_size
         for stage in range(stages):
             groups = self._ranks[stage * self.tensor_size]
             filled = [0] * len(groups.sizes)
-            again = stage == stages - 1 > 0 and not self.args.no_weight_tying  # its copy of the embedding stands first
+            again = (
+                stage == stages - 1 > 0 and not self.args.no_weight_tying
+            )  # its copy of the embedding stands first
             if again:
                 self._taken(0, groups, filled)
             while layers and filled != groups.sizes:
@@ -82,7 +95,9 @@ class NeoXOptimizer:
             raise self._of_another_model()
         return places
 
-    def _taken(self, layer: int, groups: _Groups, filled: list[int]) -> list[tuple[tuple[int, str], tuple[int, int]]]:
+    def _taken(
+        self, layer: int, groups: _Groups, filled: list[int]
+    ) -> list[tuple[tuple[int, str], tuple[int, int]]]:
         found = []
         for spec in self._specs[layer]:
             group = 0 if spec.weight_decay or len(filled) == 1 else 1
@@ -93,39 +108,47 @@ class NeoXOptimizer:
         return found
 
     def _of_another_model(self) -> CheckpointError:
-        return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
+        return CheckpointError(
+            f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}"
+        )
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
-        """Parameters of `layers` that have state here, by layer and name."""
+        """(layer, name) of the parameters of `layers` that have optimizer state here."""
         wanted = set(layers)
         return {(layer, name) for layer, name in self._places if layer in wanted}
 
     def scaler(self) -> dict[str, float]:
-        """fp16's loss scale and where it stands between two changes; {} in other precisions."""
+        """The state of fp16's dynamic loss scale; {} in other precisions."""
         scaler = getattr(self._ranks[0], "scaler", None)
         return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
 
     def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
-        """State of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the first update."""
+        """The state of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the
+        first update."""
         stage, group, start = self._places[layer, spec.name]
         shape, where = spec.local_shape(self.tensor_size), f"{self.path}, optimizer state of layer {layer}"
         first = stage * self.tensor_size
         parts = [rank.read(group, start, shape) for rank in self._ranks[first : first + self.tensor_size]]
         if not parts[0]:
             return {}
-        found: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
+        state: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
         old = has_old_rows(self._facts.block, attention_of(self.args, layer), self.args.compat_gqa_rows)
         rows = "pre1315" if old else "post1315"
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
                 continue
             pieces = [
-                to_our_names(layer, {spec.name: part[key]}, {spec.name}, self.args, where, rows) for part in parts
+                to_our_names(layer, {spec.name: part[key]}, {spec.name}, self.args, where, rows)
+                for part in parts
             ]
-            found[key] = self._cut(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
-        return found
+            state[key] = self._cut(
+                key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size
+            )
+        return state
 
-    def _cut(self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
+    def _cut(
+        self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int
+    ) -> Tensor:
         if spec.sum_over_tensor and key == MASTER:  # of which each rank has a part; their gradients are alike
             return torch.stack(pieces).sum(0)
         if tensor_size == self.tensor_size:
@@ -134,23 +157,29 @@ class NeoXOptimizer:
 
 
 def _groups_of(path: Path) -> list[_Groups]:
-    """Of all model-parallel ranks in order."""
+    """The parameter groups of all model-parallel ranks, in the order of the ranks."""
     zero: dict[int, dict[int, Path]] = {}
     for file in path.iterdir():
         if match := _ZERO.fullmatch(file.name):
             zero.setdefault(int(match[3]), {})[int(match[2])] = file
     models = layout.model_files(path)
     if not zero:
-        return [_PlainState(load_tensors(models[rank]).get("optimizer"), str(models[rank])) for rank in sorted(models)]
+        return [
+            _PlainState(load_tensors(models[rank]).get("optimizer"), str(models[rank]))
+            for rank in sorted(models)
+        ]
     for rank in sorted(models):
         ranks = zero.get(rank, {})
         if sorted(ranks) != list(range(len(ranks))) or len(ranks) != len(zero[min(zero)]):
-            raise CheckpointError(f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}")
+            raise CheckpointError(
+                f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}"
+            )
     return [_FlatZeroState([zero[rank][data] for data in sorted(zero[rank])]) for rank in sorted(models)]
 
 
 def _steps(states: Iterable[Mapping[str, Any]]) -> float:
-    """Updates done: the largest count, since DeepSpeed's FusedAdam counts in the last parameter of a group alone."""
+    """The number of updates done: the largest count, since DeepSpeed's FusedAdam counts only in the last
+    parameter of a group."""
     return max((float(state["step"]) for state in states if state.get("step") is not None), default=0.0)
 
 
@@ -162,7 +191,8 @@ def _moments(state: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 class _PlainState:
-    """Without ZeRO: parameters are numbered through all groups."""
+    """The state without ZeRO, whose parameters are numbered through all groups; a group's size is their
+    number."""
 
     def __init__(self, saved: Any, where: str) -> None:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
@@ -191,7 +221,8 @@ class _PlainState:
 
 
 class _FlatZeroState:
-    """ZeRO 1 and 2, and bf16: vectors of each group, cut over data ranks, the last with padding at its end."""
+    """The state of ZeRO 1 and 2, and of bf16: one flat vector for each group, split over data-parallel ranks,
+    the last part with padding at its end; a group's size is its number of elements."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         contents = [load_tensors(file) for file in files]
@@ -208,8 +239,8 @@ class _FlatZeroState:
         lean = isinstance(base[0], Sequence)  # elastic_checkpoint: without padding
         states = [one if lean else [one["state"][i] for i in sorted(one["state"])] for one in base]
         groups = [] if lean else [group for one in base for group in one["param_groups"]]
-        told = [{"step": one.get("base_optimizer_state_step")} for one in saved]
-        self.step = _steps([*groups, *told, *(state for one in states for state in one)])
+        step_counts = [{"step": one.get("base_optimizer_state_step")} for one in saved]
+        self.step = _steps([*groups, *step_counts, *(state for one in states for state in one)])
         self.scaler = saved[0].get("loss_scaler")
         self._vectors: list[dict[str, list[Tensor]]] = []  # of each group, by key: the data ranks' parts
         self.sizes = []
@@ -229,15 +260,17 @@ class _FlatZeroState:
         parts = self._vectors[group]
         if len(parts) == 1:
             return {}
-        return {key: _between(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()}
+        return {
+            key: _between(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()
+        }
 
 
 def _between(vectors: Sequence[Tensor], start: int, count: int) -> Tensor:
-    """A range of what the vectors are, one after another."""
-    found, begin = [], 0
+    """`count` elements from `start` of the concatenation of `vectors`."""
+    slices, begin = [], 0
     for vector in vectors:
         first, last = max(start - begin, 0), min(start + count - begin, vector.numel())
         if first < last:
-            found.append(vector[first:last])
+            slices.append(vector[first:last])
         begin += vector.numel()
-    return torch.cat(found)
+    return torch.cat(slices)

@@ -1,10 +1,12 @@
-"""Checkpoints in an object store, reached through fsspec: the one file that talks to it.
+"""Checkpoints in an object store (s3://, gs://, ...), reached through fsspec; no other file talks to it.
 
-A store has no rename. A checkpoint there is whole when its folder is there and no mark `.unfinished_<its name>` beside
-it: the mark is made before the first file, and goes after the last, the manifest; `latest` follows. What is marked is
-not seen, and removed by the next save; deleting begins with the mark too.
+A store has no rename. A checkpoint there is whole when its folder exists and no mark `.unfinished_<its name>`
+beside it. The mark is made before the first file is sent and removed after the last, the manifest; then
+`latest` is written.
+Marked folders are ignored, and removed by the next save; deleting a checkpoint begins with the mark too.
 
-Credentials are fsspec's matter: the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) and its usual files.
+Credentials are fsspec's matter: the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) and its usual
+files.
 """
 
 import errno
@@ -16,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.layout import LATEST, is_tag, model_file, step_of
@@ -37,7 +39,9 @@ _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotF
 
 
 class ObjectStore:
-    """One folder in a store. patience: seconds that a store which does not answer is tried again.
+    """One folder in an object store.
+
+    patience: seconds for which calls are repeated when the store does not answer.
 
     Every method raises CheckpointError, which names the address.
     """
@@ -50,7 +54,9 @@ class ObjectStore:
             from fsspec.core import url_to_fs
 
             # Nothing is remembered: other machines write there too.
-            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **own)
+            self._fs, self._root = url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True, **own
+            )
         except ImportError as problem:
             package = "'neox[remote]'" if scheme in ("s3", "s3a") else "the package that fsspec names"
             raise CheckpointError(f"{url}: {problem}; pip install {package}") from problem
@@ -73,8 +79,12 @@ class ObjectStore:
                 ) from problem
             except Exception as problem:  # of the store's own library, or its network's
                 if type(problem).__name__ in _NO_CREDENTIALS:
-                    raise CheckpointError(f"{where}: {_words(problem)}; set them in the environment") from problem
-                local = getattr(problem, "errno", None) in _FINAL or isinstance(problem, ValueError | TypeError)
+                    raise CheckpointError(
+                        f"{where}: {_words(problem)}; set them in the environment"
+                    ) from problem
+                local = getattr(problem, "errno", None) in _FINAL or isinstance(
+                    problem, ValueError | TypeError
+                )
                 if local or time.monotonic() - begun + pause > self.patience:
                     raise CheckpointError(f"{where}: {_words(problem)}") from problem
             time.sleep(pause)
@@ -86,38 +96,42 @@ class ObjectStore:
     # -- objects -------------------------------------------------------------------------------------------------
 
     def top(self) -> set[str]:
-        """Names of files and folders here; empty for a folder that nothing was written to yet."""
+        """The names of files and folders in it; empty for a folder that nothing was written to yet."""
 
         def nothing() -> set[str]:
             bucket = self._root.strip("/").split("/")[0]
             if not self._root.startswith("/") and not self._call("", lambda: self._fs.exists(bucket)):
-                raise CheckpointError(f"{self.url}: there is no bucket {bucket}; make it, or correct the name")
+                raise CheckpointError(
+                    f"{self.url}: there is no bucket {bucket}; make it, or correct the name"
+                )
             return set()
 
-        found = self._call("", lambda: {e["name"].rstrip("/") for e in self._fs.ls(self._root, detail=True)}, nothing)
+        found = self._call(
+            "", lambda: {e["name"].rstrip("/") for e in self._fs.ls(self._root, detail=True)}, nothing
+        )
         return {name.rpartition("/")[2] for name in found if name != self._root.rstrip("/")}
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Bytes of everything under a folder, by path inside it."""
+        """The size in bytes of every file under `folder`, by path inside it."""
         root = self._at(folder).rstrip("/") + "/"
         found = self._call(folder, lambda: self._fs.find(root, detail=True), dict)
         files = {name: entry for name, entry in found.items() if entry["type"] == "file"}
         return {name.removeprefix(root): int(entry["size"]) for name, entry in files.items()}
 
     def read(self, name: str) -> bytes | None:
-        """Content of a small file; None where there is none."""
+        """The content of a small file; None where there is no such file."""
         return self._call(name, lambda: self._fs.cat_file(self._at(name)), lambda: None)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file; readers see the old or the new content."""
+        """Write a small file; readers see the old or the new content, never a part."""
         self._call(name, lambda: self._fs.pipe_file(self._at(name), data))
 
     def upload(self, file: Path, name: str) -> None:
-        """Send a local file."""
+        """Upload a local file as `name`."""
         self._call(name, lambda: self._fs.put_file(str(file), self._at(name)))
 
     def download(self, name: str, file: Path) -> None:
-        """Bring a file to this machine; it appears there whole."""
+        """Download `name` to a local file, which appears whole."""
         file.parent.mkdir(parents=True, exist_ok=True)
         # Of its own: where machines share the folder, each brings the same.
         temporary = file.with_name(f".tmp_{file.name}.{uuid.uuid4().hex[:8]}")
@@ -128,19 +142,20 @@ class ObjectStore:
             temporary.unlink(missing_ok=True)
 
     def check_writable(self) -> None:
-        """Raises CheckpointError now for what would end the first save."""
+        """Raise CheckpointError now for whatever would make the first save fail."""
         self.top()
         self.write(_PROBE, b"")
         self._delete(_PROBE)
 
     def _delete(self, name: str) -> None:
-        """A file, or a folder with all that is in it."""
+        """Delete a file, or a folder with all that is in it."""
         self._call(name, lambda: self._fs.rm(self._at(name), recursive=True), lambda: None)
 
-    # -- folders that are there whole or not at all ----------------------------------------------------------------
+    # -- folders that are there whole or not at all
+    # ----------------------------------------------------------------
 
     def whole(self) -> set[str]:
-        """Names of files and folders that are finished."""
+        """The names of the finished files and folders."""
         found = self.top()
         return {name for name in found if not name.startswith(".") and _MARK + name not in found}
 
@@ -151,8 +166,11 @@ class ObjectStore:
         self._delete(_MARK + folder)
 
     def begin(self, folder: str, *, alone: bool = True) -> None:
-        """Mark a folder that is about to be filled; one of the same name, which `latest` does not name any more, goes,
-        and so does what interrupted saves left. alone: nobody else writes here."""
+        """Mark a folder that is about to be filled as unfinished.
+
+        An earlier folder of the same name is removed, after `latest` names another one, and so are the
+        leftovers of interrupted saves. alone: nobody else writes to this store.
+        """
         found = self.top()
         for name in sorted(name.removeprefix(_MARK) for name in found if name.startswith(_MARK)):
             if alone or name == folder:
@@ -160,25 +178,27 @@ class ObjectStore:
                 found.discard(name)
         if folder in found:
             if (self.read(LATEST) or b"").decode().strip() == folder:
-                others = sorted((name for name in self.whole() if is_tag(name) and name != folder), key=step_of)
+                others = sorted(
+                    (name for name in self.whole() if is_tag(name) and name != folder), key=step_of
+                )
                 before = [name for name in others if step_of(name) < step_of(folder)] or others
                 self.write(LATEST, before[-1].encode()) if before else self._delete(LATEST)
             self.remove(folder)
         self.write(_MARK + folder, b"")
 
     def finish(self, folder: str) -> None:
-        """All files are there: from now on the folder is seen."""
+        """Remove the mark of a folder whose files have all been sent: from now on it counts as whole."""
         self._delete(_MARK + folder)
 
     def send_folder(self, local: Path, name: str) -> None:
-        """Upload all of a local folder as `name`; what makes it a checkpoint or a model is last."""
+        """Upload a local folder as `name`; the file that makes it a checkpoint or a model is sent last."""
         self.begin(name, alone=False)
         files = sorted(str(file.relative_to(local)) for file in local.rglob("*") if file.is_file())
         self.send(local, name, files, last=(MANIFEST, HF_CONFIG))
         self.finish(name)
 
     def send(self, local: Path, folder: str, names: Iterable[str], last: Collection[str] = ()) -> None:
-        """Upload files of a local folder, those in `last` when all others are there."""
+        """Upload the files `names` of a local folder, those in `last` after all others."""
         names = list(names)
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             first = [name for name in names if name not in last]
@@ -191,11 +211,12 @@ class ObjectStore:
 def mirror_manifests(store: ObjectStore, folder: Path) -> None:
     """Make `folder` look like the store: every whole checkpoint with its manifest alone, and `latest`.
 
-    What was fetched of a checkpoint before stays, if its manifest is the same. A HuggingFace model is fetched whole.
+    Files of a checkpoint that were fetched before stay if its manifest is the same. A HuggingFace model is
+    fetched whole.
     """
-    found = store.whole()
+    names = store.whole()
     folder.mkdir(parents=True, exist_ok=True)
-    tags = sorted((name for name in found if is_tag(name)), key=step_of)
+    tags = sorted((name for name in names if is_tag(name)), key=step_of)
     for there in folder.iterdir():
         if there.is_dir() and is_tag(there.name) and there.name not in tags:
             shutil.rmtree(there)
@@ -227,17 +248,19 @@ def mirror_manifests(store: ObjectStore, folder: Path) -> None:
         replace_file(folder / LATEST, latest)
     else:
         (folder / LATEST).unlink(missing_ok=True)
-        if HF_CONFIG in found:
+        if HF_CONFIG in names:
             fetch_checkpoint(store, "", folder)
 
 
 def fetch_checkpoint(
     store: ObjectStore, tag: str, path: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Bring the files of a checkpoint (or, tag "", of any folder) to `path`, those that are not there in full, and
-    check each against the manifest, if there is one. wanted: of which names.
+    """Download the files of the checkpoint `tag` to `path`, except those that are there in full, and check
+    each against the manifest, if there is one.
 
-    Raises DamagedError that names every file which is not what the manifest says, CheckpointError for no space.
+    tag: "" for the folder of the store itself. wanted: whether a file of this name is to be downloaded.
+    Raises DamagedError that names every file which is not what the manifest says, CheckpointError for no
+    space.
     """
     where = f"{store.url}/{tag}".rstrip("/")
     if tag and tag not in store.whole():
@@ -249,7 +272,11 @@ def fetch_checkpoint(
     if MANIFEST in there:
         store.download(f"{tag}/{MANIFEST}".lstrip("/"), path / MANIFEST)
     manifest = read_manifest(path)
-    files = {name: record for name, record in manifest.files.items() if wanted(name)} if manifest is not None else {}
+    files = (
+        {name: record for name, record in manifest.files.items() if wanted(name)}
+        if manifest is not None
+        else {}
+    )
     here = file_sizes(path, there)
     missing = [name for name, size in there.items() if here.get(name) != size]
     needed, free = sum(there[name] for name in missing), shutil.disk_usage(path).free
@@ -267,7 +294,9 @@ def fetch_checkpoint(
                 return None
         assert record is not None
         size = (path / name).stat().st_size
-        return f"{name} ({f'{size:,} bytes instead of {record.size:,}' if size != record.size else 'checksum'})"
+        return (
+            f"{name} ({f'{size:,} bytes instead of {record.size:,}' if size != record.size else 'checksum'})"
+        )
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         bad = [text for text in threads.map(bring, missing) if text is not None]
@@ -277,7 +306,7 @@ def fetch_checkpoint(
 
 
 def keep_manifest_only(path: Path) -> None:
-    """Leave of a fetched checkpoint what `mirror_manifests` makes of it."""
+    """Delete all files of a fetched checkpoint but those that `mirror_manifests` makes."""
     manifest = read_manifest(path)
     for file in sorted(path.rglob("*"), reverse=True) if manifest is not None else ():
         if file.is_dir():
@@ -287,6 +316,6 @@ def keep_manifest_only(path: Path) -> None:
 
 
 def _words(problem: BaseException) -> str:
-    """What an exception says, on one line, without what chains of libraries repeat."""
-    said: Any = str(problem).strip().splitlines()
-    return said[0][:300] if said else type(problem).__name__
+    """The first line of an exception's text, or the name of its class where it has none."""
+    lines = str(problem).strip().splitlines()
+    return lines[0][:300] if lines else type(problem).__name__

@@ -1,8 +1,8 @@
-"""Optimizer state by parameter: beside each layer's weights a file that any layout can read.
+"""Optimizer state by parameter, in files that any parallel layout can read.
 
-`optim_layer_LL-model_TT.pt` holds {our name: {key: tensor}} of one layer and tensor rank: `exp_avg` and the like
-in the shape of that rank's part, `step`, and `master`, the fp32 value of a 16-bit weight. Pipelines, data ranks and
-ZeRO leave no trace in it.
+`optim_layer_LL-model_TT.pt` holds {our name: {key: tensor}} of layer LL and tensor rank TT: `exp_avg` and the
+like in the shape of that rank's part of the parameter, `step`, and `master`, the fp32 value of a 16-bit
+weight. It does not depend on pipeline stages, data-parallel ranks or ZeRO.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,10 @@ _FIX = "load another `iteration`, or set no_load_optim: true to go on with the w
 
 
 class OptimizerFiles:
-    """The files of one checkpoint. Tensors stay in them until they are used; one layer is open at a time."""
+    """The optimizer state of one checkpoint; false where it has none.
+
+    Tensors stay in their files until they are used; the files of one layer are open at a time.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -40,35 +43,39 @@ class OptimizerFiles:
         return self._open[1]
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
-        """Parameters of `layers` that have state here, by layer and name: those that were trained."""
+        """(layer, name) of the parameters of `layers` that have optimizer state here: those that were
+        trained."""
         with_files = {layer for layer, _ in self.files}
         return {(layer, name) for layer in layers if layer in with_files for name in self._layer(layer)[0]}
 
     def read(self, layer: int, spec: ParamSpec, tensor_rank: int, tensor_size: int) -> State:
-        """State of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it; {} before the first update.
+        """The state of one parameter as tensor rank `tensor_rank` of `tensor_size` holds it.
 
-        Raises CheckpointError when the file lacks the parameter or has another shape.
+        Returns {} before the first update. Raises CheckpointError when the file lacks the parameter or has
+        another shape.
         """
         # Of a table that all blocks share, the first block's file speaks for all.
         parts = self._layer(2 if spec.shared else layer)
         where = f"{self.path}, optimizer state of layer {layer}: {spec.name}"
         if any(spec.name not in part for part in parts):
             raise CheckpointError(f"{where} is missing; {_FIX}")
-        found: State = {}
+        state: State = {}
         for key, value in parts[0][spec.name].items():
             if value.dim() == 0:
-                found[key] = value.clone()
+                state[key] = value.clone()
                 continue
             pieces = [part[spec.name][key] for part in parts]
             for piece in pieces:
                 if tuple(piece.shape) != spec.local_shape(self.tensor_size):
                     want = spec.local_shape(self.tensor_size)
-                    raise CheckpointError(f"{where}.{key}: shape {tuple(piece.shape)} in the file, {want} here; {_FIX}")
+                    raise CheckpointError(
+                        f"{where}.{key}: shape {tuple(piece.shape)} in the file, {want} here; {_FIX}"
+                    )
             if tensor_size == self.tensor_size:
-                found[key] = pieces[tensor_rank]
+                state[key] = pieces[tensor_rank]
             else:
-                found[key] = shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
-        return found
+                state[key] = shard(unshard(pieces, spec), spec, tensor_rank, tensor_size)
+        return state
 
 
 def _checked(state: Any, path: Path) -> Mapping[str, Any]:
@@ -76,5 +83,7 @@ def _checked(state: Any, path: Path) -> Mapping[str, Any]:
         isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())
         for found in state.values()
     ):
-        raise CheckpointError(f"{path}: not a file of optimizer state (expected tensors by parameter and key)")
+        raise CheckpointError(
+            f"{path}: not a file of optimizer state (expected tensors by parameter and key)"
+        )
     return state

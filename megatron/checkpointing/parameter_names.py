@@ -1,6 +1,7 @@
-"""Foreign parameter names, in one table, and the few tensors whose rows other writers order differently.
+"""Parameter names of other writers, in one table, and the few tensors whose rows they order differently.
 
-Ours are GPT-NeoX's current names, to which the geodesic fork's OLMo adds norms. Read besides, and written on request:
+Our names are GPT-NeoX's current names, to which the geodesic fork's OLMo adds norms. Read besides, and
+written on request:
 NeoX before mid-2024 (Pythia, 20B), its llama conversions (w1, w2, w3), and Transformer-Engine naming (te_mha,
 te_layernorm_mlp; the geodesic fork). Wrapped norms (apex) are read.
 """
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.specs import AttentionSpec, is_tied, rotary_spec
+from megatron.model.specs import AttentionSpec, has_one_norm, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 
 Pairs = tuple[tuple[str, str], ...]
 _OLMO = "of the geodesic fork's OLMo"
-# ours -> foreign, by beginning; the first that fits is used
+# our prefix -> foreign prefix; the first that matches is used
 _TE_MHA: Pairs = (("attention.query_key_value.", "attention.qkv."), ("attention.dense.", "attention.proj."))
 _MLP: Mapping[str, Pairs] = {
     "neox": (),
@@ -36,21 +37,23 @@ _NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "norm",
 )  # fmt: skip
 _TE_NORMS: Pairs = tuple(
-    pair for norm in _NORMS for pair in ((f"{norm}.scale", f"{norm}.norm.weight"), (f"{norm}.", f"{norm}.norm."))
+    pair
+    for norm in _NORMS
+    for pair in ((f"{norm}.scale", f"{norm}.norm.weight"), (f"{norm}.", f"{norm}.norm."))
 )
-# foreign beginning -> ours; the first that fits is used
+# foreign prefix -> our prefix; the first that matches is used
 _RENAMES: Pairs = (
     *((foreign, ours) for ours, foreign in (*_TE_MHA, *_MLP["te"][1:], *_MLP["legacy"], *_MLP["llama"])),
     *((f"{norm}.norm.", f"{norm}.") for norm in _NORMS),  # norms wrapped in a module
 )
-# Buffers and blobs that hold nothing trained.
+# Buffers and blobs without trained values.
 _IGNORED = re.compile(
     r".*_extra_state|attention\.(masked_)?bias|attention\.rotary_emb(eddings)?\..*|(attention\.)?alibi_embed\..*"
     r"|rotary_emb\..*"
 )
 
 
-# The first whose mark is in a block's names.
+# A prefix of names in a block -> the naming that it is a mark of; the first that is found counts.
 _MARKS: Pairs = (
     ("attention.qkv.", WEIGHT_NAMINGS["te"]),
     ("mlp.fc1_", WEIGHT_NAMINGS["te"]),
@@ -62,30 +65,37 @@ _MARKS: Pairs = (
 _OLD_ROWS = (WEIGHT_NAMINGS["legacy"], WEIGHT_NAMINGS["llama"])  # gone when #1315 came, in November 2024
 
 
-def generation(names: Collection[str]) -> str:
-    """Whose names a block's tensors have, in words."""
-    found = (whose for mark, whose in _MARKS if any(name.startswith(mark) for name in names))
-    return next(found, WEIGHT_NAMINGS["neox"])
+def naming_of(names: Collection[str]) -> str:
+    """The naming that the tensors of a block have, in words, as in `WEIGHT_NAMINGS`."""
+    namings = (naming for mark, naming in _MARKS if any(name.startswith(mark) for name in names))
+    return next(namings, WEIGHT_NAMINGS["neox"])
 
 
 def has_old_rows(names: Collection[str], attention: AttentionSpec | None, rows: str | None) -> bool:
-    """Whether a block's grouped queries, keys and values stand as before #1315.
+    """Whether the rows of a block's grouped queries, keys and values are in the order of before GPT-NeoX's
+    #1315.
 
-    names: of the block; the older ones tell. rows: `compat_gqa_rows`, which overrules them.
+    names: those of the block's tensors, which decide it where `rows`, the value of `compat_gqa_rows`, is
+    None.
     """
     if attention is None or attention.kv_heads == attention.heads:
         return False
     if any(name.startswith("attention.qkv.") for name in names):
         return False
-    return generation(names) in _OLD_ROWS if rows is None else rows == "pre1315"
+    return naming_of(names) in _OLD_ROWS if rows is None else rows == "pre1315"
 
 
 def our_name(name: str, expected: Collection[str]) -> str | None:
-    """Our name of a foreign one; the name itself when it is already ours or unknown; None for what is left out."""
+    """Our name for a foreign one; the same name when it is ours or unknown; None for a tensor to leave out.
+
+    expected: our names of the layer.
+    """
     if _IGNORED.fullmatch(name):
         return None
     name = _renamed(name, _RENAMES)
-    scale = name.removesuffix(".weight") + ".scale"  # wrapped and TE RMSNorms say weight where NeoX says scale
+    scale = (
+        name.removesuffix(".weight") + ".scale"
+    )  # wrapped and TE RMSNorms say weight where NeoX says scale
     return scale if name not in expected and scale in expected else name
 
 
@@ -104,10 +114,12 @@ def to_our_names(
     where: str,
     rows: str | None = None,
 ) -> dict[str, Tensor]:
-    """One layer (by its NeoX index) of one tensor rank under our names, its rows in our order.
+    """The tensors of one layer (by its NeoX index) of one tensor rank under our names, with rows in our
+    order.
 
-    expected: our names of that layer. rows: as in `has_old_rows`.
-    Raises CheckpointError for two names of one tensor, and for trained values of a norm that gpt_j_tied leaves out.
+    expected: our names of that layer. where: the file, for errors. rows: as in `has_old_rows`.
+    Raises CheckpointError for two names of one tensor, and for trained values of a norm that gpt_j_tied
+    leaves out.
     """
     tensors, attention = dict(tensors), attention_of(args, layer)
     old = has_old_rows(tensors, attention, rows)
@@ -123,10 +135,14 @@ def to_our_names(
             continue
         if ours in unused and ours not in expected:
             if args.gpt_j_tied and not torch.all(tensor == float(unused[ours].init == "ones")):
-                raise CheckpointError(f"{where}: {name} is trained, so the model was not tied; set gpt_j_tied: false")
+                raise CheckpointError(
+                    f"{where}: {name} is trained, so the model was not tied; set gpt_j_tied: false"
+                )
             continue
         if ours in out:
-            raise CheckpointError(f"{where}: {name} and another tensor both stand for {ours}; remove one of them")
+            raise CheckpointError(
+                f"{where}: {name} and another tensor both stand for {ours}; remove one of them"
+            )
         if name.startswith("attention.qkv.") and attention is not None:
             tensor = _groups_apart(tensor, attention)
         elif name.startswith("mlp.fc1_"):
@@ -140,10 +156,11 @@ def to_our_names(
 def to_file_names(
     layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> dict[str, Tensor]:
-    """One layer (by its NeoX index) of one tensor rank as GPT-NeoX writes it, unused norms and buffers too.
+    """The tensors of one layer (by its NeoX index) of one tensor rank as GPT-NeoX writes them, with its unused
+    norms and buffers.
 
-    naming: of GENERATIONS; None: those that this configuration has in GPT-NeoX. Raises CheckpointError where it has
-    none of these names.
+    naming: a key of `WEIGHT_NAMINGS`; None: the naming that this configuration has in GPT-NeoX. Raises
+    CheckpointError where the model has no names in it.
     """
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha
@@ -163,7 +180,11 @@ def to_file_names(
     for name, tensor in tensors.items():
         kind = name.removeprefix("mlp.linear1.")
         if attention is not None and name.startswith("attention.query_key_value."):
-            tensor = _groups_together(tensor, attention) if te_attention else _slices_together(tensor, attention, old)
+            tensor = (
+                _groups_together(tensor, attention)
+                if te_attention
+                else _slices_together(tensor, attention, old)
+            )
         elif mlp == "te" and kind != name:
             tensor = _halves_swapped(tensor, args)
         elif mlp == "llama" and kind != name:
@@ -183,19 +204,25 @@ def to_file_names(
 
 def _check_names(mlp: str, args: NeoXArgs) -> None:
     if mlp == "llama" and not args.is_gated:
-        raise CheckpointError(f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}")
-    if mlp == "te" and is_tied(args):
-        raise CheckpointError("Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none")
+        raise CheckpointError(
+            f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}"
+        )
+    if mlp == "te" and has_one_norm(args):
+        raise CheckpointError(
+            "Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none"
+        )
 
 
 # Transformer-Engine's MultiheadAttention views its rows as `[kv_heads, queries of one + 2, head_dim]`
-# (qkv_weight_interleaved, its default): the queries of a key-value head, its key, its value. Ours are all queries, all
-# keys, all values of a rank. With one query a key-value head both are NeoX's [q|k|v] per head.
+# (qkv_weight_interleaved, its default): the queries of a key-value head, its key, its value. Ours are all
+# queries, all keys, all values of a rank. With one query a key-value head both are NeoX's [q|k|v] per head.
 
 
 def _groups_apart(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     queries = attention.heads // attention.kv_heads
-    if queries == 1 or len(qkv) % ((queries + 2) * attention.head_dim):  # of another model: its shape is told later
+    if queries == 1 or len(qkv) % (
+        (queries + 2) * attention.head_dim
+    ):  # of another model: the error about its shape comes later
         return qkv
     groups = qkv.unflatten(0, (-1, queries + 2, attention.head_dim))
     return torch.cat([part.flatten(0, 2) for part in groups.split([queries, 1, 1], 1)])
@@ -210,9 +237,10 @@ def _groups_together(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     return torch.cat([part.unflatten(0, (kv // width, -1, width)) for part in parts], 1).flatten(0, 2)
 
 
-# Before #1315 GPT-NeoX's gqa_project viewed its rows as `[heads, head_dim + 2 * slice]`: a query, then equal slices of
-# all keys and of all values, so that the slices of all heads together are the keys, `[kv_heads, head_dim]`. Its
-# convert_raw_llama_weights_to_neox.py writes w1, w2, w3 beside rows of this order.
+# Before #1315 GPT-NeoX's gqa_project viewed its rows as `[heads, head_dim + 2 * slice]`: a query, then equal
+# slices of all keys and of all values, so that the slices of all heads together are the keys,
+# `[kv_heads, head_dim]`. Its convert_raw_llama_weights_to_neox.py writes w1, w2, w3 beside rows of this
+# order.
 
 
 def _slice(attention: AttentionSpec) -> int:
@@ -226,7 +254,7 @@ def _slice(attention: AttentionSpec) -> int:
 
 def _slices_apart(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     width, slices = attention.head_dim, _slice(attention)
-    if len(qkv) % (width + 2 * slices):  # of another model: its shape is told later
+    if len(qkv) % (width + 2 * slices):  # of another model: the error about its shape comes later
         return qkv
     heads = qkv.unflatten(0, (-1, width + 2 * slices))
     return torch.cat([part.flatten(0, 1) for part in heads.split([width, slices, slices], 1)])
@@ -242,6 +270,9 @@ def _slices_together(qkv: Tensor, attention: AttentionSpec, old: bool) -> Tensor
 
 
 def _halves_swapped(linear1: Tensor, args: NeoXArgs) -> Tensor:
-    """Between NeoX's [up; gate] and Transformer-Engine's [gate; up]: its tests apply the activation to the first half
-    of fc1's output and multiply by the second."""
+    """The rows of a gated linear1 between NeoX's order [up; gate] and Transformer-Engine's [gate; up].
+
+    Transformer-Engine's tests apply the activation to the first half of fc1's output and multiply by the
+    second.
+    """
     return torch.cat(linear1.chunk(2)[::-1]) if args.is_gated else linear1

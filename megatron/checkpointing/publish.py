@@ -23,7 +23,8 @@ from megatron.process import say
 
 
 def begin_checkpoint(save: str | Path, iteration: int) -> Path:
-    """An empty temporary directory for the files of `iteration`; leftovers of interrupted saves are cleared."""
+    """Make an empty temporary directory for the files of `iteration` and remove leftovers of interrupted
+    saves."""
     save = Path(save)
     save.mkdir(parents=True, exist_ok=True)
     for leftover in save.glob(".tmp_*"):
@@ -41,18 +42,21 @@ def begin_checkpoint_if_space(
 ) -> Path:
     """`begin_checkpoint`, once it is known that `needed` bytes are free.
 
-    check_free: raises CheckpointError where they are not. Raises CheckpointError for a folder that cannot be written.
+    check_free: raises CheckpointError where they are not. Raises CheckpointError for a folder that cannot be
+    written.
     """
     try:
         save.mkdir(parents=True, exist_ok=True)
         check_free(save, needed)
         return begin_checkpoint(save, iteration)
     except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
+        raise CheckpointError(
+            f"{save}: cannot be written ({problem.strerror}); give another folder"
+        ) from problem
 
 
 def _settle(aside: Path) -> None:
-    """A checkpoint set aside goes back where its successor never came, and away where it did."""
+    """Give a checkpoint that was set aside its name back, or delete it where its successor has that name."""
     final = aside.with_name(aside.name.removeprefix(aside_tag("")))
     if final.exists():
         with suppress(OSError):
@@ -62,14 +66,15 @@ def _settle(aside: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; it loses its name first, so that half of one is never taken for a whole one."""
+    """Delete a checkpoint directory; it is renamed first, so that half of one is never taken for a whole
+    one."""
     doomed = path.with_name(f".tmp_removed_{path.name}")
     os.rename(path, doomed)
     _delete(doomed)
 
 
 def _delete(path: Path) -> None:
-    """A folder with all that is in it, a file, or a link, of which nothing else is touched."""
+    """Delete a folder with all that is in it, a file, or a link, whose target stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -86,12 +91,14 @@ def publish(
     store: ObjectStore | None = None,
     say: Callable[[str], None] = say,
 ) -> Path:
-    """Turn what `begin_checkpoint` gave and the ranks filled into `<save>/global_stepN` and let `latest` name it.
+    """Turn the directory that `begin_checkpoint` made and the ranks filled into `<save>/global_stepN`, and
+    let `latest` name it.
 
-    manifest.files: records of everything the ranks wrote; configs: file name -> raw text of each config.
-    keep: which older checkpoints are deleted, never the new one. store: where the ranks have sent their files; `save`
-    is then a copy of the folder there, of manifests alone. say: is told which of them could not be deleted; that the
-    new one is there does not depend on it.
+    manifest.files: records of all files that the ranks wrote. configs: the text of each configuration file by
+    its name.
+    keep: which older checkpoints are deleted, never the new one. store: the object store that the ranks have
+    sent their files to; `save` then holds a copy of its manifests alone. say: receives a line for each older
+    checkpoint that could not be deleted, which does not affect the new one.
     Returns the checkpoint's directory. Raises CheckpointError when a recorded file is not there in full.
     """
     save, temporary = Path(save), Path(temporary)
@@ -139,6 +146,7 @@ def publish(
 
 
 def _forget(path: Path, store: ObjectStore | None, say: Callable[[str], None]) -> None:
+    """Delete an older checkpoint here and in the store; what fails is only said."""
     try:
         if store is not None:
             store.remove(path.name)

@@ -1,8 +1,8 @@
-"""Remote folders on this machine.
+"""Local folders that stand for remote ones (`remote_staging`).
 
-A local folder stands for a run's `save` and for its `load`, filled before ranks are connected: every rank calls
-`mirror_remote_checkpoints` and `fetch_staged_checkpoint`; the first rank of a machine does the work, the others
-wait and find it done. Command-line tools have `local_copy` and `upload_on_exit`.
+A local folder stands for a run's `save` and for its `load`, filled before ranks are connected: every rank
+calls `mirror_remote_checkpoints` and `fetch_staged_checkpoint`; the first rank of a machine does the work,
+the others wait and find it done. Command-line tools have `local_copy` and `upload_on_exit`.
 """
 
 import fcntl
@@ -27,18 +27,24 @@ from megatron.neox_arguments.values.remote_paths import is_remote, problem_of
 
 
 def remote_folders(args: NeoXArgs) -> dict[str, Path]:
-    """Remote `save` and `load`, each with its local folder."""
+    """The addresses of remote `save` and `load`, each with the local folder that stands for it."""
     places = ((args.save, args.save_dir), (args.load, args.load_dir))
     return {url: Path(folder) for url, folder in places if url and folder and is_remote(url)}
 
 
 def object_store_of(args: NeoXArgs) -> ObjectStore | None:
-    """Where checkpoints are sent; None for a local `save`."""
-    return ObjectStore(args.save, args.remote_patience) if args.save is not None and is_remote(args.save) else None
+    """The object store that checkpoints are sent to; None for a local `save`."""
+    return (
+        ObjectStore(args.save, args.remote_patience)
+        if args.save is not None and is_remote(args.save)
+        else None
+    )
 
 
 def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
-    """Bring names and manifests of remote checkpoints to this machine. writes: the run saves, and must be able to.
+    """Copy the names and manifests of remote checkpoints to this machine.
+
+    writes: the run saves checkpoints, so check that it can.
 
     Raises CheckpointError.
     """
@@ -55,7 +61,11 @@ def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
 
 
 def fetch_staged_checkpoint(args: NeoXArgs, path: Path) -> None:
-    """Fetch all of the checkpoint `path`, if it stands for a remote one. Raises CheckpointError, DamagedError."""
+    """Download the whole checkpoint that the local directory `path` stands for; nothing if it is no remote
+    one.
+
+    Raises CheckpointError, DamagedError.
+    """
     for url, folder in remote_folders(args).items():
         if path.parent == folder:
             with _alone(folder):
@@ -66,8 +76,11 @@ def fetch_staged_checkpoint(args: NeoXArgs, path: Path) -> None:
 
 
 def with_local_model(args: NeoXArgs) -> NeoXArgs:
-    """For commands that only read: the checkpoint or HuggingFace model that a remote `load` (else `save`) names is
-    fetched, and local folders stand for both. Raises CheckpointError."""
+    """The configuration for a command that only reads a model: with local folders as `load` and `save`.
+
+    The checkpoint or HuggingFace model that a remote `load` (else `save`) names is downloaded. Raises
+    CheckpointError.
+    """
     folders = remote_folders(args)
     if not folders:
         return args
@@ -80,20 +93,23 @@ def with_local_model(args: NeoXArgs) -> NeoXArgs:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[Path]:
-    """One process of this machine at a time; gives the locked file."""
+    """Within the context no other process of this machine is in it; gives the locked file."""
     file = folder.parent / f".{folder.name}.stamp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         opened = open_lock_file(file)
     except OSError as problem:
-        raise CheckpointError(f"{folder}: cannot be written ({problem.strerror}); set remote_staging") from problem
+        raise CheckpointError(
+            f"{folder}: cannot be written ({problem.strerror}); set remote_staging"
+        ) from problem
     with opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield file
 
 
 def remote_checkpoints(url: str) -> list[str]:
-    """Addresses of the whole checkpoints in a remote folder, by step; of the folder itself if there are none."""
+    """The addresses of the whole checkpoints in a remote folder, by step; its own address if there are
+    none."""
     store = _tool_store(url)
     tags = sorted((name for name in store.whole() if is_tag(name)), key=step_of)
     return [f"{store.url}/{tag}" for tag in tags] or [store.url]
@@ -101,10 +117,11 @@ def remote_checkpoints(url: str) -> list[str]:
 
 @contextmanager
 def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path]:
-    """A folder as a local one. Of a remote folder of checkpoints `iteration`, else the one that `latest` names, is
-    fetched whole, of the others the manifests; any other remote folder is fetched whole. Gone afterwards.
+    """Within the context a local folder with the content of `place`, which is itself where it is local.
 
-    Raises CheckpointError.
+    From a remote folder of checkpoints the one of `iteration` (None: that which `latest` names) is downloaded
+    whole, and the manifests of the others; any other remote folder is downloaded whole. Raises
+    CheckpointError.
     """
     if not is_remote(str(place)):
         yield Path(place)
@@ -126,8 +143,11 @@ def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path
 
 @contextmanager
 def upload_on_exit(place: str | Path) -> Iterator[Path]:
-    """A local folder to write to. For a remote one a temporary stands in, which is sent when all went well; what is
-    there already is seen in it as empty folders. Raises CheckpointError."""
+    """Within the context a local folder to write to, which is uploaded to a remote `place` when no exception
+    came.
+
+    Checkpoints that are there already are seen in it as empty folders. Raises CheckpointError.
+    """
     if not is_remote(str(place)):
         yield Path(place)
         return
@@ -141,7 +161,9 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
         for tag in tags:
             (folder / tag).mkdir(parents=True)
         yield folder
-        made = [entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."]
+        made = [
+            entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."
+        ]
         if not any(is_tag(entry.name) for entry in made):
             if there or parent.endswith(":/"):
                 raise CheckpointError(f"{place}: is there already; remove it, or give another folder")

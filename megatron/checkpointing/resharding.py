@@ -1,6 +1,6 @@
-"""A checkpoint on disk cut for other tensor-parallel and pipeline sizes, optimizer state included, layer by layer.
+"""Resharding a checkpoint on disk for other tensor- and pipeline-parallel sizes, with its optimizer state.
 
-Data-parallel size and ZeRO stage leave no trace in our files; the manifest records them.
+One layer is in memory at a time. Data-parallel size and ZeRO stage change only what the manifest records.
 """
 
 import json
@@ -23,7 +23,8 @@ from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.parameter_names import to_file_names
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors, write_bytes
-from megatron.checkpointing.weights import describe_checkpoint, gather_layers, load_weights, save_layer
+from megatron.checkpointing.weight_files import describe_checkpoint
+from megatron.checkpointing.weights import gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
@@ -45,10 +46,13 @@ def reshard(
     """Write checkpoint `source` (of `args`) into `<save>/global_stepN` for layout `to` (its precision is the
     source's); returns that directory.
 
-    optimizer: false leaves its state out. sequential: GPT-NeoX's files without a pipeline, weights in mp_rank.
-    naming: of GENERATIONS; None: as `args` has them. each: goes through the layers, for a progress bar. One layer
-    at a time is in memory. Nothing is visible until it is whole: an interrupted call is simply made again.
-    Raises CheckpointError when the source is damaged, has no state to cut, or the sizes do not divide the model.
+    optimizer: false leaves its state out. sequential: GPT-NeoX's files without a pipeline, weights in
+    mp_rank.
+    naming: of GENERATIONS; None: as `args` has them. each: goes through the layers, for a progress bar. One
+    layer at a time is in memory. Nothing is visible until it is whole: an interrupted call is simply made
+    again.
+    Raises CheckpointError when the source is damaged, has no state to cut, or the sizes do not divide the
+    model.
     """
     source, save = Path(source), Path(save)
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
@@ -68,8 +72,16 @@ def reshard(
     asked = frozenset(_file_names(args, specs[2], naming))
     if final.exists():
         there = read_manifest(final)
-        same = there is not None and (there.layout, there.run_id, there.optimizer) == (to, ours.run_id, with_state)
-        if same and describe_checkpoint(final).block == asked and bool(layout.layer_files(final)) != sequential:
+        same = there is not None and (there.layout, there.run_id, there.optimizer) == (
+            to,
+            ours.run_id,
+            with_state,
+        )
+        if (
+            same
+            and describe_checkpoint(final).block == asked
+            and bool(layout.layer_files(final)) != sequential
+        ):
             verify(final)
             return final
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
@@ -104,13 +116,16 @@ def reshard(
 
 
 def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
-    """For a checkpoint of GPT-NeoX: with the optimizer's state a run goes on from it; weights alone are as those of an
-    import, from which a run starts at its iteration 0."""
+    """The manifest for a checkpoint of GPT-NeoX, which has none.
+
+    With the optimizer's state a run continues from it; from weights alone a run starts at its iteration 0, as
+    from an import.
+    """
     facts = describe_checkpoint(source)
     dtypes = facts.dtypes
     if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
-        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({told})")
+        dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({dtype_names})")
     given = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
     return Manifest(
         run_id=f"GPT-NeoX {source.resolve()}", iteration=layout.step_of(source),
@@ -122,14 +137,16 @@ def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
 
 
 def _samples(source: Path, args: NeoXArgs) -> int:
-    """That GPT-NeoX had trained on."""
+    """The number of samples that GPT-NeoX had trained on."""
     state = load_tensors(layout.model_files(source)[0])
     return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
 
 
 def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
-    """What the tensors of a block will be called. Raises CheckpointError where they have no such names."""
-    return to_file_names(2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
+    """The names of a block's tensors under `naming`. Raises CheckpointError where they have no such names."""
+    return to_file_names(
+        2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming
+    )
 
 
 def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:
@@ -143,13 +160,17 @@ def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> 
 
 
 def _reshard_state(
-    state: OptimizerFiles | NeoXOptimizer, temporary: Path, layer: int, specs: Sequence[ParamSpec], tensor_size: int
+    state: OptimizerFiles | NeoXOptimizer,
+    temporary: Path,
+    layer: int,
+    specs: Sequence[ParamSpec],
+    tensor_size: int,
 ) -> list[FileRecord]:
     trained = {name for _, name in state.names([layer])}
-    own = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]
-    if not own:
+    trained_specs = [spec for spec in specs if spec.name in trained and (not spec.shared or layer == 2)]
+    if not trained_specs:
         return []
-    whole = {spec.name: state.read(layer, spec, 0, 1) for spec in own}
+    whole = {spec.name: state.read(layer, spec, 0, 1) for spec in trained_specs}
     records = []
     for rank in range(tensor_size):
         cut: dict[str, dict[str, Tensor]] = {
@@ -159,7 +180,7 @@ def _reshard_state(
                 )
                 for key, value in whole[spec.name].items()
             }
-            for spec in own
+            for spec in trained_specs
         }
         records.append(save_tensors(cut, temporary / layout.optimizer_file(layer, rank)))
     return records
@@ -168,9 +189,16 @@ def _reshard_state(
 def _model_states(
     source: Path, to: ParallelLayout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
-    """Counters, schedule and random states of the first rank for every rank; logits of the last stage cut anew."""
+    """The content of the new mp_rank files: counters, schedule and random states of the first rank for every
+    rank, and the logits of the last stage split over the new tensor ranks."""
     states = [load_tensors(file) for _, file in sorted(layout.model_files(source).items())]
-    first: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **more}
+    first: dict[str, Any] = {
+        **states[0],
+        "module": None,
+        "optimizer": None,
+        "mp_world_size": to.tensor,
+        **more,
+    }
     if isinstance(first.get("args"), dict):
         first["args"] = {**first["args"], "model_parallel_size": to.tensor}
     parts = [found[layout.LOGITS] for found in states if found.get(layout.LOGITS) is not None]
@@ -187,17 +215,23 @@ def _model_states(
 
 
 def bare_state(args: NeoXArgs, iteration: int) -> dict[str, Any]:
-    """What GPT-NeoX's converters write beside the weights."""
-    told = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "padded_vocab_size")
+    """The content of mp_rank files beside the weights, as GPT-NeoX's converters write it."""
+    keys = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "padded_vocab_size",
+    )
     return {
         "module": None, "optimizer": None, "lr_scheduler": None, "iteration": iteration, "global_steps": iteration,
         "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": args.tp,
-        "args": {**{key: getattr(args, key) for key in told}, "model_parallel_size": args.tp},
+        "args": {**{key: getattr(args, key) for key in keys}, "model_parallel_size": args.tp},
     }  # fmt: skip
 
 
 def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequential: bool) -> list[FileRecord]:
-    """The mp_rank files of all ranks; sequential: the layer files of `path` move into them."""
+    """Write the mp_rank files of all ranks; sequential: the layer files of `path` move into them."""
     records = []
     for rank, state in enumerate(states):
         module = gather_layers(path, rank) if sequential else None
@@ -209,7 +243,7 @@ def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequentia
 
 
 def _copied(source: Path, temporary: Path) -> list[FileRecord]:
-    """Tokenizer, configs and what an imported model carries, as they are."""
+    """Copy the files of the tokenizer, the configurations and the imported model unchanged."""
     records = []
     for file in sorted(found for found in source.glob("*/**/*") if found.is_file()):
         name = str(file.relative_to(source))

@@ -1,4 +1,4 @@
-"""Which checkpoints stay when a new one has come."""
+"""Retention: which older checkpoints are deleted when a new one has been published."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,12 @@ EPHEMERAL = "ephemeral"  # an empty file in a checkpoint that only stands until 
 
 @dataclass(frozen=True)
 class Retention:
-    """last: so many of the newest stay, None or 0 for all. Of those that would go, every: multiples of so many
-    iterations stay; best: so many with the lowest validation loss, of those saved where it was computed."""
+    """Which checkpoints stay.
+
+    last: number of the newest that stay; None or 0: all. Of those that would be deleted, `every` keeps the
+    multiples of so many iterations, and `best` keeps so many with the lowest validation loss, of those saved
+    where it was computed.
+    """
 
     last: int | None = None
     every: int | None = None
@@ -20,20 +24,24 @@ class Retention:
 
 
 def checkpoints_to_delete(save: Path, newest: Path, keep: Retention) -> list[Path]:
-    """Checkpoints to delete now that `newest` is there; never that one."""
+    """The checkpoints of `save` to delete now that `newest` is there; never that one."""
     # By age, not by step: after a restart the earlier run's steps may be higher than the new one's.
-    others = sorted((p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns)
-    passing = [path for path in others if (path / EPHEMERAL).exists()]
+    others = sorted(
+        (p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns
+    )
+    ephemeral = [path for path in others if (path / EPHEMERAL).exists()]
     if not keep.last:
-        return passing
-    lasting = [path for path in others if path not in passing]
-    own = [] if (newest / EPHEMERAL).exists() else [newest]
-    old = lasting[: max(0, len(lasting) - (keep.last - len(own)))]
-    best = _best([*lasting, *own], keep.best) if keep.best else []
-    return passing + [p for p in old if p not in best and not (keep.every and step_of(p) % keep.every == 0)]
+        return ephemeral
+    lasting = [path for path in others if path not in ephemeral]
+    new = [] if (newest / EPHEMERAL).exists() else [newest]
+    old = lasting[: max(0, len(lasting) - (keep.last - len(new)))]
+    best = _best([*lasting, *new], keep.best) if keep.best else []
+    return ephemeral + [p for p in old if p not in best and not (keep.every and step_of(p) % keep.every == 0)]
 
 
 def _best(paths: list[Path], count: int) -> list[Path]:
     manifests = [(path, read_manifest(path)) for path in paths]
-    losses = [(m.validation_loss, path) for path, m in manifests if m is not None and m.validation_loss is not None]
+    losses = [
+        (m.validation_loss, path) for path, m in manifests if m is not None and m.validation_loss is not None
+    ]
     return [path for _, path in sorted(losses)[:count]]

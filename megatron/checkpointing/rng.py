@@ -13,8 +13,11 @@ KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state",
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Begin all generators with `seed`, on every rank alike, as GPT-NeoX does. What draws from them (the callbacks of a
-    program, not training itself) gives the same in every run, and so do checkpoints, which hold their states."""
+    """Seed all random generators with `seed`, on every rank alike, as GPT-NeoX does.
+
+    Training itself does not draw from them, a program's callbacks may: these then give the same numbers in
+    every run, and checkpoints, which hold the generators' states, have the same content.
+    """
     seed %= 1 << 32  # all that numpy takes
     random.seed(seed)
     np.random.seed(seed)
@@ -24,7 +27,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, numpy's, torch's and the device's generators. On CPU the device's is torch's."""
+    """The states of Python's, numpy's, torch's and the device's generators; on a CPU the device's is
+    torch's."""
     on_gpu = device.type == "cuda"
     return {
         "random_rng_state": random.getstate(),
@@ -36,7 +40,10 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device, where: str) -> None:
-    """Set all generators. Raises CheckpointError when a state is missing or of another kind of device."""
+    """Set all random generators to the states that `rng_state` gave; where: the file, for errors.
+
+    Raises CheckpointError when a state is missing or of another kind of device.
+    """
     missing = [key for key in KEYS[:4] if key not in state]
     if missing:
         raise CheckpointError(f"{where}: no {', '.join(missing)}; set no_load_rng: true")
@@ -48,4 +55,6 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, where: str) -> N
         if device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng_state"], device)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise CheckpointError(f"{where}: random states of another kind of machine ({e}); set no_load_rng: true") from e
+        raise CheckpointError(
+            f"{where}: random states of another kind of machine ({e}); set no_load_rng: true"
+        ) from e

@@ -1,11 +1,11 @@
-"""How the model of a checkpoint on disk is configured, by what the checkpoint keeps or by a user's files."""
+"""The configuration of a checkpoint on disk: the one it keeps, or the one in files that the user gives."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import read_manifest, saved_model
-from megatron.checkpointing.weights import CheckpointDescription, describe_checkpoint
+from megatron.checkpointing.weight_files import CheckpointDescription, describe_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import each
 from megatron.neox_arguments.values.ffn_width import READINGS
@@ -14,10 +14,12 @@ from megatron.neox_arguments.values.ffn_width import READINGS
 def load_checkpoint_args(
     source: str | Path, config_files: Sequence[str | Path] = ()
 ) -> tuple[NeoXArgs, CheckpointDescription]:
-    """The configuration of a checkpoint, of `config_files` or of what it keeps, and what its files say.
+    """The configuration of checkpoint `source`, and the description of its files.
 
-    The padded vocabulary, and the reading of intermediate_size where the configuration leaves it open, are those of the
-    files. Raises CheckpointError, ConfigError.
+    config_files: NeoX configurations to read instead of those that the checkpoint keeps. The padded
+    vocabulary, and how intermediate_size is read where the configuration leaves it open (`compat_ffn_width`),
+    follow from the shapes in the files. Raises CheckpointError where no configuration is known, ConfigError
+    for an invalid one.
     """
     path = Path(source)
     facts, manifest = describe_checkpoint(path), read_manifest(path)
@@ -25,7 +27,9 @@ def load_checkpoint_args(
     files = list(config_files)
     if not files and manifest is not None and manifest.config:
         return NeoXArgs.from_dict({**manifest.config, **known}), facts
-    files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
+    files = files or sorted(
+        file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}")
+    )
     if not files:
         raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
     try:

@@ -1,4 +1,5 @@
-"""Tensor files: written with a checksum and synced, read without running any code that the file brings along."""
+"""Tensor files: written with a checksum and synced, read without running any code that the file brings
+along."""
 
 import errno
 import hashlib
@@ -22,8 +23,11 @@ from megatron.data.files import sync
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of one file. name: path inside the checkpoint; size in bytes; sha256 in hex; tensors:
-    dtype and shape of each, by its path in a tensor file."""
+    """What the manifest says of one file.
+
+    name: path inside the checkpoint. size: in bytes. sha256: in hexadecimal. tensors: of a tensor file, dtype
+    and shape of each tensor by its keys, as `describe_tensors` gives them.
+    """
 
     name: str
     size: int
@@ -32,7 +36,7 @@ class FileRecord:
 
 
 class _HashingWriter:
-    """The part of a file that `torch.save` needs, hashing what goes through."""
+    """A file with the methods that `torch.save` needs, which hashes what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.sha256, self.size = file, hashlib.sha256(), 0
@@ -59,19 +63,26 @@ def _write(path: Path, fill: Callable[[_HashingWriter], Any], name: str | None) 
 
 
 def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileRecord:
-    """`torch.save` to `path`, synced; the checksum is taken on the way. `name`: path inside the checkpoint."""
+    """Write `state` to `path` by `torch.save`, synced to disk; the checksum is taken while writing.
+
+    name: path inside the checkpoint; None: the file's name. Raises CheckpointError where it cannot be
+    written.
+    """
     record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name)
     return replace(record, tensors=describe_tensors(state))
 
 
 def describe_tensors(state: Any) -> dict[str, str]:
-    """Dtype and shape of every tensor in nested dicts, by keys: {"norm.weight/exp_avg": "float32 [64]"}."""
-    found = named_tensors(state)
-    return {path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for path, tensor in found}
+    """Dtype and shape of every tensor in nested dicts, by their keys: {"norm.weight/exp_avg": "float32
+    [64]"}."""
+    return {
+        path: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        for path, tensor in named_tensors(state)
+    }
 
 
 def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested dicts, with its keys: "norm.weight/exp_avg"."""
+    """Every tensor in nested dicts with its keys, joined by slashes: "norm.weight/exp_avg"."""
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, Mapping):
@@ -80,7 +91,8 @@ def named_tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileRecord:
-    """Any other file of a checkpoint (config, tokenizer), synced."""
+    """Write a file that holds no tensors (config, tokenizer), synced to disk; arguments as of
+    `save_tensors`."""
     return _write(Path(path), lambda writer: writer.write(data), name)
 
 
@@ -94,7 +106,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def readable_size(count: float) -> str:
-    """`1.50 GB`, `0 bytes`: powers of 1000, as disks are sold."""
+    """A number of bytes as text in powers of 1000: `1.50 GB`, `0 bytes`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
@@ -105,12 +117,16 @@ def need_free(folder: Path, needed: int, takes: str = "takes about") -> None:
     """Raises CheckpointError, before anything is written, where `needed` bytes are not free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room")
+        raise CheckpointError(
+            f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room"
+        )
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """A file that processes only lock, or note a word in, made if it is not there and left as it is. Raises
-    CheckpointError for a link: what it points to is none of theirs."""
+    """Open a file that processes lock or keep a note in; it is made if it is not there, and never truncated.
+
+    Raises CheckpointError for a link, whose target belongs to somebody else.
+    """
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
     except OSError as problem:
@@ -119,8 +135,8 @@ def open_lock_file(path: Path) -> IO[str]:
         raise
 
 
-# DeepSpeed classes inside NeoX's files, read without DeepSpeed: same full name, no behaviour. An engine that hands the
-# state on to DeepSpeed passes the real classes as `extra_safe` instead.
+# DeepSpeed classes inside NeoX's files, read without DeepSpeed: same full name, no behaviour. An engine that
+# hands the state on to DeepSpeed passes the real classes as `extra_safe` instead.
 @dataclass
 class FragmentAddress:
     """deepspeed.utils.tensor_fragment.fragment_address: a slice of a flat ZeRO partition."""
@@ -142,10 +158,13 @@ _STAND_INS: dict[str, Any] = {
 
 
 def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
-    """The short allow-list: numpy's RNG state under the names of numpy 1 and 2, DeepSpeed's data classes."""
+    """The classes that a file may build: numpy's random state (names of numpy 1 and 2), DeepSpeed's data
+    classes, and `extra_safe`."""
     reconstruct = np.empty(0).__reduce__()[0]
-    own = list(extra_safe)
-    named = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in own}
+    extra = list(extra_safe)
+    named = {
+        item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in extra
+    }
     return [
         (reconstruct, "numpy._core.multiarray._reconstruct"),
         (reconstruct, "numpy.core.multiarray._reconstruct"),
@@ -154,12 +173,12 @@ def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
         type(np.dtype(np.uint32)),
         io.BytesIO,  # Transformer-Engine's _extra_state
         *((stand_in, name) for name, stand_in in _STAND_INS.items() if name not in named),
-        *own,
+        *extra,
     ]
 
 
 def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
-    """What `torch.save` wrote, on CPU; tensors stay in the file until they are used (memory map).
+    """Load what `torch.save` wrote, to the CPU; tensors stay in the file until they are used (memory map).
 
     extra_safe: classes, or (class, "full.name") pairs, that may be built beside the allow-list.
     Raises CheckpointError for a file that is missing, damaged, no tensor file, or that asks for other code.
@@ -179,4 +198,6 @@ def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
                 "Re-save the file with plain tensors, numbers and strings"
             ) from e
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        raise CheckpointError(f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`") from e
+        raise CheckpointError(
+            f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`"
+        ) from e

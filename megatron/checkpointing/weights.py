@@ -1,156 +1,38 @@
-"""Model weights from any NeoX layout at any tensor-parallel size, and the state of one layer file.
+"""Model weights: reading a layer at any tensor-parallel size, and writing the file of a layer.
 
-Layouts: per-layer files (pipe >= 1); one mp_rank file per tensor rank with keys `sequential.N.name` (pipe 0); the fork
-converters' `{"module": {"module": {"N.name": ...}}}`. How a parameter is cut is the weight map's knowledge.
+How a parameter is split over tensor ranks is the knowledge of the weight map (`megatron.model.weight_map`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.manifest import MANIFEST
-from megatron.checkpointing.parameter_names import generation, has_old_rows, our_name, to_file_names, to_our_names
+from megatron.checkpointing.parameter_names import to_file_names, to_our_names
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors
-from megatron.model.weight_map import attention_of, layer_params, shared_params
+from megatron.checkpointing.weight_files import WeightFiles, open_weight_files, rows_key
+from megatron.model.weight_map import layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
-_SHOWN = 6  # shape mismatches told in full; a wrong hidden_size would otherwise name every tensor
-
-
-@dataclass
-class _Source:
-    """Where the tensors of a checkpoint are. layers: indices with tensors; tensor_size: ranks that wrote it."""
-
-    path: Path
-    tensor_size: int
-    layers: frozenset[int]
-    files: Mapping[Any, Path]
-    whole: dict[int, dict[int, dict[str, Tensor]]] | None = field(default=None, repr=False)  # rank -> layer -> name
-
-    def file(self, layer: int, rank: int) -> Path:
-        key = rank if self.whole is not None else (layer, rank)
-        return self.files[key]
-
-    def tensors(self, layer: int, rank: int) -> dict[str, Tensor]:
-        """One layer of one tensor rank under the names of the file; memory-mapped, so only what is used is read."""
-        if self.whole is not None:
-            if rank not in self.whole:
-                self.whole[rank] = _split_module(load_tensors(self.files[rank]), self.files[rank])
-            return self.whole[rank].get(layer, {})
-        state = load_tensors(self.files[layer, rank])
-        if not isinstance(state, dict) or not all(_is_entry(k, v) for k, v in state.items()):
-            raise CheckpointError(f"{self.files[layer, rank]}: not a layer file (expected a flat dict of tensors)")
-        return state
-
-
-def _is_entry(name: Any, value: Any) -> bool:
-    return isinstance(name, str) and (isinstance(value, Tensor) or name.endswith("_extra_state"))
-
-
-def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
-    """The layers of an mp_rank file: keys `sequential.N.name` or `N.name`, in however many "module" dicts."""
-    while isinstance(state, dict) and "module" in state:
-        state = state["module"]
-    if not isinstance(state, dict) or not state:
-        raise CheckpointError(
-            f"{file}: holds no weights and there are no layer files beside it; for ZeRO 3 write one with "
-            "stage3_gather_16bit_weights_on_model_save, else load another `iteration`"
-        )
-    layers: dict[int, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        number, _, name = key.removeprefix("sequential.").partition(".")
-        if not number.isdigit() or not name or not _is_entry(key, value):
-            raise CheckpointError(f"{file}: {key}: not a weight under a NeoX name (sequential.N.name or N.name)")
-        layers.setdefault(int(number), {})[name] = value
-    return layers
-
-
-def _source(path: Path) -> _Source:
-    """Which layout a checkpoint directory has. Raises CheckpointError when files are missing."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint")
-    files: Mapping[Any, Path] = layout.layer_files(path)
-    if files:
-        layers, ranks = {layer for layer, _ in files}, {rank for _, rank in files}
-        size = max(ranks) + 1
-        missing = [layout.layer_file(n, r) for n in sorted(layers) for r in range(size) if (n, r) not in files]
-        if missing:
-            raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
-        return _Source(path, size, frozenset(layers), files)
-    files = layout.model_files(path)
-    if not files:
-        raise CheckpointError(f"{path}: neither layer files nor mp_rank files; not a NeoX checkpoint")
-    missing = [layout.model_file(r) for r in range(max(files) + 1) if r not in files]
-    if missing:
-        raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
-    first = _split_module(load_tensors(files[0]), files[0])
-    return _Source(path, len(files), frozenset(first), files, {0: first})
-
-
-@dataclass(frozen=True)
-class CheckpointDescription:
-    """layout and names in words; block: names of the first block; tensor_size: ranks that wrote it; dtypes: of all
-    weights; vocab_rows: of the embedding, of all ranks together; ffn_size: None where no file says it."""
-
-    layout: str
-    names: str
-    block: frozenset[str]
-    tensor_size: int
-    dtypes: frozenset[torch.dtype]
-    vocab_rows: int
-    ffn_size: int | None
-
-
-def describe_checkpoint(path: str | Path) -> CheckpointDescription:
-    """What the files of a checkpoint directory say without a configuration. Raises CheckpointError."""
-    source = _source(Path(path))
-    layout_name = "layer files (pipeline)" if source.whole is None else "mp_rank files (no pipeline)"
-    states = [source.tensors(layer, 0) for layer in sorted(source.layers)]
-    dtypes = frozenset(t.dtype for state in states for t in state.values() if isinstance(t, Tensor))
-    embedding, block = source.tensors(0, 0).get("word_embeddings.weight"), source.tensors(2, 0)
-    if embedding is None:
-        raise CheckpointError(f"{path}: layer 0 holds no word_embeddings.weight; not a model of GPT-NeoX")
-    down = "mlp.linear2.weight"
-    ffn = next((t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None)
-    rows = embedding.shape[0] * source.tensor_size
-    names = generation(block)
-    return CheckpointDescription(layout_name, names, frozenset(block), source.tensor_size, dtypes, rows, ffn)
-
-
-def describe_layout(path: str | Path, args: NeoXArgs) -> str:
-    """Layout, names and order of rows of a checkpoint directory, in words. Raises CheckpointError."""
-    facts = describe_checkpoint(path)
-    words = f"{facts.layout}, {facts.tensor_size} tensor ranks, names {facts.names}"
-    grouped = [a for a in (attention_of(args, n + 2) for n in range(args.num_layers)) if a and a.kv_heads < a.heads]
-    if not grouped:
-        return words
-    old = has_old_rows(facts.block, grouped[0], _rows_key(Path(path), args))
-    return f"{words}, rows of grouped queries as {'before' if old else 'since'} #1315"
-
-
-def _rows_key(path: Path, args: NeoXArgs) -> str | None:
-    """What is ours has today's rows under today's names."""
-    return None if (path / MANIFEST).is_file() else args.compat_gqa_rows
+_SHOWN = 6  # shape mismatches named in full; a wrong hidden_size would otherwise name every tensor
 
 
 def load_weights(
     path: str | Path, args: NeoXArgs, *, layers: Iterable[int], tensor_rank: int, tensor_size: int
 ) -> dict[int, dict[str, Tensor]]:
-    """The tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, by our names, on CPU.
+    """Load the tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, to the CPU.
 
-    path: one checkpoint directory (`find_checkpoint`). Dtypes are those of the file. A row-parallel bias that is a sum
-    over ranks on disk comes back whole. Layers without parameters give {}.
-    Raises CheckpointError that lists every missing or extra tensor and the shapes that do not fit.
+    path: one checkpoint directory (see `find_checkpoint`). Returns the tensors by NeoX layer index and our
+    name, in the dtypes of the files; {} for layers without parameters. A row-parallel bias that is a sum over
+    ranks on disk is returned summed. Raises CheckpointError that lists every missing or extra tensor and the
+    shapes that do not fit.
     """
     path = Path(path)
-    source = _source(path)
+    source = open_weight_files(path)
     expected = layer_params(args)
     _refuse(path, _layer_problems(source, expected, args))
     problems: list[str] = []
@@ -160,7 +42,9 @@ def load_weights(
         specs = expected.get(layer, ())
         loaded[layer] = {}
         if specs:
-            loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
+            loaded[layer] = _load_layer(
+                source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches
+            )
     for name, owner in shared_params(args).items():
         spec = [spec for spec in expected[owner] if spec.name == name]
         first = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
@@ -172,8 +56,10 @@ def load_weights(
     return loaded
 
 
-def _shared_problems(owner: int, first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]) -> list[str]:
-    """Copies of what blocks share that differ from that of layer `owner`."""
+def _shared_problems(
+    owner: int, first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]
+) -> list[str]:
+    """A line for each copy of a shared parameter that differs from that of layer `owner`."""
     return [
         f"layer {layer}: {name} is another than layer {owner}'s (GPT-NeoX trained one a pipeline stage); the blocks "
         "share one"
@@ -188,19 +74,28 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
         raise CheckpointError(f"{path}: does not fit this model:\n  " + "\n  ".join(problems))
 
 
-def _layer_problems(source: _Source, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs) -> list[str]:
-    """Layers that only the checkpoint or only the model has, with the key that would settle it."""
+def _layer_problems(
+    source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs
+) -> list[str]:
+    """A line for each layer that only the checkpoint or only the model has, with the key that would fix
+    it."""
     want = {layer for layer, specs in expected.items() if specs}
     # NeoX writes an empty file for a norm without parameters.
-    extra = sorted(layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0))
+    extra = sorted(
+        layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0)
+    )
     missing = sorted(want - source.layers)
     if not missing and not extra:
         return []
     last = max(source.layers)
     if missing == [args.num_layers + 4] and not extra:
-        return [f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"]
+        return [
+            f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"
+        ]
     if extra == [args.num_layers + 4] and not missing:
-        return [f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"]
+        return [
+            f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"
+        ]
     lines = [f"missing layer {n}: {', '.join(spec.name for spec in expected[n])}" for n in missing]
     lines += [f"extra layer {n}" for n in extra]
     blocks = last - (4 if args.no_weight_tying else 3)
@@ -210,7 +105,7 @@ def _layer_problems(source: _Source, expected: Mapping[int, Sequence[ParamSpec]]
 
 
 def _load_layer(
-    source: _Source,
+    source: WeightFiles,
     args: NeoXArgs,
     layer: int,
     specs: Sequence[ParamSpec],
@@ -225,11 +120,15 @@ def _load_layer(
     parts: dict[int, dict[str, Tensor]] = {}
     for rank in range(source.tensor_size) if need_all else (tensor_rank,):
         file = source.file(layer, rank)
-        rows = _rows_key(source.path, args)
+        rows = rows_key(source.path, args)
         state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
-                fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
+                fix = (
+                    "; set compat_norm_bias: true"
+                    if all(name.endswith("norm.bias") for name in wrong)
+                    else ""
+                )
                 problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}{fix}")
         parts[rank] = state
     out: dict[str, Tensor] = {}
@@ -242,7 +141,9 @@ def _load_layer(
             mismatches.append(f"layer {layer}: {_shape_problem(spec, wrong_shape, source.tensor_size, args)}")
             continue
         local = _local_part(spec, tensors, same_cut, tensor_rank, tensor_size)
-        out[spec.name] = local.clone(memory_format=torch.contiguous_format)  # off the memory map, off other tensors
+        out[spec.name] = local.clone(
+            memory_format=torch.contiguous_format
+        )  # off the memory map, off other tensors
     return out
 
 
@@ -299,11 +200,12 @@ def local_layer_state(
     tensor_size: int,
     naming: str | None = None,
 ) -> dict[str, Tensor]:
-    """What this tensor rank writes to its layer file, under `to_file_names`: on CPU, each tensor with its own storage.
+    """The content of this tensor rank's file of one layer, by the names of `to_file_names`.
 
-    Of a bias that is a sum over ranks each rank writes 1/tensor_size; the last one writes what is left, so that the
-    sum is exact where the division is not.
-    Raises CheckpointError when `tensors` are not exactly the layer's parameters.
+    tensors: this rank's parameters by our names. The result is on the CPU, each tensor with its own storage.
+    A bias that is a sum over ranks is divided by tensor_size; the last rank writes the rest, so that the sum
+    is exact where the division is not. Raises CheckpointError when `tensors` are not exactly the layer's
+    parameters.
     """
     specs = {spec.name: spec for spec in layer_params(args).get(layer, ())}
     if specs.keys() != tensors.keys():
@@ -325,7 +227,11 @@ def local_layer_state(
 def save_layer(
     folder: Path, layer: int, whole: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> list[FileRecord]:
-    """Cut a layer's whole tensors for the tensor ranks of `args` and write the layer file of each."""
+    """Split the whole tensors of a layer over the tensor ranks of `args` and write the layer file of each
+    rank.
+
+    naming: of `WEIGHT_NAMINGS`, as of `to_file_names`. Returns a record of each file.
+    """
     records, specs = [], layer_params(args)[layer]
     for rank in range(args.tp):
         local = {spec.name: shard(whole[spec.name], spec, rank, args.tp) for spec in specs}
@@ -335,7 +241,8 @@ def save_layer(
 
 
 def gather_layers(path: Path, tensor_rank: int) -> dict[str, Tensor]:
-    """The layer files of one tensor rank as GPT-NeoX keeps them without a pipeline: `sequential.N.name`."""
+    """All tensors in the layer files of one tensor rank under GPT-NeoX's names without a pipeline:
+    `sequential.N.name`."""
     return {
         f"sequential.{layer}.{name}": value
         for (layer, rank), file in sorted(layout.layer_files(path).items())

@@ -1,4 +1,5 @@
-"""Models by name, for asking them questions in one process: HuggingFace folders, names on the Hub, checkpoints."""
+"""Models by name, for asking them questions in one process: HuggingFace folders, names on the Hub,
+checkpoints."""
 
 import logging
 from collections.abc import Sequence
@@ -46,8 +47,8 @@ class ChatModel:
 
 
 def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
-    """The configuration of a model: of a HuggingFace folder or name on the Hub; of a folder of checkpoints or one
-    `global_stepN`, what that keeps, with its own tokenizer where `vocab_file` is not there any more.
+    """The configuration of a model: of a HuggingFace folder or name on the Hub; of a folder of checkpoints or
+    one `global_stepN`, what that keeps, with its own tokenizer where `vocab_file` is not there any more.
 
     Raises ConfigError, CheckpointError.
     """
@@ -84,7 +85,8 @@ def load_chat_model(
     chat_template: str | None = None,
     precision: str | None = None,
 ) -> ChatModel:
-    """A model ready to be asked, in this process alone. Raises ConfigError, CheckpointError, TokenizerError."""
+    """A model ready to be asked, in this process alone. Raises ConfigError, CheckpointError,
+    TokenizerError."""
     args = chat_model_args(name, iteration)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)

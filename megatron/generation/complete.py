@@ -14,8 +14,9 @@ MAXIMUM_ROWS = 64
 
 @dataclass(frozen=True)
 class Completion:
-    """tokens: generated ids, without the one that ended the text; text: of them, up to a stop string; finished: whether
-    an end token or a stop string came; seconds: until the last one; logprobs: of `tokens`, empty if not asked for."""
+    """tokens: generated ids, without the one that ended the text; text: of them, up to a stop string;
+    finished: whether an end token or a stop string came; seconds: until the last one; logprobs: of `tokens`,
+    empty if not asked for."""
 
     tokens: list[int]
     text: str
@@ -39,10 +40,11 @@ def complete(
 ) -> list[Completion]:
     """Continue prompts to their end or by `maximum_tokens`, at most `maximum_rows` at a time.
 
-    seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. stop: strings that end a text;
-    stop_token_ids: tokens that do, None: the model's. logprobs: as of a `Request`. on_event: called with every event;
-    its id is the prompt's place in `prompts`. All ranks of a model call it together with the same arguments. Raises
-    RequestError for a prompt that is empty or too long, CheckpointError when logits are not numbers.
+    seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. stop: strings that end a
+    text; stop_token_ids: tokens that do, None: the model's. logprobs: as of a `Request`. on_event: called
+    with every event; its id is the prompt's place in `prompts`. All ranks of a model call it together with
+    the same arguments. Raises RequestError for a prompt that is empty or too long, CheckpointError when
+    logits are not numbers.
     """
     begun = time.perf_counter()
     stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids

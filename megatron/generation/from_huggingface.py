@@ -15,10 +15,11 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bfloat16", torch.float16:
 
 
 def hf_model_keys(name: str) -> dict[str, Any]:
-    """Keys of the model that a folder (or hf://ORG/NAME) holds: its shape, precision and tokenizer, and where it is.
+    """Keys of the model that a folder (or hf://ORG/NAME) holds: its shape, precision and tokenizer, and where
+    it is.
 
-    Documents end with the eos_token that its tokenizer declares, as transformers has it. Downloads what is on the Hub.
-    Raises ConfigError.
+    Documents end with the eos_token that its tokenizer declares, as transformers has it. Downloads what is on
+    the Hub. Raises ConfigError.
     """
     try:
         path = find_hf(name)

@@ -28,8 +28,8 @@ class TypedPrompts:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def next(self, patience: float | None) -> str | None:
-        """The next prompt without white space around it, "" at the end, which an empty one, the line `stop` and the end
-        of input are. None when it has not come after `patience` seconds."""
+        """The next prompt without white space around it, "" at the end, which an empty one, the line `stop`
+        and the end of input are. None when it has not come after `patience` seconds."""
         while self.open and self.prompt_end not in self.text and not self._stopped():
             if not select.select([self.descriptor], [], [], patience)[0]:
                 return None
@@ -59,8 +59,8 @@ class Conversation:
         self.turns: list[Message] = []
 
     def ask(self, text: str) -> tuple[list[int], str | None]:
-        """The prompt of a user's turn, and what is to be said of it. Raises RequestError for one that is too long by
-        itself, which is then forgotten."""
+        """The prompt of a user's turn, and what is to be said of it. Raises RequestError for one that is too
+        long by itself, which is then forgotten."""
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
         forgotten = 0
         while len(tokens := self.template.tokens([*self.system, *turns])) > self.room:
@@ -98,8 +98,8 @@ def _conversation(model: Model) -> Conversation | None:
 def converse(model: Model) -> int:
     """Answer prompts of rank 0's standard input on its standard output until they end; how many there were.
 
-    Each gets the text it would get in a file of these prompts. All ranks call it together. Raises ConfigError where
-    input ends before the first prompt and nobody is there to see why.
+    Each gets the text it would get in a file of these prompts. All ranks call it together. Raises ConfigError
+    where input ends before the first prompt and nobody is there to see why.
     """
     args, groups = model.args, model.groups
     conversation = _conversation(model)

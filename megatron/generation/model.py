@@ -1,4 +1,5 @@
-"""A model for inference: this rank's stage with a checkpoint's or a HuggingFace model's weights, in any layout."""
+"""A model for inference: this rank's stage with a checkpoint's or a HuggingFace model's weights, in any
+layout."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -59,11 +60,11 @@ class Run(Protocol):
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
-    """The weights that `load` (else `save`) and `iteration` name, of a checkpoint or, as they are, of a HuggingFace
-    model; all ranks call it together.
+    """The weights that `load` (else `save`) and `iteration` name, of a checkpoint or, as they are, of a
+    HuggingFace model; all ranks call it together.
 
-    Files of a checkpoint are verified against its manifest. Raises CheckpointError, or ConfigError for a vocabulary
-    that does not fit.
+    Files of a checkpoint are verified against its manifest. Raises CheckpointError, or ConfigError for a
+    vocabulary that does not fit.
     """
     source = args.load or args.save
     assert source is not None
@@ -109,7 +110,8 @@ def _with_its_ends(model: Model, logger: logging.Logger) -> Model:
 
 
 def _filled(args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging.Logger, *, at_once: bool) -> Stage:
-    """This rank's stage, every parameter with its value; all layers at once in memory, or one after the other."""
+    """This rank's stage, every parameter with its value; all layers at once in memory, or one after the
+    other."""
     stage = build_stage(args, groups, log=logger.info)
     stage.to(DTYPES[args.params_dtype]).eval()
     layers = sorted({layer for layer, _, _ in stage_parameters(stage)})

@@ -31,10 +31,11 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A line of the output, GPT-NeoX's fields. text: without the context, None when the first token ended the document
-    or the prompt was skipped; length: of the text in tokens; finished: the document ended, or a stop string came;
-    duration_seconds: from the beginning of all samples to the last token of this one. With `return_logprobs` also
-    logprobs: of each token of the text its id and log-probability, and `top`, the most likely ids with theirs."""
+    """A line of the output, GPT-NeoX's fields. text: without the context, None when the first token ended the
+    document or the prompt was skipped; length: of the text in tokens; finished: the document ended, or a stop
+    string came; duration_seconds: from the beginning of all samples to the last token of this one. With
+    `return_logprobs` also logprobs: of each token of the text its id and log-probability, and `top`, the most
+    likely ids with theirs."""
 
     context: str
     text: str | None
@@ -138,8 +139,9 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
 def generate_samples(
     model: Model, prompts: Sequence[Prompt], logger: logging.Logger, stop_token_ids: tuple[int, ...] | None = None
 ) -> list[GeneratedSample]:
-    """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks share the
-    prompts out. stop_token_ids: tokens that end a text, None: the model's. All ranks call it together."""
+    """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks
+    share the prompts out. stop_token_ids: tokens that end a text, None: the model's. All ranks call it
+    together."""
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
     own = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]

@@ -16,11 +16,15 @@ _CANDIDATES = 512  # most likely tokens that a nucleus is first looked for in, w
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature divides the logits, 0 takes the most likely token; top_k 0, top_p 0 and min_p 0 leave all tokens.
+    """How the next token is chosen from logits, under the names of vLLM and transformers.
 
-    logit_bias is added to the logits of tokens, (id, bias), before all else (OpenAI).
-    repetition_penalty divides positive and multiplies negative logits of tokens in prompt and text (arXiv 1909.05858,
-    transformers). frequency_penalty is subtracted as often as a token was generated, presence_penalty once (OpenAI).
+    temperature divides the logits, 0 takes the most likely token; top_k 0, top_p 0 and min_p 0 leave all
+    tokens.
+
+    logit_bias is added to the logits of tokens, (id, bias), before all else (OpenAI). repetition_penalty
+    divides positive and multiplies negative logits of tokens in prompt and text (arXiv 1909.05858,
+    transformers). frequency_penalty is subtracted as often as a token was generated, presence_penalty once
+    (OpenAI).
     """
 
     temperature: float = 0.0
@@ -34,7 +38,7 @@ class SamplingParams:
 
     @staticmethod
     def from_args(args: NeoXArgs) -> SamplingParams:
-        """What a configuration asks for."""
+        """The parameters that a configuration asks for."""
         return SamplingParams(
             args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.frequency_penalty,
             args.presence_penalty,
@@ -42,18 +46,20 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
+        """Whether any penalty changes logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 def filter_logits(
     logits: Tensor, top_k: Sequence[int] = (), top_p: Sequence[float] = (), min_p: Sequence[float] = ()
 ) -> Tensor:
-    """`[rows, vocab]` with -inf where a token cannot be chosen: first top-k, then top-p of what is left (GPT-NeoX),
-    then min-p; one value a row, nothing given: none.
+    """`[rows, vocab]` with -inf where a token cannot be chosen: first top-k, then top-p of what is left
+    (GPT-NeoX), then min-p; one value a row, nothing given: none.
 
-    top_k keeps the k largest logits. top_p keeps the fewest tokens, most likely first, whose probabilities reach it
-    (nucleus sampling, arXiv 1904.09751). min_p drops those less likely than so much of the most likely one (arXiv
-    2407.01082). Tokens as likely as the last one kept are kept too, so that a row depends on its own values alone.
+    top_k keeps the k largest logits. top_p keeps the fewest tokens, most likely first, whose probabilities
+    reach it (nucleus sampling, arXiv 1904.09751). min_p drops those less likely than so much of the most
+    likely one (arXiv 2407.01082). Tokens as likely as the last one kept are kept too, so that a row depends
+    on its own values alone.
     """
     vocab, device = logits.shape[-1], logits.device
     least = torch.full((len(logits), 1), float("-inf"), dtype=logits.dtype, device=device)
@@ -87,8 +93,8 @@ def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 class TokenSampler:
-    """The choice of a token for each of some rows, whose parameters may differ; made once for as long as the rows run
-    together."""
+    """Chooses a token for each row of a batch, whose parameters may differ; made once for as long as the rows
+    run together, since penalties depend on all tokens so far."""
 
     def __init__(
         self,
@@ -96,40 +102,40 @@ class TokenSampler:
         texts: Sequence[tuple[int, Sequence[int]]],
         vocab: int,
         device: torch.device,
-        least: Sequence[tuple[int, Collection[int]]] = (),
+        minimums: Sequence[tuple[int, Collection[int]]] = (),
     ) -> None:
-        """texts: of each row the length of its prompt, and all its tokens. least: of each row how many tokens it
-        writes before it may end, and the ids that end it; nothing given: none."""
+        """texts: of each row the length of its prompt, and all its tokens. vocab: tokens that exist.
+        minimums: of each row how many tokens are generated before a stop token may come, and its stop tokens;
+        empty: no minimum."""
         self.device, self.vocab = device, vocab
         biases = [(row, *bias) for row, one in enumerate(samplings) for bias in one.logit_bias]
         self.biased = self._flat([[row for row, _, _ in biases]]), self._flat([[token for _, token, _ in biases]])
         self.bias = self._tensor([float(value) for _, _, value in biases]) if biases else None
-        pairs = zip(least, texts, strict=True) if least else ()
-        self.held = [(minimum - len(tokens) + start, ends) for (minimum, ends), (start, tokens) in pairs]
-        self.banned = self._ends_too_early()
-        drawn = [i for i, one in enumerate(samplings) if one.temperature > 0.0]
-        self.drawn = drawn
-        """Rows that a draw is needed for."""
-        self.all_drawn = len(drawn) == len(samplings)
-        self.rows = self._tensor(drawn)
-        own = [samplings[i] for i in drawn]
-        self.temperature = self._tensor([one.temperature for one in own]).unsqueeze(1)
-        self.filters = [one.top_k for one in own], [one.top_p for one in own], [one.min_p for one in own]
+        pairs = zip(minimums, texts, strict=True) if minimums else ()
+        self.minimums_left = [(minimum - len(tokens) + start, ends) for (minimum, ends), (start, tokens) in pairs]
+        self.banned = self._stop_tokens_too_early()
+        sampled = [i for i, one in enumerate(samplings) if one.temperature > 0.0]
+        self.sampled_rows = sampled  # the others take the most likely token
+        self.all_sampled = len(sampled) == len(samplings)
+        self.rows = self._tensor(sampled)
+        params = [samplings[i] for i in sampled]
+        self.temperature = self._tensor([one.temperature for one in params]).unsqueeze(1)
+        self.filters = [one.top_k for one in params], [one.top_p for one in params], [one.min_p for one in params]
         self.penalised = [i for i, one in enumerate(samplings) if one.penalised]
         if self.penalised:
-            held = [(samplings[i], *texts[i]) for i in self.penalised]
+            penalised = [(samplings[i], *texts[i]) for i in self.penalised]
             self.penalised_rows = self._tensor(self.penalised)
             self.repetition, self.frequency, self.presence = (
-                self._tensor([getattr(one, name) for one, _, _ in held]).unsqueeze(1)
+                self._tensor([getattr(one, name) for one, _, _ in penalised]).unsqueeze(1)
                 for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
             )
-            self.seen = torch.zeros(len(held), vocab, dtype=torch.bool, device=device)
-            self.counts = torch.zeros(len(held), vocab, device=device)
-            places = [[i] * len(tokens) for i, (_, _, tokens) in enumerate(held)]
-            rows, ids = self._flat(places), self._flat([tokens for _, _, tokens in held])
+            self.seen = torch.zeros(len(penalised), vocab, dtype=torch.bool, device=device)
+            self.counts = torch.zeros(len(penalised), vocab, device=device)
+            places = [[i] * len(tokens) for i, (_, _, tokens) in enumerate(penalised)]
+            rows, ids = self._flat(places), self._flat([tokens for _, _, tokens in penalised])
             self.seen[rows, ids] = True
-            rows = self._flat([place[start:] for place, (_, start, _) in zip(places, held, strict=True)])
-            ids = self._flat([tokens[start:] for _, start, tokens in held])
+            rows = self._flat([place[start:] for place, (_, start, _) in zip(places, penalised, strict=True)])
+            ids = self._flat([tokens[start:] for _, start, tokens in penalised])
             self.counts.index_put_((rows, ids), torch.ones(len(ids), device=device), accumulate=True)
 
     def _tensor(self, values: Sequence[float]) -> Tensor:
@@ -138,10 +144,11 @@ class TokenSampler:
     def _flat(self, values: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(list(chain.from_iterable(values)), dtype=torch.long, device=self.device)
 
-    def choose(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
-        """One token id a row, `[rows]` int64, -1 where logits are not numbers.
+    def sample(self, logits: Tensor, uniforms: Sequence[float]) -> Tensor:
+        """The next token id of each row, `[rows]` int64; -1 where logits are not numbers.
 
-        logits: fp32 `[rows, vocab]`, only tokens that exist. uniforms: in [0, 1), one for each of `drawn`.
+        logits: fp32 `[rows, vocab]`, only tokens that exist. uniforms: in [0, 1), one for each of
+        `sampled_rows`.
         """
         if self.bias is not None:
             logits = logits.index_put(self.biased, self.bias, accumulate=True)
@@ -149,20 +156,20 @@ class TokenSampler:
             logits = self._penalise(logits)
         if self.banned is not None:
             logits = logits.index_put(self.banned, logits.new_tensor(float("-inf")))
-        if not self.drawn:
+        if not self.sampled_rows:
             return _most_likely(logits)
-        own = logits if self.all_drawn else logits[self.rows]
-        kept = filter_logits(own / self.temperature, *self.filters)
+        sampled = logits if self.all_sampled else logits[self.rows]
+        kept = filter_logits(sampled / self.temperature, *self.filters)
         total = kept.softmax(-1, dtype=torch.float64).cumsum(-1)
         draws = torch.tensor(uniforms, dtype=torch.float64, device=self.device).unsqueeze(1) * total[:, -1:]
-        found = torch.searchsorted(total, draws, right=True).squeeze(-1)
-        found = found.masked_fill(total[:, -1].isnan(), -1)
-        return found if self.all_drawn else _most_likely(logits).index_copy(0, self.rows, found)
+        tokens = torch.searchsorted(total, draws, right=True).squeeze(-1)
+        tokens = tokens.masked_fill(total[:, -1].isnan(), -1)
+        return tokens if self.all_sampled else _most_likely(logits).index_copy(0, self.rows, tokens)
 
-    def _ends_too_early(self) -> tuple[Tensor, Tensor] | None:
-        """Rows and ids of tokens that would end a text now and must not."""
-        rows = [row for row, (left, _) in enumerate(self.held) if left > 0]
-        ids = [[token for token in self.held[row][1] if 0 <= token < self.vocab] for row in rows]
+    def _stop_tokens_too_early(self) -> tuple[Tensor, Tensor] | None:
+        """Rows and ids, `[n]` each, of the stop tokens that may not come yet; None: there are none."""
+        rows = [row for row, (left, _) in enumerate(self.minimums_left) if left > 0]
+        ids = [[token for token in self.minimums_left[row][1] if 0 <= token < self.vocab] for row in rows]
         places = [[row] * len(own) for row, own in zip(rows, ids, strict=True)]
         return (self._flat(places), self._flat(ids)) if any(ids) else None
 
@@ -173,12 +180,13 @@ class TokenSampler:
         own = own - self.counts * self.frequency - (self.counts > 0) * self.presence
         return logits.index_copy(0, self.penalised_rows, own)
 
-    def chosen(self, tokens: Tensor) -> None:
-        """What came of it, `[rows]` int64."""
+    def update(self, tokens: Tensor) -> None:
+        """Take note of the tokens that were chosen, `[rows]` int64, for penalties and minimums of the next
+        ones."""
         if self.banned is not None:
-            self.held = [(left - 1, ends) for left, ends in self.held]
-            if any(left == 0 for left, _ in self.held):
-                self.banned = self._ends_too_early()
+            self.minimums_left = [(left - 1, ends) for left, ends in self.minimums_left]
+            if any(left == 0 for left, _ in self.minimums_left):
+                self.banned = self._stop_tokens_too_early()
         if self.penalised:
             ids = tokens.to(self.device)[self.penalised_rows].unsqueeze(1)
             self.seen.scatter_(1, ids, True)
@@ -186,5 +194,6 @@ class TokenSampler:
 
 
 def _most_likely(logits: Tensor) -> Tensor:
+    """The id of the largest logit of each row, -1 where one is NaN."""
     best, ids = logits.max(-1)  # which counts NaN as the largest
     return ids.masked_fill(best.isnan(), -1)

@@ -5,24 +5,28 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron.model.attention import AttentionInputs, Backends, SelfAttention
+from megatron.model.attention import AttentionBackends, AttentionInputs, SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS, Norm, build_norm
 from megatron.model.specs import BlockSpec
-from megatron.mpu import Linear, ParallelGroups, ParamSpec, dropout, under
+from megatron.mpu import Linear, ParallelGroups, ParamSpec, dropout, with_prefix
 from megatron.neox_arguments import NeoXArgs
 
 Mix = Callable[[Tensor], Tensor]
 
 
-class Part(Protocol):
-    """A mixer, which lets tokens see each other, or a feed-forward, which works on each alone.
+class SubLayer(Protocol):
+    """What a kind of mixer (tokens see each other) or of feed-forward (each token alone) must offer.
 
-    Spec: the frozen type of its specs. `spec` makes that of a block (by its number, from 0), None where the block has
-    another. `params`: what the constructor allocates. The constructor takes (spec, groups, sequence_parallel), a mixer
-    also `backends`, of attention. `core`: everything before the row-parallel linear `output`; a mixer is given, beside
-    `[seq, batch, hidden]`, its `AttentionInputs` (None if it is no attention), the seed of its dropout and its cache.
+    Spec: the frozen dataclass that describes one of its kind.
+    spec: from the configuration and the number of a block, counted from 0, to its `Spec`; None where the
+    block has a sublayer of another kind.
+    params: the parameters that the constructor allocates for a `Spec`. The constructor takes (spec, groups,
+    sequence_parallel); that of a mixer takes `backends` too, those of attention.
+    core: everything before the last linear, which is row-parallel. A mixer's takes `[seq, batch, hidden]`,
+    its `AttentionInputs` (None if it is no attention), the seed of its dropout, and its cache.
+    output: that last linear.
     """
 
     Spec: type
@@ -32,88 +36,111 @@ class Part(Protocol):
     output: Linear
 
 
-# Asked in turn what a block has. A new kind is a class in a file of its own, and its place here.
+# The kinds of sublayers: the first whose `spec` is not None is the block's. A new kind is a class in a file
+# of its own, and an entry here.
 MIXERS: tuple[type[Any], ...] = (SelfAttention,)
 FEED_FORWARDS: tuple[type[Any], ...] = (MLP,)
-# What a block consists of, in NeoX's order and under its names.
-_PARTS = (
+# The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
+_SUBMODULES = (
     "input_layernorm", "attention", "post_attention_layernorm", "pre_feedforward_layernorm",
     "post_feedforward_layernorm", "mlp",
 )  # fmt: skip
 
 
-def part_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
-    """What the first of a table that has something for this block makes of it."""
+def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
+    """The spec of block number `block` by the first kind of the table that has one for it."""
     return next(spec for kind in table if (spec := kind.spec(args, block)) is not None)
 
 
 class Block(nn.Module):
-    """One block, `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
+    """A transformer block, from `[seq, batch, hidden]` to the same shape (`[seq/T]` under sequence
+    parallelism)."""
 
-    attention: Part
-    mlp: Part
+    attention: SubLayer
+    mlp: SubLayer
     input_layernorm: Norm
     post_attention_layernorm: Norm
     pre_feedforward_layernorm: Norm
     post_feedforward_layernorm: Norm
 
     def __init__(
-        self, spec: BlockSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: Backends | None
+        self,
+        spec: BlockSpec,
+        groups: ParallelGroups,
+        sequence_parallel: bool = False,
+        *,
+        backends: AttentionBackends | None,
     ) -> None:
         super().__init__()
         self.residual = spec.residual
         self.hidden_dropout = spec.dropout
-        # Activations are whole on every tensor rank, except under sequence parallelism, where masks must differ.
+        # Activations are whole on every tensor rank, except under sequence parallelism, where masks must
+        # differ.
         self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
         self.one_norm = "post_attention_layernorm" not in spec.norms
-        for name in _PARTS:
+        for name in _SUBMODULES:
             if name == "attention":
-                self.attention = _kind(MIXERS, spec.mixer)(spec.mixer, groups, sequence_parallel, backends=backends)
+                self.attention = _kind(MIXERS, spec.mixer)(
+                    spec.mixer, groups, sequence_parallel, backends=backends
+                )
             elif name == "mlp":
-                self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(spec.feed_forward, groups, sequence_parallel)
+                self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(
+                    spec.feed_forward, groups, sequence_parallel
+                )
             elif name in spec.norms:
                 setattr(self, name, build_norm(spec.norms[name], groups, sequence_parallel))
 
     @staticmethod
     def params(spec: BlockSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in NeoX's registration order."""
-        found = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
-        found["attention"] = _kind(MIXERS, spec.mixer).params(spec.mixer)
-        found["mlp"] = _kind(FEED_FORWARDS, spec.feed_forward).params(spec.feed_forward)
-        return tuple(param for name in _PARTS for param in under(name, found.get(name, ())))
+        """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
+        params = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
+        params["attention"] = _kind(MIXERS, spec.mixer).params(spec.mixer)
+        params["mlp"] = _kind(FEED_FORWARDS, spec.feed_forward).params(spec.feed_forward)
+        return tuple(param for name in _SUBMODULES for param in with_prefix(name, params.get(name, ())))
 
     def forward(
-        self, x: Tensor, inputs: AttentionInputs | None, seeds: tuple[int, int, int], cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        inputs: AttentionInputs | None,
+        seeds: tuple[int, int, int],
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """seeds: of attention probabilities, attention output and MLP output. cache: in generation."""
+        """Run the block on `x`.
+
+        seeds: of the dropout of attention probabilities, of attention's output and of the MLP's output.
+        cache: this block's keys and values in generation; None in training.
+        """
 
         def mix(x: Tensor) -> Tensor:
             return self.attention.core(x, inputs, seeds[0], cache)
 
-        return _FORMS[self.residual](self, x, mix, seeds)
+        return _RESIDUAL_FORMS[self.residual](self, x, mix, seeds)
 
     def _drop(self, x: Tensor, seed: int) -> Tensor:
         return dropout(x, self.hidden_dropout, seed + self.seed_offset, self.training)
 
     def _sequential(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
-        """h = x + attn(ln1 x); h + mlp(ln2 h)"""
+        """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
         x = x + self._drop(self.attention.output(mix(self.input_layernorm(x))), seeds[1])
         return x + self._drop(self.mlp.output(self.mlp.core(self.post_attention_layernorm(x))), seeds[2])
 
     def _olmo3(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
-        """h = x + ln1(attn x); h + ln2(mlp h)"""
+        """h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise what is added."""
         x = x + self._drop(self.post_attention_layernorm(self.attention.output(mix(x))), seeds[1])
         return x + self._drop(self.post_feedforward_layernorm(self.mlp.output(self.mlp.core(x))), seeds[2])
 
     def _sandwich(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
-        """h = x + ln2(attn(ln1 x)); h + ln4(mlp(ln3 h))"""
+        """h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 has norms on both sides."""
         mixed = self.attention.output(mix(self.input_layernorm(x)))
         x = x + self._drop(self.post_attention_layernorm(mixed), seeds[1])
         inner = self.mlp.output(self.mlp.core(self.pre_feedforward_layernorm(x)))
         return x + self._drop(self.post_feedforward_layernorm(inner), seeds[2])
 
     def _parallel(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
-        """x + attn(ln1 x) + mlp(ln2 x), of ln1 x with gpt_j_tied; both row-parallel sums travel in one all-reduce."""
+        """x + attn(ln1 x) + mlp(ln2 x), GPT-J's block; with gpt_j_tied the MLP reads ln1 x too.
+
+        The row-parallel sums of attention and MLP travel in one all-reduce.
+        """
         normed, attended, fed = self.input_layernorm(x), self.attention.output, self.mlp.output
         mixed = mix(normed)
         inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x))
@@ -123,7 +150,7 @@ class Block(nn.Module):
         return x + fed.add_bias(attended.add_bias(both))
 
 
-_FORMS = {
+_RESIDUAL_FORMS = {
     "sequential": Block._sequential,
     "parallel": Block._parallel,
     "olmo3": Block._olmo3,
@@ -132,4 +159,5 @@ _FORMS = {
 
 
 def _kind(table: Sequence[type[Any]], spec: Any) -> Any:
+    """The class of the table whose specs are of this type."""
     return next(kind for kind in table if isinstance(spec, kind.Spec))

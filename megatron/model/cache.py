@@ -1,5 +1,8 @@
-"""Keys and values that generation keeps, so that a new token need not run the text before it again: a pool of blocks
-that texts take as they grow (arXiv 2309.06180)."""
+"""The paged key-value cache of generation (arXiv 2309.06180).
+
+Keys and values of past tokens are kept in a pool of blocks that texts take as they grow, so that a new token
+does not run the text before it again.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheRows:
-    """The rows of one forward. slots: `[rows * seq]`, where each token goes, block * block_size + place in the block;
-    table: `[rows, blocks]`, the blocks of each row's text in order, then any. Both int64. parts: (first row, row behind
-    the last one, blocks of the longest) of rows that attend together: what is read for a short text is as much as for
-    the longest of its part."""
+    """Where the rows of one forward pass stand in the pool of blocks.
+
+    slots: `[rows * seq]` int64, the slot of each token: block * block_size + offset in the block.
+    table: `[rows, blocks]` int64, the blocks of each row's text in order, then any numbers.
+    parts: (first row, end row, blocks of the longest) of the groups of rows that attend together: for a short
+    text as much is read as for the longest of its group.
+    room: buffers for the keys (0) and values (1) that are read, by which of them and shape. All layers and
+    steps use them in turn.
+    """
 
     slots: Tensor
     table: Tensor
     parts: Sequence[tuple[int, int, int]]
-    # For keys and values that are read, by which and shape, used by all layers and steps in turn.
     room: dict[tuple[int, torch.Size], Tensor]
 
 
 class LayerCache(NamedTuple):
-    """One block's keys (already rotated) and values, `[blocks, block_size, kv_heads, head_dim]` of this rank."""
+    """The keys (already rotated) and values of one transformer block on this rank, both
+    `[blocks, block_size, kv_heads, head_dim]`."""
 
     keys: Tensor
     values: Tensor
     rows: CacheRows
 
     def put(self, k: Tensor, v: Tensor) -> None:
-        """Keep `[rows, kv_heads, seq, head_dim]`."""
+        """Write keys and values `[rows, kv_heads, seq, head_dim]` of new tokens to their slots."""
         for pool, x in ((self.keys, k), (self.values, v)):
             pool.view(-1, *pool.shape[2:]).index_copy_(0, self.rows.slots, x.transpose(1, 2).flatten(0, 1))
 
     def read(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Of each part its rows and all of their texts, `[rows, kv_heads, columns, head_dim]`, column for column; good
-        until the next part. What is behind the end of a text is anything, and to be masked."""
+        """For each part its rows, and the keys and values of their whole texts
+        `[rows, kv_heads, columns, head_dim]`.
+
+        The tensors are valid until the next part is asked for. Columns behind the end of a text hold anything
+        and are to be masked.
+        """
         for first, last, blocks in self.rows.parts:
             table = self.rows.table[first:last, :blocks].flatten()
             yield (
@@ -63,16 +75,23 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCache:
-    """The caches of a stage's blocks, by NeoX layer index, and the rows that one forward has there. The tensors are
-    written in place, all views share them."""
+    """The caches of the transformer blocks of a stage, by NeoX layer index, with the rows of one forward
+    pass.
+
+    The tensors are written in place, and all views share them.
+    """
 
     layers: Mapping[int, LayerCache]
     rows: CacheRows
 
     @staticmethod
-    def empty(shapes: Mapping[int, tuple[int, int, int, int]], dtype: torch.dtype, device: torch.device) -> KVCache:
-        """By layer `[blocks, block_size, kv_heads, head_dim]`, without rows. Zeros: what is masked must still be a
-        number."""
+    def empty(
+        shapes: Mapping[int, tuple[int, int, int, int]], dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """A cache without rows. shapes: `[blocks, block_size, kv_heads, head_dim]` by layer.
+
+        It begins as zeros, since what is masked must still be a number.
+        """
         nothing = torch.empty(0, 0, dtype=torch.long)
         rows = CacheRows(nothing.flatten(), nothing, (), {})
         made = {i: [_zeros(shape, dtype, device) for _ in range(2)] for i, shape in shapes.items()}
@@ -80,14 +99,19 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Columns of the rows."""
+        """Number of columns of the rows: of slots for the longest text that `table` has room for."""
         return self.rows.table.shape[1] * next(iter(self.layers.values())).keys.shape[1]
 
-    def of(self, slots: Tensor, table: Tensor, parts: Sequence[tuple[int, int, int]] | None = None) -> KVCache:
-        """A view for other rows; None: they are one part."""
+    def of(
+        self, slots: Tensor, table: Tensor, parts: Sequence[tuple[int, int, int]] | None = None
+    ) -> KVCache:
+        """A view of the same tensors for other rows, as `CacheRows` has them; parts: None for a single
+        part."""
         parts = [(0, *table.shape)] if parts is None else parts
         rows = CacheRows(slots, table, parts, self.rows.room)
-        return KVCache({i: LayerCache(cache.keys, cache.values, rows) for i, cache in self.layers.items()}, rows)
+        return KVCache(
+            {i: LayerCache(cache.keys, cache.values, rows) for i, cache in self.layers.items()}, rows
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

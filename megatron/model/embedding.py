@@ -1,4 +1,4 @@
-"""The first layer: tokens, and positions that are added to them, to hidden states."""
+"""The first layer: token embeddings, and absolute positions that are added to them."""
 
 import torch
 from torch import Tensor, nn
@@ -6,11 +6,21 @@ from torch import Tensor, nn
 from megatron.model.neftune import add_noise, document_lengths
 from megatron.model.positions import sinusoidal_embedding
 from megatron.model.specs import EmbeddingSpec, HeadSpec
-from megatron.mpu import ParallelGroups, ParamSpec, VocabParallelEmbedding, allocate, dropout, scatter_to_sequence
+from megatron.mpu import (
+    ParallelGroups,
+    ParamSpec,
+    VocabParallelEmbedding,
+    allocate,
+    dropout,
+    scatter_to_sequence,
+)
 
 
 def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
-    """The weight of the embedding, which a tied head has too. Raises ValueError where the vocabulary is not known."""
+    """The weight `[vocab, hidden]` of the embedding, which a tied head shares.
+
+    Raises ValueError before the padded size of the vocabulary is known.
+    """
     if spec.vocab is None:
         raise ValueError("padded_vocab_size is not known yet: build the tokenizer first")
     shape, cut = (spec.vocab, spec.hidden), (spec.vocab,)
@@ -18,7 +28,8 @@ def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
 
 
 class Embedding(nn.Module):
-    """Tokens (and learned or sinusoidal positions) to hidden states."""
+    """Turns tokens into hidden states, and adds learned or sinusoidal positions, NEFTune's noise and
+    dropout."""
 
     def __init__(self, spec: EmbeddingSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -31,7 +42,9 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             allocate(self.position_embeddings, positions, groups)
         self.dropout, self.noise = spec.dropout, spec.noise
-        self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
+        self.part, self.parts = (
+            (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
+        )
 
     @staticmethod
     def params(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
@@ -39,8 +52,11 @@ class Embedding(nn.Module):
         positions = ParamSpec(name, shape, init="embedding", weight_decay=True)
         return (word_embeddings(spec), positions) if spec.learned else (word_embeddings(spec),)
 
-    def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
-        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of `Batch`."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of
+        `Batch`."""
         x = self.word_embeddings(tokens.t())
         cut = self.group if self.sequence_parallel else None
         if self.multiplier != 1.0:

@@ -1,15 +1,15 @@
-"""The last layers: the final norm, and the projection to this rank's vocabulary."""
+"""The last layers: the final norm, and the output projection to this rank's part of the vocabulary."""
 
 from torch import Tensor, nn
 
 from megatron.model.embedding import word_embeddings
 from megatron.model.norms import NORMS, build_norm
 from megatron.model.specs import FinalNormSpec, HeadSpec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, allocate, under
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, allocate, with_prefix
 
 
 class FinalNorm(nn.Module):
-    """A norm under NeoX's name, `norm`."""
+    """The norm after the last block; GPT-NeoX names its parameters `norm.*`."""
 
     def __init__(self, spec: FinalNormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class FinalNorm(nn.Module):
 
     @staticmethod
     def params(spec: FinalNormSpec) -> tuple[ParamSpec, ...]:
-        return under("norm", NORMS[spec.norm.kind].params(spec.norm))
+        return with_prefix("norm", NORMS[spec.norm.kind].params(spec.norm))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
@@ -30,7 +30,7 @@ class Head(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = groups.group("tensor"), sequence_parallel
         self.final_linear = Linear(self._linear(spec), groups)
-        self.final_linear.group = None  # what it gets has entered the tensor ranks
+        self.final_linear.group = None  # its input went through `copy_to_tensor` already
 
     @staticmethod
     def _linear(spec: HeadSpec) -> LinearSpec:
@@ -39,16 +39,16 @@ class Head(nn.Module):
 
     @classmethod
     def params(cls, spec: HeadSpec) -> tuple[ParamSpec, ...]:
-        """None where the head is tied: its weight is the embedding's."""
-        return () if spec.tied else under("final_linear", cls._linear(spec).params())
+        """The head's parameters: no own ones where it is tied, since its weight is the embedding's."""
+        return () if spec.tied else with_prefix("final_linear", cls._linear(spec).params())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.final_linear(x)
 
 
 class TiedHead(nn.Module):
-    """Final projection with the embedding's weight: the embedding's own parameter where both are on one stage, else
-    a copy whose gradient is summed with the first stage's."""
+    """Final projection with the embedding's weight: the embedding's own parameter where both are on one
+    stage, else a copy whose gradient is summed with the first stage's."""
 
     def __init__(
         self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool, weight: nn.Parameter | None

@@ -1,4 +1,5 @@
-"""A model that only reads: this rank's stage and all that goes with it, from a checkpoint or in the middle of a run."""
+"""A model in inference mode: this rank's stage with its tokenizer and configuration, of a checkpoint or of a
+run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,17 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Model:
-    """A stage in evaluation mode. args: of `for_inference`; dtype: of weights and hidden states.
+    """This rank's stage in evaluation mode, and what generation and evaluation need beside it.
 
-    columns: tokens that share out probability: the rows that an export to HuggingFace keeps. None: all of
-    padded_vocab_size, as in training. lockstep: parameters are shared out over data-parallel ranks (ZeRO 3), so that
-    these must run the stage equally often. source: the folder that the weights came from; empty in training.
-    declared_eos_ids: ids that end a text besides the tokenizer's end of document, as the model's own files name them.
+    args: the configuration, as `for_inference` made it.
+    dtype: of weights and hidden states.
+    columns: number of tokens that take part in the softmax: the rows of vocabulary that an export to
+    HuggingFace keeps. None: all of padded_vocab_size, as in training.
+    lockstep: parameters are sharded over data-parallel ranks (ZeRO 3), so that all of them must run the stage
+    equally often.
+    source: the folder that the weights came from; empty in training.
+    declared_eos_ids: ids that end a text besides the tokenizer's end of document, as the model's own files
+    name them.
     """
 
     args: NeoXArgs
@@ -35,38 +41,43 @@ class Model:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text."""
+        """The ids of all tokens that end a text, in ascending order."""
         return tuple(sorted({self.tokenizer.eod, *self.declared_eos_ids}))
 
     @property
     def positions(self) -> int:
-        """Tokens of the longest text that it can read."""
+        """Number of tokens of the longest text that the model can read."""
         unused = self.args.opt_pos_emb_offset if self.args.pos_emb == "learned" else 0
         return self.args.max_position_embeddings - unused
 
 
 def for_inference(args: NeoXArgs) -> NeoXArgs:
-    """Without what only training gains from: sequence parallelism saves activations, and cannot cut a single token;
-    compiled blocks would be compiled again for texts of every length."""
+    """The same configuration without what only training gains from.
+
+    Sequence parallelism saves activations, but cannot split a single token; compiled blocks would be compiled
+    again for every length of text.
+    """
     return args.replace(sequence_parallel=False, compile=False)
 
 
 @contextmanager
 def inference_mode(stage: Stage) -> Iterator[None]:
-    """A stage that is being trained, as `for_inference` would have built it, until the end of the context: compiled
-    blocks run as they are written."""
+    """Within the context a stage that is being trained runs as `for_inference` would have built it.
+
+    It is in evaluation mode, without sequence parallelism, and compiled blocks run uncompiled.
+    """
     was_training = stage.training
-    cut = [module for module in stage.modules() if getattr(module, "sequence_parallel", False)]
+    split_modules = [module for module in stage.modules() if getattr(module, "sequence_parallel", False)]
     stage.eval()
-    _set(cut, False)
+    _set_sequence_parallel(split_modules, False)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        _set(cut, True)
+        _set_sequence_parallel(split_modules, True)
         stage.train(was_training)
 
 
-def _set(modules: list[nn.Module], on: bool) -> None:
+def _set_sequence_parallel(modules: list[nn.Module], on: bool) -> None:
     for module in modules:
         module.sequence_parallel = on  # type: ignore[assignment]

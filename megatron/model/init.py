@@ -1,4 +1,5 @@
-"""Weight initialisation: a function of (seed, parameter, shape) alone, so any layout starts from the same model."""
+"""Weight initialisation: a function of (seed, parameter, shape) alone, so any layout starts from the same
+model."""
 
 import math
 
@@ -33,13 +34,15 @@ def _fill(full: Tensor, method: str, args: NeoXArgs, generator: torch.Generator)
 
 
 def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Tensor:
-    """The whole parameter, fp32."""
+    """The initial value of a whole parameter, fp32, before it is split over tensor-parallel ranks."""
     full = torch.empty(spec.shape, dtype=torch.float32, device=device)
     if spec.init == "ones":
         return full.fill_(1.0)
     if spec.init == "zeros":
         return full.zero_()
-    generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
+    generator = torch.Generator(device).manual_seed(
+        mix_seed(args.seed, 2 if spec.shared else layer, spec.name)
+    )
     methods = {"output": args.output_layer_init_method, "xavier_normal": "xavier_normal"}
     _fill(full, methods.get(spec.init, args.init_method), args, generator)
     return full
@@ -47,16 +50,17 @@ def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.dev
 
 @torch.no_grad()
 def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
-    """Fill every parameter of this rank's stage."""
+    """Fill every parameter of this rank's stage with its part of the initial value."""
     rank, size = groups.rank("tensor"), groups.size("tensor")
-    for layer, _, param, spec in specified(stage, args):
+    for layer, _, param, spec in parameters_with_specs(stage, args):
         param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
 
 
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
-    """(layer, name in the weight map, parameter) of a stage; the copy of a tied embedding counts as layer 0's.
+    """The parameters of a stage as (layer, name in the weight map, parameter).
 
-    copies: a parameter that blocks share comes with each of them, not with the first alone.
+    The last stage's copy of a tied embedding counts as layer 0's. copies: a parameter that blocks share is
+    listed for each of these blocks, not for the first alone.
     """
     found: dict[tuple[int, str], nn.Parameter] = {}
     for full_name, param in stage.named_parameters(remove_duplicate=not copies):
@@ -66,7 +70,7 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
     return [(layer, name, param) for (layer, name), param in found.items()]
 
 
-def specified(stage: Stage, args: NeoXArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:
-    """`stage_parameters`, each with what the weight map says of it."""
+def parameters_with_specs(stage: Stage, args: NeoXArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:
+    """`stage_parameters`, each with its `ParamSpec` of the weight map."""
     specs = named_params(args)
     return [(layer, name, param, specs[layer, name]) for layer, name, param in stage_parameters(stage)]

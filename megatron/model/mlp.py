@@ -1,4 +1,4 @@
-"""The feed-forward layer, plain or gated."""
+"""The dense feed-forward of a block, plain or gated, and the activation functions."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.specs import DenseSpec, dense_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, under
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, with_prefix
 
-FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
@@ -23,7 +23,8 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """linear2(act(linear1 x)), or linear2(act(gate) * up) with linear1's rows [up; gate]; `[seq, batch, hidden]`."""
+    """linear2(act(linear1 x)), or linear2(act(gate) * up) with linear1's rows [up; gate];
+    `[seq, batch, hidden]`."""
 
     Spec = DenseSpec
     spec = staticmethod(dense_spec)
@@ -31,7 +32,7 @@ class MLP(nn.Module):
     def __init__(self, spec: DenseSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.gated = spec.gated
-        self.activation = FUNCTIONS[spec.activation]
+        self.activation = ACTIVATIONS[spec.activation]
         linear1, linear2 = self._linears(spec)
         self.linear1 = Linear(linear1, groups, sequence_parallel)
         self.linear2 = Linear(linear2, groups, sequence_parallel)
@@ -41,21 +42,23 @@ class MLP(nn.Module):
         rows = (spec.width, spec.width) if spec.gated else (spec.width,)
         return (
             LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows),
-            LinearSpec(spec.width, spec.hidden, "row", spec.bias, joined=spec.joined),
+            LinearSpec(
+                spec.width, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual
+            ),
         )
 
     @classmethod
     def params(cls, spec: DenseSpec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates, in NeoX's registration order."""
         linear1, linear2 = cls._linears(spec)
-        return (*under("linear1", linear1.params()), *under("linear2", linear2.params()))
+        return (*with_prefix("linear1", linear1.params()), *with_prefix("linear2", linear2.params()))
 
     @property
     def output(self) -> Linear:
         return self.linear2
 
     def core(self, x: Tensor) -> Tensor:
-        """Everything before `linear2`: `[seq, batch, local ffn]`."""
+        """Everything before `linear2`: from `[seq, batch, hidden]` to `[seq, batch, ffn/T]`."""
         x = self.linear1(x)
         if self.gated:
             up, gate = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Noise on the embeddings of fine-tuning: NEFTune (arXiv 2310.05914)."""
+"""NEFTune: uniform noise on the embeddings in fine-tuning (arXiv 2310.05914)."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from megatron.mpu import mix_seed, seeded
 
 
 def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """`[batch, seq]` fp32, of `tokens` as well: the length of the document that each place belongs to.
+    """The number of tokens of the document that each token belongs to, `[batch, seq]` fp32.
 
-    cu_seqlens: as of `Batch`; None: a row is one document.
+    tokens: `[batch, seq]`. cu_seqlens: `[batch, seq + 1]` as in `Batch`; None: each row is one document.
     """
     (rows, seq), device = tokens.shape, tokens.device
     if cu_seqlens is None:
@@ -20,7 +20,8 @@ def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:
-    """`x` `[seq/parts, batch, hidden]` plus U(-1, 1) * alpha / sqrt(L * hidden) with L of `lengths` `[batch, seq]`.
+    """`x` `[seq/parts, batch, hidden]` plus U(-1, 1) * alpha / sqrt(L * hidden) with L of `lengths`
+    `[batch, seq]`.
 
     The noise of the whole sequence is a function of `seed` alone, of which `x` is the `part`-th of `parts`.
     """

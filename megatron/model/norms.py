@@ -11,17 +11,18 @@ from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, re
 
 
 def _gain(spec: NormSpec | HeadNormSpec) -> str:
-    """How RMSNorm's weights start."""
+    """The initial value of RMSNorm's weights: "zeros" where they are added to 1, else "ones"."""
     return "zeros" if spec.zero_centered else "ones"
 
 
 class Norm(nn.Module):
-    """Over hidden, `[..., hidden]`."""
+    """The base of norms of hidden states `[..., hidden]`."""
 
     def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.shape, self.eps, self.zero_centered = (spec.width,), spec.eps, spec.zero_centered
-        # Under sequence parallelism a rank sees part of the sequence: gradients of these replicated weights are summed.
+        # Under sequence parallelism a rank sees part of the sequence: gradients of these replicated weights
+        # are summed.
         self.group = groups.group("tensor") if sequence_parallel else None
         allocate(self, self.params(spec), groups, "weight", "bias")
 
@@ -34,7 +35,8 @@ class Norm(nn.Module):
 
 
 class LayerNorm(Norm):
-    """LayerNorm; parameters `weight` and, where norms have biases, `bias`. non_parametric_layernorm has neither."""
+    """LayerNorm; parameters `weight` and, where norms have biases, `bias`. non_parametric_layernorm has
+    neither."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -96,7 +98,8 @@ def build_norm(spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool =
 
 
 class _HeadNorm(nn.Module):
-    """Over this rank's heads `[seq, batch, heads, head_dim]`; weights are cut over tensor ranks like the heads.
+    """Over this rank's heads `[seq, batch, heads, head_dim]`; weights are cut over tensor ranks like the
+    heads.
 
     heads: of all ranks.
     """
@@ -116,16 +119,20 @@ class _HeadNorm(nn.Module):
         return 1.0 + scale.float() if self.zero_centered else scale
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Of all heads of all tensor ranks, `[..., 1, 1]`. Each rank uses the whole sum for its own heads, so
-        gradients are summed as well."""
+        """The mean over all heads of all tensor-parallel ranks, `[..., 1, 1]`.
+
+        Each rank uses the whole sum for its own heads, so gradients are summed as well.
+        """
         mean = x.mean((-2, -1), keepdim=True)
         return copy_to_tensor(reduce_from_tensor(mean, self.group), self.group) / self.size
 
 
 class QKLayerNorm(_HeadNorm):
-    """LayerNorm over all heads together, one for queries and keys; parameters `weight`, `bias` `[heads, head_dim]`.
+    """LayerNorm over all heads together, one for queries and keys; parameters `weight`, `bias`
+    `[heads, head_dim]`.
 
-    GPT-NeoX takes the heads of one tensor rank together, so its numbers depend on model_parallel_size; ours do not.
+    GPT-NeoX takes the heads of one tensor rank together, so its numbers depend on model_parallel_size; ours
+    do not.
     """
 
     weight: nn.Parameter
@@ -146,7 +153,8 @@ class QKLayerNorm(_HeadNorm):
 
 
 class QKRMSNorm(_HeadNorm):
-    """RMSNorm of each head alone, one for queries and keys, as NeoX's; parameter `scale` `[heads, head_dim]`."""
+    """RMSNorm of each head alone, one for queries and keys, as NeoX's; parameter `scale`
+    `[heads, head_dim]`."""
 
     scale: nn.Parameter
 
@@ -161,7 +169,8 @@ class QKRMSNorm(_HeadNorm):
 
 
 class WideRMSNorm(_HeadNorm):
-    """RMSNorm over the whole width of queries or of keys, as OLMo's; parameter `scale` `[heads * head_dim]`."""
+    """RMSNorm over the whole width of queries or of keys, as OLMo's; parameter `scale`
+    `[heads * head_dim]`."""
 
     scale: nn.Parameter
 
@@ -202,7 +211,7 @@ _HEAD_NORMS: Mapping[str, type[_HeadNorm]] = {
 
 
 def head_norms(attention: AttentionSpec) -> dict[str, tuple[type[_HeadNorm], HeadNormSpec, int]]:
-    """The norms of queries and keys by their names in attention: class, spec and heads of each."""
+    """The norms of queries and keys by their names in attention: class, spec and number of heads of each."""
     spec = attention.norms
     if spec is None:
         return {}

@@ -1,4 +1,5 @@
-"""Position information: rotary with its scalings, sinusoidal, alibi and relative biases, all computed in fp32."""
+"""Position information: rotary with its scalings, sinusoidal, alibi and relative biases, all computed in
+fp32."""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ Rope = tuple[Tensor, Tensor]
 
 
 def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = None) -> Tensor:
-    """`[..., dim / 2]` angles a position, from high to low."""
+    """The rotation frequencies in radians per position, from high to low, `[..., dim / 2]` fp32."""
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
 def dynamic_ntk_limit(args: NeoXArgs) -> int | None:
-    """The length beyond which rotary frequencies depend on a text's length (dynamic NTK), None when they never do."""
+    """The length beyond which rotary frequencies depend on a text's length (dynamic NTK), None when they
+    never do."""
     scaling = args.rope_scaling if args.pos_emb == "rotary" else None
     if scaling is None or scaling["rope_type"] != "dynamic":
         return None
@@ -29,9 +31,11 @@ def dynamic_ntk_limit(args: NeoXArgs) -> int | None:
 
 
 def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.device) -> tuple[Tensor, float]:
-    """Angles a position `[width / 2]` fp32 and the factor of cos and sin, under its scaling (HuggingFace's formulas).
+    """Rotation frequencies `[width / 2]` fp32, in radians per position, and the factor of cos and sin, after
+    scaling by HuggingFace's formulas.
 
-    length: of the text, for dynamic NTK alone: a number, or one a row, `[batch, 1]`; then `[batch, 1, width / 2]`.
+    length: number of tokens of the text, which only dynamic NTK reads: one number, or one for each row
+    `[batch, 1]`; frequencies are then `[batch, 1, width / 2]`.
     """
     dim, base, scaling = rotary.width, rotary.base, rotary.scaling
     if scaling is None:
@@ -39,7 +43,9 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
     factor = scaling["factor"]
     trained = scaling["original_max_position_embeddings"] or rotary.positions
     if scaling["rope_type"] == "dynamic":
-        stretch = factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
+        stretch = (
+            factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
+        )
         longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
         return _frequencies(dim, longer.unsqueeze(-1) if longer.dim() else longer, device), 1.0
     frequencies = _frequencies(dim, base, device)
@@ -61,7 +67,8 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], trained: int) -> Te
 
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: int, base: float) -> Tensor:
-    # arXiv 2309.00071, section 3.2; the ramp runs over dimensions, between two numbers of turns in the trained length.
+    # arXiv 2309.00071, section 3.2; the ramp runs over dimensions, between two numbers of turns in the
+    # trained length.
     def dimension(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
@@ -74,7 +81,7 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: in
 
 
 def _yarn_factor(scaling: Mapping[str, Any]) -> float:
-    """What cos and sin are multiplied by; attention logits by its square."""
+    """YaRN's attention factor: cos and sin are multiplied by it, and so attention logits by its square."""
 
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
@@ -87,16 +94,19 @@ def _yarn_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rope:
-    """factor * cos and sin `[seq, batch, 1, rotary_dim]` fp32 for positions `[batch, seq]` (half-rotation, arXiv
-    2104.09864) and frequencies `[rotary_dim / 2]` or `[batch, 1, rotary_dim / 2]`. The first half of sin is negated, as
-    the rotation wants it."""
+    """The tables of rotary embedding: factor * cos and factor * sin, each `[seq, batch, 1, rotary_dim]` fp32.
+
+    positions: `[batch, seq]`; frequencies: `[rotary_dim / 2]` or `[batch, 1, rotary_dim / 2]`. The first half
+    of sin is negated, as `apply_rope`, which rotates halves, needs it (arXiv 2104.09864).
+    """
     angles = (positions.unsqueeze(-1).float() * frequencies).transpose(0, 1).unsqueeze(2)
     cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate the first `rotary_dim` of `[seq, batch, heads, head_dim]` in fp32; the rest passes."""
+    """Rotate the first `rotary_dim` dimensions of `[seq, batch, heads, head_dim]` in fp32; the others
+    stay."""
     cos, sin = rope
     rotary_dim = cos.shape[-1]
     turning = x[..., :rotary_dim].float()
@@ -105,13 +115,15 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 def sinusoidal_embedding(positions: Tensor, hidden_size: int) -> Tensor:
-    """`[..., hidden_size]` fp32: all sines, then all cosines, of base 10000 (NeoX's order and scale)."""
+    """Sinusoidal positions `[..., hidden_size]` fp32: all sines, then all cosines, of base 10000 (GPT-NeoX's
+    order)."""
     angles = positions.unsqueeze(-1).float() * _frequencies(hidden_size, 10000.0, positions.device)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """One slope a head (arXiv 2108.12409; interpolated where heads are no power of two, as its authors' code)."""
+    """ALiBi's slope of each head (arXiv 2108.12409), interpolated as in its authors' code where the number of
+    heads is no power of two."""
 
     def powers(n: int) -> list[float]:
         start = 2.0 ** -(2.0 ** -(math.log2(n) - 3))
@@ -122,23 +134,31 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
-    """key - query, `[batch or 1, 1, queries, seq]`; queries: their places `[batch, queries]`, None: all of seq."""
+    """Column of the key minus column of the query, `[batch or 1, 1, queries, seq]`.
+
+    queries: the columns of the queries, `[batch, queries]`; None: all of seq.
+    """
     keys = torch.arange(seq, device=device)
     return (keys - (keys.unsqueeze(0) if queries is None else queries).unsqueeze(2)).unsqueeze(1)
 
 
-def alibi_bias(seq: int, slopes: Tensor, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
-    """slope * (key - query) with future keys masked, `[1, heads, seq, seq]` fp32. slopes: of these heads.
+def alibi_bias(
+    seq: int, slopes: Tensor, positions: Tensor | None = None, distance: Tensor | None = None
+) -> Tensor:
+    """ALiBi's bias of attention logits: slope * (key - query), -inf for future keys, `[1, heads, seq, seq]`
+    fp32.
 
-    positions: of other queries than all of `seq`, `[batch, queries]`; then `[batch, heads, queries, seq]`.
-    distance: key - query where they are no columns, `[batch, 1, queries, keys]`.
+    slopes: `[heads]`. positions: the columns of the queries where these are not all of seq,
+    `[batch, queries]`; the result is then `[batch, heads, queries, seq]`. distance: key - query where it is
+    not that of columns, `[batch, 1, queries, keys]`.
     """
     distance = distances(seq, slopes.device, positions) if distance is None else distance
     return (slopes.view(-1, 1, 1) * distance.float()).masked_fill(distance > 0, float("-inf"))
 
 
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """T5's bucket of query - key >= 0: one a distance up to half of the buckets, then logarithmic to max_distance."""
+    """T5's bucket of each distance query - key >= 0: half of the buckets hold one distance each, the others
+    grow logarithmically up to max_distance."""
     exact = buckets // 2
     growth = torch.log(distance.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
     far = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
@@ -165,7 +185,8 @@ class RelativePositionBias(nn.Module):
         return (ParamSpec("weight", shape, 1, cut, "xavier_normal", weight_decay=True, shared=True),)
 
     def forward(self, seq: int, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
-        """What is added to attention logits, future keys masked: shapes and arguments as `alibi_bias`."""
+        """The bias of attention logits, -inf for future keys; shapes and arguments are those of
+        `alibi_bias`."""
         distance = distances(seq, self.weight.device, positions) if distance is None else distance
         bucket = relative_bucket((-distance).clamp(min=0), self.buckets, self.max_distance)
         bias = F.embedding(bucket.squeeze(1), self.weight.float()).permute(0, 3, 1, 2) * self.scale

@@ -1,8 +1,8 @@
 """The model's layers as data: frozen descriptions, made from the configuration once.
 
-What depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes, FLOPs, partitioning and
-conversion. Blocks may differ in all of it. A mixer is attention, a feed-forward is dense; others join by a class in the
-tables of `model.block`.
+What depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes, FLOPs,
+partitioning and conversion. Blocks may differ in all of it. The only mixer is attention and the only
+feed-forward is dense; other kinds are added to the tables of `model.block`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from megatron.neox_arguments import NeoXArgs
 
 Residual = Literal["sequential", "parallel", "olmo3", "sandwich"]
 
-# Transformer-Engine's LayerNormMLP has these in GPT-NeoX, whatever the epsilon keys say (transformer_engine.py).
+# Transformer-Engine's LayerNormMLP has these in GPT-NeoX, whatever the epsilon keys say
+# (transformer_engine.py).
 _TE_EPSILON = {"layernorm": 1e-5, "rmsnorm": 1e-8}
 # `activation` -> the function of it, or of its gate
 _FUNCTIONS = {
@@ -24,8 +25,8 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm of hidden states. kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm; zero_centered: rmsnorm
-    multiplies by 1 + its weight."""
+    """A norm of hidden states. kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm; width: number
+    of features; zero_centered: rmsnorm multiplies by 1 + its weight."""
 
     kind: str
     width: int
@@ -36,8 +37,12 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class HeadNormSpec:
-    """Norms of queries and keys. form: layernorm (one over all heads for both), rmsnorm (each head alone, one for
-    both), wide (over all queries, over all keys), per_head (each head alone, one weight for all)."""
+    """The norms of queries and keys.
+
+    form: layernorm (over all heads, one module for both), rmsnorm (each head by itself, one module for both),
+    wide (one over all queries, one over all keys) or per_head (each head by itself, one weight for all
+    heads).
+    """
 
     form: str
     head_dim: int
@@ -48,8 +53,12 @@ class HeadNormSpec:
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary positions. width: dimensions of a head that turn; scaling: `rope_scaling`, None where it does not hold;
-    positions: of the longest text, which scaling stretches from unless it says otherwise."""
+    """Rotary position embedding.
+
+    width: number of dimensions of a head that are rotated. base: rope_theta. scaling: the key `rope_scaling`;
+    None for layers that it does not apply to. positions: length of the longest text, from which scaling
+    stretches unless it gives a length of its own.
+    """
 
     width: int
     base: float
@@ -59,7 +68,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class RelativeSpec:
-    """T5's relative biases, one table for all blocks."""
+    """T5's relative position biases, one table for all blocks (`pos_emb: rpe`)."""
 
     buckets: int
     max_distance: int
@@ -71,11 +80,13 @@ class RelativeSpec:
 class AttentionSpec:
     """Self-attention over `heads` queries and `kv_heads` keys and values of `head_dim`.
 
-    window: keys before itself that a query sees, flash attention's `window_size=(W, 0)`, so W + 1 keys with its own;
-    transformers' `sliding_window` counts the token itself: W + 1 there is W here. None: all are seen.
-    backend: `attention_backend`; flash where `attention_config` names it beside global. scale: of logits, None:
-    1 / sqrt(head_dim). bias: of its linears. joined: its output is summed over tensor ranks together with the
-    feed-forward's (gpt_j_residual).
+    window: keys before itself that a query sees, flash attention's `window_size=(W, 0)`, so W + 1 keys with
+    its own; transformers' `sliding_window` counts the token itself: W + 1 there is W here. None: all are
+    seen.
+    backend: `attention_backend`; flash where `attention_config` names it beside global.
+    scale: factor of the logits; None: 1 / sqrt(head_dim). bias: whether its linears have biases.
+    parallel_residual: its output is summed over tensor ranks together with the feed-forward's
+    (gpt_j_residual).
     """
 
     hidden: int
@@ -91,7 +102,7 @@ class AttentionSpec:
     bias: bool
     dropout: float
     backend: str
-    joined: bool
+    parallel_residual: bool
 
     @property
     def biased(self) -> bool:
@@ -100,32 +111,38 @@ class AttentionSpec:
 
     @property
     def inputs(self) -> tuple[int | None, RotarySpec | None, str]:
-        """What the inputs of attention depend on: blocks in which it is equal share them."""
+        """Everything that `AttentionInputs` depend on: blocks in which it is equal share them."""
         return self.window, self.rotary, self.backend
 
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """linear2(act(linear1 x)), or linear2(act(gate) * up). width: inner; activation: the function's name in `mlp`;
-    joined: as `AttentionSpec`."""
+    """A feed-forward: linear2(act(linear1 x)), or linear2(act(gate) * up) where it is gated.
+
+    width: its inner width. activation: a name in `mlp.ACTIVATIONS`. parallel_residual: as of `AttentionSpec`.
+    """
 
     hidden: int
     width: int
     activation: str
     gated: bool
     bias: bool
-    joined: bool
+    parallel_residual: bool
 
 
-# Unions of what there is.
+# The unions of all kinds of mixers and of feed-forwards.
 MixerSpec = AttentionSpec
 FeedForwardSpec = DenseSpec
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Tokens to hidden states. vocab: None before the tokenizer is known; learned: rows of learned positions, 0
-    without; offset: of them before position 0; noise: NEFTune's alpha; tied: the head has the same weight."""
+    """The embedding, from tokens to hidden states.
+
+    vocab: rows of the embedding; None before the tokenizer is known. learned: rows of learned positions, 0
+    without; offset: how many of these come before position 0. noise: NEFTune's alpha. tied: the head has the
+    same weight.
+    """
 
     kind: ClassVar[str] = "embedding"
     index: int
@@ -142,7 +159,8 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One transformer block. norms: by their name in it; which there are follows from `residual`."""
+    """One transformer block. norms: by their names in the block; which of them exist follows from
+    `residual`."""
 
     kind: ClassVar[str] = "block"
     index: int
@@ -155,6 +173,8 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class FinalNormSpec:
+    """The norm after the last block."""
+
     kind: ClassVar[str] = "norm"
     index: int
     norm: NormSpec
@@ -162,7 +182,7 @@ class FinalNormSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Hidden states to logits. tied: with the embedding's weight."""
+    """The output layer, from hidden states to logits. tied: it has the embedding's weight."""
 
     kind: ClassVar[str] = "head"
     index: int
@@ -175,12 +195,16 @@ LayerSpec = EmbeddingSpec | BlockSpec | FinalNormSpec | HeadSpec
 
 
 def norm_kind(args: NeoXArgs) -> str:
-    """`norm` without what only says under which names it stands on disk."""
+    """The key `norm` without the prefix `te_`, which only says how the norm's parameters are named on
+    disk."""
     return args.norm.removeprefix("te_")
 
 
-def is_tied(args: NeoXArgs) -> bool:
-    """Whether attention and MLP read one norm. Transformer-Engine's MLP has its own, also in GPT-NeoX."""
+def has_one_norm(args: NeoXArgs) -> bool:
+    """Whether attention and MLP read the output of one norm (gpt_j_tied).
+
+    Transformer-Engine's MLP has a norm of its own, in GPT-NeoX too.
+    """
     return args.gpt_j_residual and args.gpt_j_tied and not args.te_layernorm_mlp
 
 
@@ -189,7 +213,8 @@ def _has_norm_bias(args: NeoXArgs) -> bool:
 
 
 def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
-    """The norm that `norm` names. in_te_mlp: with the epsilon of the one inside Transformer-Engine's MLP."""
+    """The norm that the key `norm` names; in_te_mlp: with the epsilon of the one in Transformer-Engine's
+    MLP."""
     kind = norm_kind(args)
     epsilons = {"rmsnorm": args.rms_norm_epsilon, "scalenorm": args.scalenorm_epsilon}
     eps = _TE_EPSILON[kind] if in_te_mlp else epsilons.get(kind, args.layernorm_epsilon)
@@ -197,7 +222,8 @@ def norm_spec(args: NeoXArgs, *, in_te_mlp: bool = False) -> NormSpec:
 
 
 def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
-    """local: with the base of `rope_local_base_freq`, unscaled."""
+    """The rotary positions of the model; local: those of layers with a window, whose base is
+    `rope_local_base_freq` where that is set, without scaling."""
     # NeoX rounds the rotated width down to an even number of dimensions.
     width, positions = int(args.head_dim * args.rotary_pct) // 2 * 2, args.max_position_embeddings
     if local and args.rope_local_base_freq is not None:
@@ -206,6 +232,7 @@ def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
 
 
 def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
+    """The norms of queries and keys; None without use_qk_layernorm."""
     if not args.use_qk_layernorm:
         return None
     form, eps = norm_kind(args), args.rms_norm_epsilon
@@ -228,14 +255,16 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     window = width if width is not None and width < args.max_position_embeddings - 1 else None
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
     named_flash = args.attention_config[block] == "flash" and len(set(args.attention_config)) > 1
-    relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
+    relative = RelativeSpec(
+        args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim
+    )
     return AttentionSpec(
         hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
         head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
         alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
         scale=None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5,
         bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
-        backend="flash" if named_flash else args.attention_backend, joined=args.gpt_j_residual,
+        backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
     )  # fmt: skip
 
 
@@ -243,16 +272,17 @@ def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
     """The feed-forward of block number `block`, counted from 0."""
     return DenseSpec(
         hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
-        gated=args.is_gated, bias=args.use_bias_in_mlp, joined=args.gpt_j_residual,
+        gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual,
     )  # fmt: skip
 
 
 def activation_name(args: NeoXArgs) -> str:
     """The nonlinearity of `activation`; for gated ones, that of the gate.
 
-    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's gelu and
-    geglu are the tanh approximation: `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x * x)))` in
-    common/util/math.h, and its tests compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
+    gelu is exact (erf), or the tanh approximation under `bias_gelu_fusion` as in NeoX. Transformer-Engine's
+    gelu and geglu are the tanh approximation:
+    `x * (0.5F + 0.5F * tanhf(x * (0.79788456F + 0.03567741F * x * x)))` in common/util/math.h, and its tests
+    compare LayerNormMLP with `nn.GELU(approximate="tanh")`.
     """
     name = _FUNCTIONS.get(args.activation, args.activation)
     tanh = args.te_layernorm_mlp or (args.activation == "gelu" and args.bias_gelu_fusion)
@@ -260,23 +290,24 @@ def activation_name(args: NeoXArgs) -> str:
 
 
 def block_norms(args: NeoXArgs) -> dict[str, NormSpec]:
-    """The norms of a block, by name."""
+    """The norms of every block, by their names in the block."""
     norm, second = norm_spec(args), norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
     one = {"input_layernorm": norm}
-    two = one if is_tied(args) else {**one, "post_attention_layernorm": second}
+    two = one if has_one_norm(args) else {**one, "post_attention_layernorm": second}
     after = {"post_attention_layernorm": norm, "post_feedforward_layernorm": norm}
     placed = {"olmo3": after, "sandwich": {**one, **after, "pre_feedforward_layernorm": norm}}
     return placed.get(args.norm_placement, two)
 
 
 def residual_form(args: NeoXArgs) -> Residual:
-    """gpt_j_residual, else norm_placement's."""
+    """The form of a block's residual stream: parallel with gpt_j_residual, else as norm_placement says."""
     if args.gpt_j_residual:
         return "parallel"
     return args.norm_placement if args.norm_placement in ("olmo3", "sandwich") else "sequential"
 
 
 def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:
+    """The embedding of the model, with the absolute positions that `pos_emb` asks for."""
     return EmbeddingSpec(
         index=0, vocab=args.padded_vocab_size, hidden=args.hidden_size,
         learned=args.max_position_embeddings if args.pos_emb == "learned" else 0, offset=args.opt_pos_emb_offset,

@@ -1,4 +1,4 @@
-"""A contiguous part of the decoder, and how a micro-batch runs through it."""
+"""A pipeline stage: a contiguous part of the decoder, and how a micro-batch runs through it."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -12,19 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.data import Batch
 from megatron.model.attention import (
+    AttentionBackends,
     AttentionInputs,
-    Backends,
     SelfAttention,
-    branch_inputs,
     cached_inputs,
     choose_backends,
     text_inputs,
+    tree_attention_inputs,
 )
 from megatron.model.block import Block
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, TiedHead
-from megatron.model.partitioning import partition_layers
+from megatron.model.pipeline_partition import partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
 from megatron.model.specs import (
     AttentionSpec,
@@ -41,10 +41,11 @@ from megatron.mpu import HeadInput, ParallelGroups, copy_to_tensor, gather_from_
 from megatron.neox_arguments import NeoXArgs
 
 
-class Hidden(NamedTuple):
-    """What travels between pipeline stages; later losses and masks can ride here.
+class HiddenStates(NamedTuple):
+    """The tensors that travel between pipeline stages.
 
-    hidden_states: `[seq, batch, hidden]`, or this tensor rank's `[seq/T, batch, hidden]` under sequence parallelism.
+    hidden_states: `[seq, batch, hidden]`, or this tensor rank's `[seq/T, batch, hidden]` under sequence
+    parallelism.
     """
 
     hidden_states: Tensor
@@ -52,27 +53,31 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InferenceContext:
-    """What a forward without gradients is given besides its batch; training gives none of it.
+    """The inputs of a forward pass without gradients beside its batch; in training there are none.
 
-    cache: filled by a batch without positions (rows padded on the right), continued by batches that have them.
-    last: `[batch]`, indices of the last tokens of rows that are padded.
-    branches: `[batch, seq]` int64, 0 for a row's context, 1, 2, .. for the texts after it; a token sees what is before
-    it in the context and in its own branch. Positions count on from the context in every branch.
-    wanted: `[n]` int64, row * seq + column of the tokens whose logits alone come, as `[n, 1, vocab/T]`; None: all.
+    cache: a batch without positions fills it (its rows are padded on the right), batches with positions
+    continue it.
+    last_tokens: `[batch]` int64, the index of the last token of each row where rows are padded.
+    branch_ids: `[batch, seq]` int64, for tree attention: 0 for the context of a row, 1, 2, .. for the
+    continuations after it. A token attends to what is before it in the context and in its own branch;
+    positions count on from the context in every branch.
+    logit_positions: `[n]` int64, row * seq + column of the only tokens whose logits are computed, as
+    `[n, 1, vocab/T]`; None: all.
     """
 
     cache: KVCache | None = None
-    last: Tensor | None = None
-    branches: Tensor | None = None
-    wanted: Tensor | None = None
+    last_tokens: Tensor | None = None
+    branch_ids: Tensor | None = None
+    logit_positions: Tensor | None = None
 
 
 class Stage(nn.Module):
-    """A contiguous part of the decoder: the whole of it without pipeline parallelism.
+    """The layers of one pipeline stage: the whole decoder without pipeline parallelism.
 
-    Parameters are named `layers.<NeoX index>.<NeoX name>`. recompute: blocks whose activations are made again together
-    in the backward pass, 0: none are; recompute_from_cpu: what that begins with is kept on the CPU.
-    backends: by `AttentionSpec.backend`.
+    Parameters are named `layers.<NeoX index>.<NeoX name>`.
+    recompute: number of blocks whose activations are recomputed together in the backward pass; 0: none are.
+    recompute_from_cpu: the inputs of these groups of blocks are kept on the CPU.
+    backends: the attention backends by `AttentionSpec.backend`.
     """
 
     recompute = 0
@@ -82,7 +87,7 @@ class Stage(nn.Module):
         self,
         specs: tuple[LayerSpec, ...],
         groups: ParallelGroups,
-        backends: Mapping[str, Backends],
+        backends: Mapping[str, AttentionBackends],
         *,
         sequence_parallel: bool = False,
         lowest_trained: int = 0,
@@ -94,7 +99,7 @@ class Stage(nn.Module):
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
         self.lowest_trained, self.backends = lowest_trained, backends
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
-        self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attending)
+        self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
         self.layers = nn.ModuleDict()
         for spec in specs:
             self.layers[str(spec.index)] = self._build(spec, groups, sequence_parallel)
@@ -105,7 +110,9 @@ class Stage(nn.Module):
             case EmbeddingSpec():
                 return Embedding(spec, groups, sequence_parallel)
             case BlockSpec():
-                chosen = self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
+                chosen = (
+                    self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
+                )
                 return Block(spec, groups, sequence_parallel, backends=chosen)
             case FinalNormSpec():
                 return FinalNorm(spec, groups, sequence_parallel)
@@ -116,9 +123,10 @@ class Stage(nn.Module):
         return TiedHead(spec, groups, sequence_parallel, weight)
 
     def _share_relative_biases(self, groups: ParallelGroups) -> None:
-        """One table, which every block holds under NeoX's name; pipeline stages sum its gradient."""
+        """Give every block the same table of relative biases under NeoX's name; pipeline stages sum its
+        gradient."""
         made: dict[RelativeSpec, RelativePositionBias] = {}
-        for spec in self.attending:
+        for spec in self.attention_blocks:
             relative, attention = spec.mixer.relative, self.layers[str(spec.index)].attention
             if relative is not None and isinstance(attention, SelfAttention):
                 if relative not in made:
@@ -126,48 +134,57 @@ class Stage(nn.Module):
                 attention.rpe = made[relative]
 
     @property
-    def attending(self) -> list[BlockSpec]:
-        """Blocks whose mixer is attention."""
+    def attention_blocks(self) -> list[BlockSpec]:
+        """The blocks whose mixer is attention."""
         return [spec for spec in self.blocks if isinstance(spec.mixer, AttentionSpec)]
 
     # -- caches --------------------------------------------------------------------------------------------------------
 
     def empty_cache(self, blocks: int, block_size: int) -> KVCache:
-        """So many blocks of `block_size` tokens each, in the dtype of the weights."""
+        """A cache of `blocks` blocks with `block_size` tokens each, in the dtype of the weights."""
         shapes = {layer: (blocks, block_size, *heads) for layer, heads in self._cached.items()}
         return KVCache.empty(shapes, next(self.parameters()).dtype, self.device_of_groups)
 
     @property
     def cache_bytes(self) -> int:
-        """That one token takes in a cache on this rank."""
-        return 2 * sum(heads * width for heads, width in self._cached.values()) * next(self.parameters()).dtype.itemsize
+        """Number of bytes that one token takes in the cache of this rank."""
+        return (
+            2
+            * sum(heads * width for heads, width in self._cached.values())
+            * next(self.parameters()).dtype.itemsize
+        )
 
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
-        """Key-value heads of this rank, and their width, by layer."""
-        mixers = {spec.index: spec.mixer for spec in self.attending}
-        return {layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()}
+        """(key-value heads of this rank, head_dim) of each layer that has a cache."""
+        mixers = {spec.index: spec.mixer for spec in self.attention_blocks}
+        return {
+            layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()
+        }
 
-    # -- what blocks are given -----------------------------------------------------------------------------------------
+    # -- what blocks are given
+    # -----------------------------------------------------------------------------------------
 
     def attention_inputs(
         self, spec: BlockSpec, batch: Batch, positions: Tensor, context: InferenceContext
     ) -> AttentionInputs:
-        """Of this block, and of all whose `AttentionSpec.inputs` are the same."""
+        """The attention inputs of this block, and of all others whose `AttentionSpec.inputs` are equal."""
 
         def bias(seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
             return self._bias(spec, seq, columns, distance)
 
         mixer, cache = spec.mixer, context.cache
-        if context.branches is not None:
-            return branch_inputs(mixer, positions, context.branches, bias)
+        if context.branch_ids is not None:
+            return tree_attention_inputs(mixer, positions, context.branch_ids, bias)
         if cache is not None and batch.positions is not None:
             dtype = next(self.parameters()).dtype
-            return cached_inputs(mixer, positions, context.last, cache.length, dtype, bias)
-        unmasked = self.backends[mixer.backend].takes_documents(mixer.window)
-        return text_inputs(mixer, batch, positions, context.last, unmasked, bias)
+            return cached_inputs(mixer, positions, context.last_tokens, cache.length, dtype, bias)
+        unmasked = self.backends[mixer.backend].supports_varlen(mixer.window)
+        return text_inputs(mixer, batch, positions, context.last_tokens, unmasked, bias)
 
-    def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
+    def _bias(
+        self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None
+    ) -> Tensor | None:
         if spec.mixer.alibi:
             local = spec.mixer.heads // self.tensor_size
             slopes = alibi_slopes(spec.mixer.heads)[local * self.tensor_rank :][:local]
@@ -178,14 +195,18 @@ class Stage(nn.Module):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], seed: int, cache: KVCache | None) -> Tensor:
+    def _run_blocks(
+        self, x: Tensor, inputs: Mapping[int, AttentionInputs], seed: int, cache: KVCache | None
+    ) -> Tensor:
         specs, dropping = self.blocks, self.training and self.drops
 
         def run(x: Tensor, first: int, last: int) -> Tensor:
             for spec in specs[first:last]:
                 layer = spec.index
                 seeds = tuple(mix_seed(seed, layer, i) if dropping else 0 for i in range(3))
-                x = self.layers[str(layer)](x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None)
+                x = self.layers[str(layer)](
+                    x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None
+                )
             return x
 
         frozen = sum(spec.index < self.lowest_trained for spec in specs)
@@ -197,54 +218,62 @@ class Stage(nn.Module):
         with save_on_cpu(pin_memory=on_gpu) if self.recompute_from_cpu else nullcontext():
             for first in range(frozen, len(specs), self.recompute):
                 # Masks of dropout are functions of their seeds, so no generator state need be kept.
-                x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False
+                )
         return x
 
     def forward(
         self,
-        hidden: Hidden | None,
+        hidden: HiddenStates | None,
         batch: Batch,
         finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
         context: InferenceContext | None = None,
-    ) -> Hidden | Tensor:
-        """One micro-batch through this stage.
+    ) -> HiddenStates | Tensor:
+        """Run one micro-batch through this stage.
 
-        hidden: from the stage before, None on the first. context: without gradients, see there; its cache and rows that
-        are padded know no documents. Returns `Hidden`, or on the last stage what `finish` makes of it, as the logits
-        `[seq, batch, vocab/T]` are; it is called in here because ZeRO 3 has weights only here.
+        hidden: the output of the stage before, None on the first stage. context: inputs of a forward pass
+        without gradients; a cache, and rows that are padded, exclude document boundaries in the batch.
+        Returns `HiddenStates`; on the last stage the result of `finish`, such as the logits
+        `[seq, batch, vocab/T]`.
+        `finish` is called within the forward pass because ZeRO 3 has the weights only there.
         """
         given = context or InferenceContext()
-        assert batch.cu_seqlens is None or (given.cache is None and given.last is None)
+        assert batch.cu_seqlens is None or (given.cache is None and given.last_tokens is None)
         positions = batch.positions
         if positions is None:
             seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
             positions = seq.unsqueeze(0).expand_as(batch.tokens)
         if self.specs[0].kind == "embedding":
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
-                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), batch.cu_seqlens)
+                x = self.layers["0"](
+                    batch.tokens, positions, mix_seed(batch.seed, "embedding"), batch.cu_seqlens
+                )
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states
             if self.specs[0].index <= self.lowest_trained:
                 x = x.detach()  # a pipeline's input asks for a gradient
         alike: dict[object, AttentionInputs] = {}
-        for spec in self.attending:
+        for spec in self.attention_blocks:
             if spec.mixer.inputs not in alike:
                 alike[spec.mixer.inputs] = self.attention_inputs(spec, batch, positions, given)
-        inputs = {spec.index: alike[spec.mixer.inputs] for spec in self.attending}
+        inputs = {spec.index: alike[spec.mixer.inputs] for spec in self.attention_blocks}
         x = self._run_blocks(x, inputs, batch.seed, given.cache)
         if self.specs[-1].kind != "head":
-            return Hidden(x)
-        if given.wanted is not None:
+            return HiddenStates(x)
+        if given.logit_positions is not None:
             seq_length = batch.tokens.shape[1]
-            x = x[given.wanted % seq_length, given.wanted // seq_length].unsqueeze(1)
+            rows, columns = given.logit_positions // seq_length, given.logit_positions % seq_length
+            x = x[columns, rows].unsqueeze(1)
         norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
         enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
         return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
 
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
-    """This rank's stage in fp32, memory only: `init_stage` or a checkpoint gives the values."""
+    """This rank's pipeline stage in fp32. Only memory is allocated: `init_stage` or a checkpoint gives the
+    values."""
     mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
     backends = choose_backends(args, groups.device, mixers, log)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]

@@ -9,14 +9,14 @@ from torch import nn
 from megatron.model.weight_map import layer_params, shared_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
-Name = tuple[int, str]
-"""(NeoX's layer index, name in the weight map); what blocks share is the first one's."""
+ParamName = tuple[int, str]
+"""(NeoX's layer index, name in the weight map); a parameter that blocks share counts as the first block's."""
 
-EMBEDDING: Name = (0, "word_embeddings.weight")
-_NEAR = 4  # names shown for a pattern that finds none
+EMBEDDING: ParamName = (0, "word_embeddings.weight")
+_SUGGESTIONS = 4  # names shown for a pattern that matches none
 
 
-def trained_parameters(args: NeoXArgs) -> frozenset[Name]:
+def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
     """The parameters that are trained: all without `trainable`. A tied head is the embedding.
 
     Raises ConfigError for a pattern that finds no parameter, and where none is left to train.
@@ -26,7 +26,7 @@ def trained_parameters(args: NeoXArgs) -> frozenset[Name]:
     asked = args.trainable
     if asked is None:
         return frozenset(every)
-    found: set[Name] = set()
+    found: set[ParamName] = set()
     if asked["last_layers"]:
         blocks = range(args.num_layers + 2 - asked["last_layers"], args.num_layers + 2)
         found |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
@@ -37,14 +37,18 @@ def trained_parameters(args: NeoXArgs) -> frozenset[Name]:
     for pattern in asked["names"] or ():
         matched = {item for text, item in known.items() if re.search(pattern, text)}
         if not matched:
-            near = difflib.get_close_matches(pattern.replace("\\", ""), {name for _, name in every}, _NEAR, 0.0)
+            near = difflib.get_close_matches(
+                pattern.replace("\\", ""), {name for _, name in every}, _SUGGESTIONS, 0.0
+            )
             problems.append(
                 f"{args.origin('trainable.names')}: trainable.names: {pattern} finds no parameter; near it: "
                 f"{', '.join(near)}; blocks are layers 2 to {args.num_layers + 1}"
             )
         found |= matched
     if not found and not problems:
-        problems.append(f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names")
+        problems.append(
+            f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names"
+        )
     if asked["embedding_gradient"] is False and not problems:
         problems += _embedding_problems(args, found)
     if problems:
@@ -52,7 +56,7 @@ def trained_parameters(args: NeoXArgs) -> frozenset[Name]:
     return frozenset(found)
 
 
-def _embedding_problems(args: NeoXArgs, found: set[Name]) -> Iterable[str]:
+def _embedding_problems(args: NeoXArgs, found: set[ParamName]) -> Iterable[str]:
     place = f"{args.origin('trainable.embedding_gradient')}: trainable.embedding_gradient: false"
     if args.no_weight_tying or EMBEDDING not in found:
         yield f"{place} is for a tied head that is trained; remove it"
@@ -71,7 +75,11 @@ def lowest_trained(args: NeoXArgs) -> int:
 
 
 def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> None:
-    """Mark what is not trained among a stage's parameters; before an optimizer or an engine sees them."""
+    """Set `requires_grad` of a stage's parameters by `trainable`; to be called before an optimizer or engine
+    is made.
+
+    params: (NeoX's layer index, name in the weight map, parameter), as `stage_parameters` gives them.
+    """
     if args.trainable is None:
         return
     trained, shared = trained_parameters(args), shared_params(args)

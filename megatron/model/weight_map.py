@@ -1,12 +1,14 @@
-"""The model as a list of layers, and the one weight map: every parameter's name, full shape, owners and initialisation.
+"""The model as a list of layers, and the one weight map: every parameter's name, full shape, owners and
+initialisation.
 
-Initialisation, saving, loading, conversion and resharding read this table; names are those of GPT-NeoX's per-layer
-checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+4 untied head; N+4 holds no parameter when tied).
+Initialisation, saving, loading, conversion and resharding read this table; names are those of GPT-NeoX's
+per-layer checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+4 untied head; N+4 holds no
+parameter when tied).
 """
 
 from typing import Any
 
-from megatron.model.block import FEED_FORWARDS, MIXERS, Block, part_spec
+from megatron.model.block import FEED_FORWARDS, MIXERS, Block, sublayer_spec
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head
 from megatron.model.norms import NORMS
@@ -21,19 +23,17 @@ from megatron.model.specs import (
     norm_spec,
     residual_form,
 )
-from megatron.mpu import ParamSpec, under
+from megatron.mpu import ParamSpec, with_prefix
 from megatron.neox_arguments import NeoXArgs
 
 
 def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
-    """The whole model, in execution order."""
+    """The layers of the whole model, in execution order."""
     last, norms, residual = args.num_layers + 1, block_norms(args), residual_form(args)
-    blocks = [
-        BlockSpec(
-            i + 2, part_spec(MIXERS, args, i), part_spec(FEED_FORWARDS, args, i), norms, residual, args.hidden_dropout
-        )
-        for i in range(args.num_layers)
-    ]
+    blocks = []
+    for i in range(args.num_layers):
+        mixer, feed_forward = sublayer_spec(MIXERS, args, i), sublayer_spec(FEED_FORWARDS, args, i)
+        blocks.append(BlockSpec(i + 2, mixer, feed_forward, norms, residual, args.hidden_dropout))
     head = HeadSpec(last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying)
     return (embedding_spec(args), *blocks, FinalNormSpec(last + 2, norm_spec(args)), head)
 
@@ -45,33 +45,36 @@ def block_specs(args: NeoXArgs) -> tuple[BlockSpec, ...]:
 
 def attention_of(args: NeoXArgs, layer: int) -> AttentionSpec | None:
     """The attention of the block with this NeoX layer index; None for other layers and mixers."""
-    mixer = part_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
+    mixer = sublayer_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
     return mixer if isinstance(mixer, AttentionSpec) else None
 
 
 def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
-    """All layers that own parameters, by NeoX layer index. `args.padded_vocab_size` must be known."""
+    """The parameters of each layer that has some, by NeoX layer index. `args.padded_vocab_size` must be
+    known."""
     kinds: dict[str, Any] = {"embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head}
-    found = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
-    return {layer: specs for layer, specs in found.items() if specs or layer <= args.num_layers + 3}
+    by_layer = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
+    return {layer: specs for layer, specs in by_layer.items() if specs or layer <= args.num_layers + 3}
 
 
 def named_params(args: NeoXArgs) -> dict[tuple[int, str], ParamSpec]:
-    """`layer_params`, by layer and name."""
+    """The parameters of `layer_params`, by NeoX layer index and name."""
     return {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
 
 
 def shared_params(args: NeoXArgs) -> dict[str, int]:
-    """What blocks share, by name, with the first block that holds it, whose it counts as."""
-    found: dict[str, int] = {}
+    """The parameters that all blocks share, by name, with the NeoX index of the first block, as whose they
+    count."""
+    owners: dict[str, int] = {}
     for (layer, name), spec in named_params(args).items():
         if spec.shared:
-            found.setdefault(name, layer)
-    return found
+            owners.setdefault(name, layer)
+    return owners
 
 
 def unused_params(args: NeoXArgs) -> tuple[ParamSpec, ...]:
-    """Norms of a block that GPT-NeoX makes and saves, though nothing reads them: its files hold their first values."""
+    """The norms of a block that GPT-NeoX makes and saves though nothing reads them, so that its files hold
+    their initial values."""
     norm, used = norm_spec(args), block_norms(args)
     names = [name for name in ("input_layernorm", "post_attention_layernorm") if name not in used]
-    return tuple(param for name in names for param in under(name, NORMS[norm.kind].params(norm)))
+    return tuple(param for name in names for param in with_prefix(name, NORMS[norm.kind].params(norm)))

@@ -1,6 +1,10 @@
-"""Model parallelism: the frozen object of process groups, the autograd-aware collectives of tensor and sequence
-parallelism, what a parameter is, the one linear layer, vocab-parallel cross-entropy, and the random seeds of dropout.
-Everything takes its groups as an argument; nothing here is global."""
+"""Model parallelism (Megatron's `mpu`): `groups.py` holds the process groups as one frozen object,
+`layers.py` the column- and row-parallel linear layer, `mappings.py` the collectives with gradients under it,
+`parameters.py` what a parameter is, `cross_entropy.py` the vocab-parallel loss, `random.py` the seeds of
+dropout.
+
+Everything takes its groups as an argument; nothing here is global.
+"""
 
 from megatron.mpu.cross_entropy import (
     token_logprobs,
@@ -20,7 +24,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
     scatter_to_sequence,
 )
-from megatron.mpu.parameters import ParamSpec, allocate, shard, under, unshard
+from megatron.mpu.parameters import ParamSpec, allocate, shard, unshard, with_prefix
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
 
 __all__ = [
@@ -49,6 +53,6 @@ __all__ = [
     "token_logprobs",
     "token_logprobs_and_statistics",
     "token_logprobs_and_sums",
-    "under",
+    "with_prefix",
     "unshard",
 ]

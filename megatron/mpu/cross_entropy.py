@@ -1,4 +1,8 @@
-"""Log-probabilities of labels over a vocabulary that may be cut over tensor ranks, a slice of tokens at a time."""
+"""Vocab-parallel cross-entropy: log-probabilities of labels over a vocabulary that may be split over tensor
+ranks.
+
+Tokens are worked on in slices, which bounds the memory for fp32 copies of logits.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +16,7 @@ CHUNK, CPU_CHUNK = 2**24, 2**20
 
 
 class TokenStatistics(NamedTuple):
-    """Of each token's distribution, `[seq, batch]` fp32, without gradients."""
+    """Statistics of the predicted distribution at each position, `[seq, batch]` fp32, without gradients."""
 
     entropy: Tensor  # nats
     mean_logit: Tensor  # over the columns that take part in the softmax
@@ -27,12 +31,17 @@ def _slices(logits: Tensor) -> Iterator[slice]:
 
 class _Logprobs(torch.autograd.Function):
     """(log p(label), logsumexp, entropy, mean logit, top or not) `[tokens]` fp32 from this rank's logits
-    `[tokens, vocab/T]`, by two all-reduces over the tensor ranks (arXiv 1909.08053, section 3). Kept for the backward
-    pass: the logits as they came, and two numbers a token."""
+    `[tokens, vocab/T]`, by two all-reduces over the tensor ranks (arXiv 1909.08053, section 3). Kept for the
+    backward pass: the logits as they came, and two numbers a token."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: dist.ProcessGroup | None,
+        columns: int | None,
+        statistics: bool,
     ) -> tuple[Tensor, ...]:
         rows, vocab = logits.shape
         first = 0 if group is None else dist.get_rank(group) * vocab
@@ -43,7 +52,9 @@ class _Logprobs(torch.autograd.Function):
         local = local.masked_fill(foreign, 0)
         # A rank that holds nothing but padding has no highest: it stays below all others, and finite.
         highest = logits.new_full((rows,), -1e30, dtype=torch.float32)
-        found = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
+        found = highest.new_zeros(
+            4 if statistics else 2, rows
+        )  # label's logit, sum of exp; exp * logit, logit
         for part in _slices(logits) if own_columns else ():
             chunk = logits[part, :own_columns].float()
             highest[part] = chunk.amax(-1)
@@ -95,7 +106,9 @@ class _Logprobs(torch.autograd.Function):
 def _apply(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
 ) -> tuple[Tensor, ...]:
-    found = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics)
+    found = _Logprobs.apply(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics
+    )
     return tuple(values.view(labels.shape) for values in found)
 
 
@@ -104,7 +117,8 @@ def token_logprobs(
 ) -> Tensor:
     """log p(label) for every token, in fp32.
 
-    logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary; columns:
+    logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary;
+    columns:
     of the whole vocabulary, the first that take part in the softmax (None: all), the others pad it.
     Returns `[seq, batch]` fp32, the same on every tensor rank.
     """
@@ -114,7 +128,7 @@ def token_logprobs(
 def token_logprobs_and_sums(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and beside them the logsumexp of each token's logits, likewise."""
+    """`token_logprobs`, and the logsumexp of the logits of each token in the same shape and dtype."""
     logprobs, sums = _apply(logits, labels, group, columns, False)
     return logprobs, sums
 
@@ -122,6 +136,6 @@ def token_logprobs_and_sums(
 def token_logprobs_and_statistics(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
 ) -> tuple[Tensor, TokenStatistics]:
-    """`token_logprobs`, and beside them what else there is to say of each token's logits, likewise."""
+    """`token_logprobs`, and the `TokenStatistics` of each token in the same shape and dtype."""
     logprobs, _, *more = _apply(logits, labels, group, columns, True)
     return logprobs, TokenStatistics(*more)

@@ -1,4 +1,4 @@
-"""Precisions by the names of `args.params_dtype`."""
+"""torch's dtypes by the names that `args.params_dtype` has."""
 
 from types import MappingProxyType
 

@@ -21,7 +21,8 @@ class ParallelGroups:
     sizes, ranks: extent of each axis and this process's coordinate on it.
     handles: process group of each axis, None where the axis has one member.
     members: global ranks of each axis's group, in axis order.
-    embedding: group of the first and last pipeline stage (tied embeddings), None for one stage or middle stages.
+    embedding: group of the first and last pipeline stage (tied embeddings), None for one stage or middle
+    stages.
     """
 
     sizes: Mapping[str, int]

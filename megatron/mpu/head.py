@@ -1,4 +1,4 @@
-"""What the last stage hands on: hidden states, and the head that makes logits of them."""
+"""What the last pipeline stage hands to the loss: hidden states, and the head that turns them into logits."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,17 +7,18 @@ from torch import Tensor
 
 
 class HeadInput(NamedTuple):
-    """The end of the model, for whoever reads it: a loss in chunks or at chosen places makes no other logits.
+    """The final hidden states and the output layer, so that a loss computes only the logits that it needs.
 
-    hidden_states: after the final norm, `[seq, batch, hidden]`, whole on every tensor rank, under sequence parallelism
-    too; or the places alone that a batch asks for. head: from hidden states `[..., hidden]`, any of them in any order,
-    to this rank's logits `[..., vocab/T]`. It communicates only where its weight is cut over data ranks (ZeRO 3): then
-    all data ranks call it equally often. It is called before the forward of the stage returns.
+    hidden_states: after the final norm, `[seq, batch, hidden]`, whole on every tensor rank, under sequence
+    parallelism too; or only the positions that a batch asks for.
+    head: from any hidden states `[..., hidden]` to this rank's logits `[..., vocab/T]`. It communicates only
+    where its weight is sharded over data ranks (ZeRO 3); then all data ranks must call it equally often. It
+    must be called before the forward pass of the stage returns.
     """
 
     hidden_states: Tensor
     head: Callable[[Tensor], Tensor]
 
     def logits(self) -> Tensor:
-        """The logits of all places, `[..., vocab/T]`."""
+        """This rank's logits of all positions, `[..., vocab/T]`."""
         return self.head(self.hidden_states)

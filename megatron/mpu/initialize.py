@@ -12,7 +12,8 @@ from megatron.neox_arguments import NeoXArgs
 def init_model_parallel(
     args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.Store | None = None
 ) -> ParallelGroups:
-    """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this world.
+    """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this
+    world.
 
     store and what is raised: as `distributed.init_process_group`.
     """

@@ -1,4 +1,8 @@
-"""The one linear layer (column, row or replicated) and the vocab-parallel embedding."""
+"""The linear layer, split over tensor-parallel ranks by column or row or not at all, and the vocab-parallel
+embedding.
+
+This is where tensor parallelism is applied to a linear layer; the collectives are in `mappings.py`.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,15 +24,19 @@ Parallel = Literal["column", "row", "none"]
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer and how it is cut. blocks: as of `ParamSpec`, of the output; joined: its bias is a sum over tensor
-    ranks on disk."""
+    """A linear layer and how its weight is split over tensor-parallel ranks.
+
+    parallel: "column" splits the output features, "row" the input features, "none" replicates the layer.
+    blocks: as of `ParamSpec`, of the output features. bias_sum_over_tensor: on disk each tensor rank holds a
+    part of the bias, and the parts sum to it.
+    """
 
     in_features: int
     out_features: int
     parallel: Parallel
     bias: bool
     blocks: tuple[int, ...] = ()
-    joined: bool = False
+    bias_sum_over_tensor: bool = False
 
     def params(self) -> tuple[ParamSpec, ...]:
         shape, column = (self.out_features, self.in_features), self.parallel == "column"
@@ -37,15 +45,16 @@ class LinearSpec:
         cut = parts if column else (self.in_features,) if axis is not None else ()
         weight = ParamSpec("weight", shape, axis, cut, "input" if column else "output", weight_decay=True)
         bias = ParamSpec("bias", shape[:1], 0, parts) if column else ParamSpec("bias", shape[:1])
-        return (weight, replace(bias, sum_over_tensor=self.joined)) if self.bias else (weight,)
+        return (weight, replace(bias, sum_over_tensor=self.bias_sum_over_tensor)) if self.bias else (weight,)
 
 
 class Linear(nn.Module):
     """y = x W^T + b over `[seq, batch, features]`, with its weight cut over tensor ranks.
 
-    column: W is cut along the output; the input is whole (or `[seq/T]` under sequence parallelism), the output is
-    this rank's features. row: W is cut along the input; the output is summed over ranks (or reduce-scattered to
-    `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds and computes everything.
+    column: W is cut along the output; the input is whole (or `[seq/T]` under sequence parallelism), the
+    output is this rank's features. row: W is cut along the input; the output is summed over ranks (or
+    reduce-scattered to `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds
+    and computes everything.
     """
 
     weight: nn.Parameter
@@ -77,7 +86,9 @@ class Linear(nn.Module):
 
     def sum_over_ranks(self, partial: Tensor) -> Tensor:
         """Sum over tensor ranks, to `[seq/T]` under sequence parallelism."""
-        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(partial, self.group)
+        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(
+            partial, self.group
+        )
 
     def add_bias(self, x: Tensor) -> Tensor:
         """Add a row-parallel layer's bias to its summed output."""

@@ -1,10 +1,11 @@
 """Collectives of tensor and sequence parallelism with their gradients.
 
-Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence parallelism,
-arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity for a group of None.
+Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence
+parallelism, arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity
+for a group of None.
 
-In compiled code collectives return new tensors: torch 2.11 loses what one writes in place in a compiled backward, and
-the gradients are those of one rank, without a word.
+In compiled code collectives return new tensors: torch 2.11 loses what one writes in place in a compiled
+backward, and the gradients are those of one rank, without a word.
 """
 
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # of a view 2.11 makes a slice's gradient
+    return x.chunk(dist.get_world_size(group))[
+        dist.get_rank(group)
+    ].clone()  # of a view 2.11 makes a slice's gradient
 
 
 def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -63,7 +66,9 @@ class _Mapping(torch.autograd.Function):
     """One collective forwards, another one backwards."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective
+    ) -> Tensor:
         ctx.group, ctx.back = group, back
         return there(x, group)
 

@@ -1,10 +1,11 @@
-"""Memory that is free on this machine."""
+"""How much host memory is free on this machine."""
 
 from pathlib import Path
 
 
 def free_host_memory(unknown: int) -> int:
-    """Bytes that this process and others of its machine could still take; `unknown` where the machine does not say."""
+    """Bytes that this process and others of its machine could still take; `unknown` where the machine does
+    not say."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

@@ -1,4 +1,5 @@
-"""What a parameter is: its name, full shape, who holds which part of it and how it begins; and memory for that part."""
+"""What a parameter is: name, full shape, how it is split over ranks, initialisation; and allocating a rank's
+part."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,10 @@ class ParamSpec:
 
     shape: of the whole parameter, over all tensor ranks.
     axis: the dimension cut over tensor ranks, None when every rank holds a copy.
-    blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA, [up, gate] of gated MLPs).
-    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones" or "zeros".
+    blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA, [up, gate] of gated
+    MLPs).
+    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones" or
+    "zeros".
     sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
     weight_decay: False for norms and biases.
     shared: one parameter of all blocks, of which each block's file holds a copy.
@@ -41,7 +44,8 @@ class ParamSpec:
         return tuple(n // tensor_size if i == self.axis else n for i, n in enumerate(self.shape))
 
     def stages(self, groups: ParallelGroups) -> dist.ProcessGroup | None:
-        """The group of the pipeline stages that hold a copy each, whose gradients are summed; None for one stage."""
+        """The group of the pipeline stages that hold a copy each, whose gradients are summed; None for one
+        stage."""
         return groups.embedding if self.tied else groups.group("pipe") if self.shared else None
 
     def is_first_copy(self, groups: ParallelGroups) -> bool:
@@ -49,19 +53,22 @@ class ParamSpec:
         return groups.is_first_stage or self.stages(groups) is None
 
 
-def under(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
-    """The parameters of the module of that name in another."""
+def with_prefix(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
+    """The same parameters as those of a submodule: with `name.` before their names."""
     return tuple(replace(spec, name=f"{name}.{spec.name}") for spec in specs)
 
 
 def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
-    """Give a module its own parameters under the last part of their names: this tensor rank's part of each, fp32 on the
-    device of `groups`. Memory only: values come from `model.init` or a checkpoint, the same for any layout.
+    """Give a module its own parameters under the last part of their names: this tensor rank's part of each,
+    fp32 on the device of `groups`. Memory only: values come from `model.init` or a checkpoint, the same for
+    any layout.
 
     optional: attributes that are None where no parameter has that name.
     """
     for spec in specs:
-        local = torch.empty(spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32)
+        local = torch.empty(
+            spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32
+        )
         module.register_parameter(spec.name.rpartition(".")[2], nn.Parameter(local))
     for name in optional:
         setattr(module, name, module._parameters.get(name))

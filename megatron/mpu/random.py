@@ -1,4 +1,5 @@
-"""Seeds of dropout: pure functions of batch seed, layer, place and rank, so recomputation and resume repeat masks."""
+"""Seeds of dropout: pure functions of batch seed, layer, position and rank, so that recomputation and a
+resumed run repeat the same masks."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -11,17 +12,19 @@ from torch import Tensor
 
 
 def mix_seed(*parts: int | str) -> int:
-    """One 63-bit seed from several numbers or words."""
+    """One 63-bit seed, a hash of several numbers or words."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Run with torch's generators seeded by `seed`; their state is as before afterwards."""
+    """Seed torch's generators with `seed` within the context; afterwards they have their earlier state
+    again."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # torch.manual_seed would seed every device in sight, and walk the stack for each kind that is not there.
+        # torch.manual_seed would seed every device in sight, and walk the stack for each kind that is not
+        # there.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -29,8 +32,9 @@ def fork_seed(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-# A compiled graph would draw other numbers, and be compiled again for every seed. This is torch.compiler.disable, but
-# for the import of the compiler, seconds of every start, which waits for the first call.
+# A compiled graph would draw other numbers, and be compiled again for every seed. This is
+# torch.compiler.disable, but for the import of the compiler, seconds of every start, which waits for the
+# first call.
 @torch._disable_dynamo
 def seeded(function: Callable[[], Tensor], seed: int, device: torch.device) -> Tensor:
     """`function()` with its random numbers from `seed` alone."""

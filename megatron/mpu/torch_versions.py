@@ -1,4 +1,5 @@
-"""Names that differ between the releases of torch this runs on, 2.11 and 2.13: the one place that knows both."""
+"""Names that differ between the releases of torch this runs on, 2.11 and 2.13: the one place that knows
+both."""
 
 import torch.distributed as dist
 

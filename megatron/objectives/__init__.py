@@ -1,5 +1,10 @@
-"""Objectives: pure functions, a batch's weight and its summed loss. Normalising by the optimizer step's total weight,
-reference models and logging are the engine's and the loop's work; they see tensors and return tensors."""
+"""Objectives: the losses of training as pure functions from tensors to tensors.
+
+`objective.py` says what an objective is, `build.py` makes that of a configuration. The losses themselves are
+in `language_modelling.py`, `pair_losses.py` (DPO and its relatives) and `kto.py`; a new loss is a function
+there and a line in the table of `neox_arguments/keys/losses.py`. Normalising by the weight of the optimizer
+step, reference models and logging are the work of engine and loop.
+"""
 
 from megatron.objectives.build import build_objective
 from megatron.objectives.dpo import dpo
@@ -7,14 +12,14 @@ from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import LANGUAGE_MODELLING, language_modelling
 from megatron.objectives.objective import Objective, loss_function
 from megatron.objectives.pair_losses import PairSettings
-from megatron.objectives.preference import answer_sums, label_logprobs
+from megatron.objectives.preference import label_logprobs, response_sums
 
 __all__ = [
     "LANGUAGE_MODELLING",
     "KtoSettings",
     "Objective",
     "PairSettings",
-    "answer_sums",
+    "response_sums",
     "build_objective",
     "dpo",
     "kto",

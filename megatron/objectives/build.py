@@ -1,4 +1,4 @@
-"""The objective that a configuration asks for."""
+"""From a configuration to its objective (`train_impl`)."""
 
 from collections.abc import Callable, Mapping
 
@@ -26,12 +26,18 @@ def _dpo(args: NeoXArgs) -> Objective:
 
 def _kto(args: NeoXArgs) -> Objective:
     weights = args.kto_desirable_weight, args.kto_undesirable_weight
-    return kto(KtoSettings(args.kto_beta, *weights, args.kto_loss_type, neox=args.compat_kto), args.softmax_rows)
+    return kto(
+        KtoSettings(args.kto_beta, *weights, args.kto_loss_type, neox=args.compat_kto), args.softmax_rows
+    )
 
 
-OBJECTIVES: Mapping[str, Callable[[NeoXArgs], Objective]] = {"normal": _language_modelling, "dpo": _dpo, "kto": _kto}
+OBJECTIVES: Mapping[str, Callable[[NeoXArgs], Objective]] = {
+    "normal": _language_modelling,
+    "dpo": _dpo,
+    "kto": _kto,
+}
 
 
 def build_objective(args: NeoXArgs) -> Objective:
-    """By `train_impl`."""
+    """The objective of a run, by `train_impl` and the keys that name its losses."""
     return OBJECTIVES[args.train_impl](args)

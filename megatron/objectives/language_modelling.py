@@ -1,4 +1,4 @@
-"""Next-token prediction."""
+"""Next-token prediction: the objective of pretraining and of supervised fine-tuning."""
 
 from collections.abc import Callable
 
@@ -9,24 +9,25 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistics, token_logprobs_and_sums
 from megatron.mpu.cross_entropy import TokenStatistics
-from megatron.objectives.objective import Objective, Sums
+from megatron.objectives.objective import LossSums, Objective
 
 TokenLoss = Callable[[Tensor], Tensor]  # from log p(label) of tokens to their losses, fp32
 METRICS = ("entropy", "mean_token_accuracy")
 
 
 def nll(logprobs: Tensor) -> Tensor:
-    """Negative log-likelihood."""
+    """The negative log-likelihood of each token, which is cross-entropy."""
     return -logprobs
 
 
 def dft(logprobs: Tensor) -> Tensor:
-    """Dynamic fine-tuning (arXiv 2508.05629): times the token's own probability, which has no gradient."""
+    """Dynamic fine-tuning (arXiv 2508.05629): the negative log-likelihood times the token's own probability,
+    which has no gradient."""
     return -logprobs * logprobs.detach().exp()
 
 
 def _weight(batch: Batch) -> Tensor:
-    """Number of tokens that count."""
+    """The number of tokens whose loss weight is 1, fp32 `[1]`."""
     return batch.loss_weights.sum().float().view(1)
 
 
@@ -41,19 +42,27 @@ def _metrics(found: TokenStatistics | None, weights: Tensor) -> dict[str, Tensor
 def language_modelling(
     z_loss: float = 0.0, *, loss: TokenLoss = nll, statistics: bool = False, columns: int | None = None
 ) -> Objective:
-    """The objective of this loss, summed in fp32 over the labels that count; with statistics, also `METRICS`.
+    """The objective of next-token prediction: `loss`, summed in fp32 over the tokens whose loss weight is 1.
 
-    z_loss: times logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5): in the gradient, while the value
-    stays `loss` alone, which is what runs are compared by. columns: as of `token_logprobs`.
+    z_loss: coefficient of logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5). It enters the
+    gradient alone: the value stays that of `loss`, by which runs are compared. statistics: compute `METRICS`
+    too.
+    columns: as of `token_logprobs`.
     """
 
-    def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Sums:
+    def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
         logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
         if z_loss != 0.0:
             logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
-            found = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
+            found = (
+                token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1]
+                if statistics
+                else None
+            )
             extra = z_loss * (sums.square() * weights).sum()
-            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(found, weights)
+            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(
+                found, weights
+            )
         if statistics:
             logprobs, found = token_logprobs_and_statistics(logits, labels, group, columns)
         else:

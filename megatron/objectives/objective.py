@@ -1,4 +1,4 @@
-"""What an objective is: how much a batch weighs, and its summed loss."""
+"""What an objective is: the weight of a batch, and its summed loss and metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,45 +13,52 @@ from megatron.data import Batch
 from megatron.mpu import HeadInput
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 
-# Parts of a loss, fp32 `[k]`; for each metric fp32 `[2]`, a sum and the number it is to be divided by.
-Sums = tuple[Tensor, dict[str, Tensor]]
-# Scores `[n]` of the answers of batches under the model as it is, without gradients; all ranks ask together.
-Score = Callable[[list[Batch]], list[Tensor]]
+# The parts of a loss, fp32 `[k]`; for each metric a sum and the number that it is divided by, fp32 `[2]`.
+LossSums = tuple[Tensor, dict[str, Tensor]]
+# From batches to the summed log-probabilities `[n]` of their responses under the current model, without
+# gradients; all ranks call it together.
+ScoreFunction = Callable[[list[Batch]], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Pure functions. A loss has k parts; of an optimizer step each part is the sum of its `loss_sum` over the sum of
-    its `weight`, both over all micro-batches and ranks, so that any split of the step gives the same number, and the
-    loss is the sum of the parts.
+    """An objective is a few pure functions.
 
-    weight: of a batch, fp32 `[k]` (tokens, or pairs); known before the forward pass, since every micro-batch's
-    gradient is scaled by the step's total.
-    loss_sum: of hidden states with their head, batch and tensor group (None for one rank); `metrics` of it are without
-    gradients.
-    differences: further metrics, each one mean less another.
-    couple: for losses in which the examples of a step meet: from the micro-batches of this rank, their scores and the
-    data group, the same micro-batches with `anchor`, before their forward passes.
+    A loss is a sum of k parts. In an optimizer step each part is the sum of its `loss_sum` divided by the sum
+    of its `weight`, both over all micro-batches and ranks, so that any split of the step gives the same
+    number.
+
+    weight: from a batch to its weight, fp32 `[k]` (a number of tokens, or of pairs). It is known before the
+    forward pass, since the gradient of every micro-batch is scaled by the total weight of the step.
+    loss_sum: from hidden states with their head, the batch and the tensor group (None for one rank) to the
+    summed parts of the loss and to `metrics`, which have no gradients.
+    differences: further metrics, each the mean of one metric minus that of another.
+    step_baselines: for losses that compare an example with values of all examples of the step: from the
+    micro-batches of this rank, the function that scores them and the data group to the same micro-batches
+    with `Batch.baseline`, before their forward passes. None for all other losses.
     """
 
     weight: Callable[[Batch], Tensor]
-    loss_sum: Callable[[HeadInput, Batch, dist.ProcessGroup | None], Sums]
+    loss_sum: Callable[[HeadInput, Batch, dist.ProcessGroup | None], LossSums]
     metrics: tuple[str, ...] = ()
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    couple: Callable[[list[Batch], Score, dist.ProcessGroup | None], list[Batch]] | None = None
+    step_baselines: Callable[[list[Batch], ScoreFunction, dist.ProcessGroup | None], list[Batch]] | None = (
+        None
+    )
 
     def add_metrics(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
-        """Add what a batch gave to sums and numbers `[metrics, 2]`."""
+        """Add the metrics of one batch to `total`, the sums and numbers `[metrics, 2]` of the step."""
         if self.metrics:
             total += torch.stack([found[name] for name in self.metrics])
 
     def means(self, total: Tensor) -> dict[str, Tensor]:
-        """The metrics by name, from the sums and numbers `[metrics, 2]` of a step; NaN where nothing was counted."""
+        """The metrics by name, from the sums and numbers `[metrics, 2]` of a step; NaN where nothing was
+        counted."""
         means = dict(zip(self.metrics, (total[:, 0] / total[:, 1]).unbind(), strict=True))
         return means | {name: means[one] - means[other] for name, (one, other) in self.differences.items()}
 
 
 def loss_function(train_impl: str, loss: str) -> Callable[..., Any]:
-    """The function that the table of losses names, by `train_impl` and its own name."""
+    """The function of a loss: that which the table of `train_impl` names for `loss`."""
     file, name = TRAIN_IMPLS[train_impl].losses[loss].function.split(".")
     return getattr(import_module(f"megatron.objectives.{file}"), name)

@@ -1,4 +1,8 @@
-"""Losses of a pair, under TRL's names and by its formulas (DPOTrainer, CPOTrainer, ORPOTrainer of TRL 1.16)."""
+"""Losses of pairs of a chosen and a rejected response, with TRL's names and formulas (DPOTrainer, CPOTrainer
+and ORPOTrainer of TRL 1.16).
+
+Each is a function from `PairScores` and `PairSettings` to the loss of each pair, fp32 `[pairs]`.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,8 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PairSettings:
-    """beta: strength of the reference; smoothing: share of pairs taken for mislabelled; tau: sharpness of discopop's
-    switch; gamma: simpo's margin of the rewards."""
+    """The parameters of pair losses.
+
+    beta: strength of the reference model. smoothing: share of the pairs that are assumed to be mislabelled.
+    tau: sharpness of discopop's switch. gamma: simpo's margin between the rewards.
+    """
 
     beta: float = 0.1
     smoothing: float = 0.0
@@ -21,10 +28,15 @@ class PairSettings:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """fp32 `[pairs]`. chosen, rejected: log-probabilities above the reference's, or of the policy alone where there
-    is none; their averages over tokens, the same; policy_...: averages of the policy alone. gap: the policy's chosen
-    less its rejected; anchors: `Objective.couple`'s for the two sides, None for losses without."""
+class PairScores:
+    """What the losses see of a batch of pairs, fp32 `[pairs]` each.
+
+    chosen, rejected: summed log-probabilities minus the reference's, or those of the policy where there is no
+    reference. chosen_average, rejected_average: the same divided by the number of tokens. policy_chosen,
+    policy_rejected: averages over tokens of the policy's log-probabilities. gap: the policy's sum for the
+    chosen response minus that for the rejected one. baselines: for the two sides, of
+    `Objective.step_baselines`; None for losses without.
+    """
 
     chosen: Tensor
     rejected: Tensor
@@ -33,107 +45,111 @@ class Pairs:
     policy_chosen: Tensor
     policy_rejected: Tensor
     gap: Tensor
-    anchors: tuple[Tensor, Tensor] | None = None
+    baselines: tuple[Tensor, Tensor] | None = None
 
 
-PairLoss = Callable[[Pairs, PairSettings], Tensor]
+PairLoss = Callable[[PairScores, PairSettings], Tensor]
 
 
 def _logistic(margin: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
-def sigmoid(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2305.18290; with smoothing, conservative DPO."""
+def sigmoid(pairs: PairScores, s: PairSettings) -> Tensor:
+    """DPO (arXiv 2305.18290); with smoothing, conservative DPO."""
     return _logistic(s.beta * (pairs.chosen - pairs.rejected), s.smoothing)
 
 
-def sigmoid_norm(pairs: Pairs, s: PairSettings) -> Tensor:
+def sigmoid_norm(pairs: PairScores, s: PairSettings) -> Tensor:
     """Length-normalised DPO (arXiv 2411.15124; `dpo_norm` of open-instruct)."""
     return _logistic(s.beta * (pairs.chosen_average - pairs.rejected_average), s.smoothing)
 
 
-def hinge(pairs: Pairs, s: PairSettings) -> Tensor:
+def hinge(pairs: PairScores, s: PairSettings) -> Tensor:
+    """The hinge loss of SLiC (arXiv 2305.10425) with DPO's rewards."""
     return torch.relu(1 - s.beta * (pairs.chosen - pairs.rejected))
 
 
-def ipo(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2310.12036, on averages over tokens."""
+def ipo(pairs: PairScores, s: PairSettings) -> Tensor:
+    """IPO (arXiv 2310.12036), on averages over tokens."""
     return (pairs.chosen_average - pairs.rejected_average - 1 / (2 * s.beta)).square()
 
 
-def exo_pair(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2402.00856, equation 16."""
+def exo_pair(pairs: PairScores, s: PairSettings) -> Tensor:
+    """EXO (arXiv 2402.00856, equation 16)."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     kept = F.logsigmoid(margin) - math.log1p(-s.smoothing)
     turned = F.logsigmoid(-margin) - math.log(s.smoothing)
     return margin.sigmoid() * kept + (-margin).sigmoid() * turned
 
 
-def nca_pair(pairs: Pairs, s: PairSettings) -> Tensor:
+def nca_pair(pairs: PairScores, s: PairSettings) -> Tensor:
+    """Noise-contrastive alignment (arXiv 2402.05369)."""
     chosen, rejected = s.beta * pairs.chosen, s.beta * pairs.rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def robust(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2403.00409."""
+def robust(pairs: PairScores, s: PairSettings) -> Tensor:
+    """Robust DPO (arXiv 2403.00409)."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     clean, turned = F.logsigmoid(margin), F.logsigmoid(-margin)
     return (-(1 - s.smoothing) * clean + s.smoothing * turned) / (1 - 2 * s.smoothing)
 
 
-def bco_pair(pairs: Pairs, s: PairSettings) -> Tensor:
+def bco_pair(pairs: PairScores, s: PairSettings) -> Tensor:
+    """Binary classifier optimisation of pairs (arXiv 2404.04656), without the shift of rewards."""
     return -F.logsigmoid(s.beta * pairs.chosen) - F.logsigmoid(-s.beta * pairs.rejected)
 
 
-def sppo_hard(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2405.00675, with a win probability of 1."""
+def sppo_hard(pairs: PairScores, s: PairSettings) -> Tensor:
+    """SPPO (arXiv 2405.00675) with a win probability of 1."""
     return (pairs.chosen - 0.5 / s.beta).square() + (pairs.rejected + 0.5 / s.beta).square()
 
 
-def _anchors(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    assert pairs.anchors is not None, "Objective.couple comes before the loss"
-    return pairs.anchors
+def _baselines(pairs: PairScores) -> tuple[Tensor, Tensor]:
+    assert pairs.baselines is not None, "Objective.step_baselines comes before the loss"
+    return pairs.baselines
 
 
-def aot(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2406.05882: against the reference's gap of the same rank within the step."""
-    return _logistic(s.beta * (pairs.gap - _anchors(pairs)[0]), s.smoothing)
+def aot(pairs: PairScores, s: PairSettings) -> Tensor:
+    """AOT (arXiv 2406.05882): the gap against the reference's gap that has the same rank within the step."""
+    return _logistic(s.beta * (pairs.gap - _baselines(pairs)[0]), s.smoothing)
 
 
-def aot_unpaired(pairs: Pairs, s: PairSettings) -> Tensor:
-    """The same of chosen against rejected answers: each is compared with the other side's of its rank in the step,
-    which is a constant here. So either side gives its gradient, and the chosen alone the value."""
-    below, above = _anchors(pairs)
+def aot_unpaired(pairs: PairScores, s: PairSettings) -> Tensor:
+    """AOT (arXiv 2406.05882) of chosen against rejected responses: each response is compared with that of the
+    other side that has its rank in the step, which is a constant here. Either side gives its gradient; the
+    chosen side alone gives the value."""
+    below, above = _baselines(pairs)
     chosen = _logistic(s.beta * (pairs.chosen - below), s.smoothing)
     rejected = _logistic(s.beta * (above - pairs.rejected), s.smoothing)
     return chosen + rejected - rejected.detach()
 
 
-def apo_zero(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2408.06266, equation 7."""
+def apo_zero(pairs: PairScores, s: PairSettings) -> Tensor:
+    """APO-zero (arXiv 2408.06266, equation 7)."""
     return 1 - (s.beta * pairs.chosen).sigmoid() + (s.beta * pairs.rejected).sigmoid()
 
 
-def apo_down(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2408.06266, equation 8."""
+def apo_down(pairs: PairScores, s: PairSettings) -> Tensor:
+    """APO-down (arXiv 2408.06266, equation 8)."""
     return (s.beta * pairs.chosen).sigmoid() + 1 - (s.beta * (pairs.chosen - pairs.rejected)).sigmoid()
 
 
-def discopop(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2406.08414, equation 5."""
+def discopop(pairs: PairScores, s: PairSettings) -> Tensor:
+    """DiscoPOP (arXiv 2406.08414, equation 5)."""
     margin = s.beta * (pairs.chosen - pairs.rejected)
     mixture = (margin / s.tau).sigmoid()
     return (1 - mixture) * -F.logsigmoid(margin) + mixture * (-margin).exp()
 
 
-def sft(pairs: Pairs, s: PairSettings) -> Tensor:
-    """The likelihood of the chosen answer alone, which is a part of its own."""
+def sft(pairs: PairScores, s: PairSettings) -> Tensor:
+    """Zero: the likelihood of the chosen response is a part of the objective by itself (see `dpo`)."""
     return torch.zeros_like(pairs.gap)
 
 
-def simpo(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2405.14734."""
+def simpo(pairs: PairScores, s: PairSettings) -> Tensor:
+    """SimPO (arXiv 2405.14734)."""
     return _logistic(s.beta * (pairs.policy_chosen - pairs.policy_rejected) - s.gamma, s.smoothing)
 
 
@@ -142,12 +158,14 @@ def _log_of_rest(x: Tensor) -> Tensor:
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
-def log_odds(pairs: Pairs) -> Tensor:
-    """Of the average token of the chosen answer over that of the rejected one."""
+def log_odds(pairs: PairScores) -> Tensor:
+    """The log of the odds of the chosen response's average token over those of the rejected one's,
+    `[pairs]`."""
     chosen, rejected = pairs.policy_chosen, pairs.policy_rejected
     return (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
 
 
-def orpo(pairs: Pairs, s: PairSettings) -> Tensor:
-    """arXiv 2403.07691; the likelihood of the chosen text that belongs to it is a part of its own."""
+def orpo(pairs: PairScores, s: PairSettings) -> Tensor:
+    """The odds ratio of ORPO (arXiv 2403.07691); its likelihood of the chosen text is a part of the objective
+    by itself (see `dpo`)."""
     return -s.beta * F.logsigmoid(log_odds(pairs))

@@ -1,5 +1,5 @@
-"""What the objectives of preferences share: what the answers of a batch add up to, these answers as the policy scores
-them, and TRL's metrics of them."""
+"""What DPO and KTO share: sums over the tokens of each response, the policy's scores of responses, and TRL's
+metrics."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistic
 def label_logprobs(
     head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None = None
 ) -> Tensor:
-    """log p(label) `[batch, seq]` fp32; group, columns: as of `token_logprobs`."""
+    """log p(label) of every token, `[batch, seq]` fp32; group, columns: as of `token_logprobs`."""
     return token_logprobs(head.logits(), batch.labels.t(), group, columns).t()
 
 
-def answer_sums(values: Tensor, batch: Batch) -> Tensor:
-    """Sum of `values` `[batch, seq]` over the weighted places of each answer, fp32 `[n]`.
+def response_sums(values: Tensor, batch: Batch) -> Tensor:
+    """The sum of `values` `[batch, seq]` over the tokens of each response whose loss weight is 1, fp32 `[n]`.
 
-    Each answer is summed by itself and not by scattered additions, whose order a GPU does not keep.
+    Each response is summed by itself and not by scattered additions, whose order a GPU does not keep.
     """
     assert batch.response_ids is not None and batch.preference_labels is not None
     numbers = torch.arange(len(batch.preference_labels), device=values.device)
@@ -29,16 +29,20 @@ def answer_sums(values: Tensor, batch: Batch) -> Tensor:
     return torch.where(places, values.float(), 0.0).flatten(1).sum(1)
 
 
-def answer_lengths(batch: Batch) -> Tensor:
-    """Number of weighted places of each answer, fp32 `[n]`."""
-    return answer_sums(torch.ones_like(batch.loss_weights, dtype=torch.float32), batch)
+def response_lengths(batch: Batch) -> Tensor:
+    """The number of tokens of each response whose loss weight is 1, fp32 `[n]`."""
+    return response_sums(torch.ones_like(batch.loss_weights, dtype=torch.float32), batch)
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The answers of a batch under the policy, fp32 `[n]`. score: summed log-probabilities, count: of weighted places;
-    entropy, logits, top: sums over these places of the entropy, the mean logit and of being the likeliest token.
-    logprobs `[batch, seq]` and score have gradients."""
+class ResponseScores:
+    """The responses of a batch under the policy, fp32 `[n]` each.
+
+    logprobs: log p(label) of all tokens, `[batch, seq]`. score: their sum over the weighted tokens of a
+    response.
+    count: number of these tokens. entropy, logits, top: sums over the same tokens of the entropy, of the mean
+    logit and of whether the label is the likeliest token. Only logprobs and score have gradients.
+    """
 
     logprobs: Tensor
     score: Tensor
@@ -49,50 +53,62 @@ class Answers:
 
     @property
     def average(self) -> Tensor:
-        """Mean log-probability of a token."""
+        """The mean log-probability of a token of each response, `[n]`."""
         return self.score / self.count.clamp(min=1.0)
 
 
-def read_answers(
+def score_responses(
     head: HeadInput, batch: Batch, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
-) -> Answers:
-    """labels: `[batch, seq]`; group, columns: as of `token_logprobs`."""
-    found, statistics = token_logprobs_and_statistics(head.logits(), labels.t(), group, columns)
-    logprobs = found.t()
-    more = (answer_sums(values.t(), batch) for values in statistics)
-    return Answers(logprobs, answer_sums(logprobs, batch), answer_lengths(batch), *more)
+) -> ResponseScores:
+    """The scores of the responses of a batch under the policy.
+
+    labels: `[batch, seq]`, already shifted; group, columns: as of `token_logprobs`.
+    """
+    transposed, statistics = token_logprobs_and_statistics(head.logits(), labels.t(), group, columns)
+    logprobs = transposed.t()
+    sums = (response_sums(values.t(), batch) for values in statistics)
+    return ResponseScores(logprobs, response_sums(logprobs, batch), response_lengths(batch), *sums)
 
 
-def reference_scores(batch: Batch) -> Tensor:
+def reference_logprobs(batch: Batch) -> Tensor:
     """`batch.reference_logprobs`, which must be there by now."""
     if batch.reference_logprobs is None:
-        raise ValueError("this loss compares with a reference model, and the batch has no log-probabilities of one")
+        raise ValueError(
+            "this loss compares with a reference model, and the batch has no log-probabilities of one"
+        )
     return batch.reference_logprobs
 
 
-def mean_of(values: Tensor, chosen: Tensor) -> Tensor:
-    """Sum and number of the values that are `chosen` (boolean), as a metric: fp32 `[2]`."""
+def sum_and_count(values: Tensor, chosen: Tensor) -> Tensor:
+    """A metric: the sum and the number of the values where `chosen` (boolean) is true, fp32 `[2]`."""
     return torch.stack([torch.where(chosen, values.detach().float(), 0.0).sum(), chosen.sum().float()])
 
 
-def _per_place(sums: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
+def _per_token(sums: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
+    """A metric: the sum over the chosen responses, and the number of their tokens, fp32 `[2]`."""
     return torch.stack([torch.where(chosen, values, 0.0).sum() for values in (sums, counts)])
 
 
 TOKEN_METRICS = ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "entropy")
 
 
-def token_metrics(answers: Answers, logps: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """`TOKEN_METRICS`. logps: those to show, `[n]`; chosen, rejected: which answers are, boolean `[n]`."""
+def token_metrics(
+    responses: ResponseScores, logps: Tensor, chosen: Tensor, rejected: Tensor
+) -> dict[str, Tensor]:
+    """The metrics that `TOKEN_METRICS` names, by name.
+
+    logps: the log-probabilities to show, `[n]`; chosen, rejected: which responses are on either side, boolean
+    `[n]`.
+    """
     return {
-        "logps/chosen": mean_of(logps, chosen),
-        "logps/rejected": mean_of(logps, rejected),
-        "logits/chosen": _per_place(answers.logits, answers.count, chosen),
-        "logits/rejected": _per_place(answers.logits, answers.count, rejected),
-        "entropy": _per_place(answers.entropy, answers.count, chosen | rejected),
+        "logps/chosen": sum_and_count(logps, chosen),
+        "logps/rejected": sum_and_count(logps, rejected),
+        "logits/chosen": _per_token(responses.logits, responses.count, chosen),
+        "logits/rejected": _per_token(responses.logits, responses.count, rejected),
+        "entropy": _per_token(responses.entropy, responses.count, chosen | rejected),
     }
 
 
-def token_accuracy(answers: Answers, chosen: Tensor) -> Tensor:
-    """Share of places at which the `chosen` answers' token is the likeliest, as a metric."""
-    return _per_place(answers.top, answers.count, chosen)
+def token_accuracy(responses: ResponseScores, chosen: Tensor) -> Tensor:
+    """A metric: the share of tokens of the `chosen` responses (boolean `[n]`) that are the likeliest ones."""
+    return _per_token(responses.top, responses.count, chosen)

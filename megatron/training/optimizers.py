@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model import Stage
-from megatron.model.init import specified
+from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -19,7 +19,7 @@ def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for _, _, param, spec in specified(stage, args):
+    for _, _, param, spec in parameters_with_specs(stage, args):
         if param.requires_grad:
             (decayed if spec.weight_decay else plain).append(param)
     return [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpointing import read_manifest
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
-from megatron.checkpointing.weights import describe_checkpoint
+from megatron.checkpointing.weight_files import describe_checkpoint
 from tests.checkpointing.family_models import random_model
 from tools.ckpts import convert_hf_to_neox
 

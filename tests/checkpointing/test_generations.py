@@ -26,8 +26,8 @@ from megatron.checkpointing import (
     verify,
 )
 from megatron.checkpointing.layout import layer_file, layer_files
-from megatron.checkpointing.parameter_names import generation
-from megatron.checkpointing.weights import describe_checkpoint, describe_layout
+from megatron.checkpointing.parameter_names import naming_of
+from megatron.checkpointing.weight_files import describe_checkpoint, describe_layout
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
@@ -173,8 +173,8 @@ def test_the_forks_olmo_names(tmp_path: Path) -> None:
     block = read(path, 2, 1)
     assert block.keys() == names
     assert block["attention.q_norm.scale"].shape == (16,) and block["attention.k_norm.scale"].shape == (8,)
-    assert generation(names) == "of the geodesic fork's OLMo"
-    assert generation(names | {"pre_feedforward_layernorm.scale"}) == WEIGHT_NAMINGS["neox"]  # Gemma's
+    assert naming_of(names) == "of the geodesic fork's OLMo"
+    assert naming_of(names | {"pre_feedforward_layernorm.scale"}) == WEIGHT_NAMINGS["neox"]  # Gemma's
     assert_same(whole(path, args), weights)
 
 

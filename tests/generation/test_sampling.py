@@ -67,9 +67,9 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
             ends = [end for end in least[row][1] if end < VOCAB]
             scores = MinNewTokensLengthLogitsProcessor(2, least[row][0], ends, device="cpu")(ids, scores)
             expected.append(int(scores.argmax()))
-        chosen = found.choose(logits, [])
+        chosen = found.sample(logits, [])
         assert chosen.tolist() == expected
-        found.chosen(chosen)
+        found.update(chosen)
         for own, token in zip(tokens, expected, strict=True):
             own.append(token)
     assert tokens[0][2:] == [699, 699, 5, 5] and tokens[1][2:] == [3, 5, 5, 5] and tokens[2][2:] == [5] * 4
@@ -117,7 +117,7 @@ def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> No
     draws = 20_000  # evenly spaced, so that counts are exact up to one draw at either end of a token's interval
     logits = LOGITS[:1, :50].expand(draws, -1)
     uniforms = ((torch.arange(draws, dtype=torch.float64) + 0.5) / draws).tolist()
-    counts = torch.bincount(chooser_of([sampling] * draws).choose(logits, uniforms), minlength=50)
+    counts = torch.bincount(chooser_of([sampling] * draws).sample(logits, uniforms), minlength=50)
     one = [sampling.top_k], [sampling.top_p], [sampling.min_p]
     kept = filter_logits(LOGITS[:1, :50] / sampling.temperature, *one)
     torch.testing.assert_close(counts.float(), kept.softmax(-1)[0] * draws, rtol=0, atol=1.0)
@@ -127,22 +127,22 @@ def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> No
 def test_what_is_filtered_is_never_chosen() -> None:
     for uniform in (0.0, 1.0 - 2.0**-53):  # the smallest and the largest draw
         logits = torch.tensor([[0.0, 5.0, 5.0, 1.0]])
-        assert chooser_of([SamplingParams(1.0, top_k=2)]).choose(logits, [uniform]).item() in (1, 2)
+        assert chooser_of([SamplingParams(1.0, top_k=2)]).sample(logits, [uniform]).item() in (1, 2)
 
 
 def test_temperature_zero_takes_the_most_likely() -> None:
     greedy = chooser_of([SamplingParams(0.0, top_k=5, top_p=0.5)] * ROWS)
-    assert greedy.drawn == []
-    assert greedy.choose(LOGITS, []).tolist() == LOGITS.argmax(-1).tolist()
+    assert greedy.sampled_rows == []
+    assert greedy.sample(LOGITS, []).tolist() == LOGITS.argmax(-1).tolist()
 
 
 def test_greedy_rows_beside_sampled_ones() -> None:
     samplings = [SamplingParams(), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
     both = chooser_of(samplings)
-    assert both.drawn == [1, 3]
-    found = both.choose(LOGITS[:4], [0.7, 0.2]).tolist()
+    assert both.sampled_rows == [1, 3]
+    found = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
     alone = [
-        chooser_of([one]).choose(LOGITS[i : i + 1], [0.7, 0.7, 0.2, 0.2][i : i + 1]) for i, one in enumerate(samplings)
+        chooser_of([one]).sample(LOGITS[i : i + 1], [0.7, 0.7, 0.2, 0.2][i : i + 1]) for i, one in enumerate(samplings)
     ]
     assert found == [int(one) for one in alone]
 
@@ -153,7 +153,7 @@ def test_repetition_penalty_equals_transformers() -> None:
     texts = [[4, 9, 9, 30], [1, 2, 3, 699], [0, 0, 0, 0]]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(texts), LOGITS[:3].clone())
     chooser = chooser_of([SamplingParams(repetition_penalty=1.7)] * 3, [(2, text[:3]) for text in texts])
-    chooser.chosen(torch.tensor([text[3] for text in texts]))
+    chooser.update(torch.tensor([text[3] for text in texts]))
     torch.testing.assert_close(chooser._penalise(LOGITS[:3]), expected, rtol=0, atol=0)
 
 
@@ -173,7 +173,7 @@ def test_frequency_and_presence_penalties_are_openai_s() -> None:
         SamplingParams(frequency_penalty=-0.3, presence_penalty=1.5),
     ]
     chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])
-    chooser.chosen(torch.tensor([9, 8, 4]))
+    chooser.update(torch.tensor([9, 8, 4]))
     found = chooser._penalise(LOGITS[:3])
     expected = [
         openai(LOGITS[0], [9, 9], 0.5, 0.0),
@@ -188,6 +188,6 @@ def test_what_is_not_a_number_is_told(temperature: float) -> None:
     logits = LOGITS[:2].clone()
     logits[1, 5] = float("nan")
     assert (
-        chooser_of([SamplingParams(temperature)] * 2).choose(logits, [0.5, 0.5][: 2 * int(temperature)]).tolist()[1]
+        chooser_of([SamplingParams(temperature)] * 2).sample(logits, [0.5, 0.5][: 2 * int(temperature)]).tolist()[1]
         == -1
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.attention import AttentionInputs, Options, document_mask, window_mask
+from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, window_mask
 from megatron.mpu import token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import GPU, WIDE, stage_on
@@ -28,7 +28,7 @@ def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: tor
     """Output and gradients, fp32."""
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[dtype]
     backend = chosen(small(attention_backend=name, precision=precision, **WIDE, **run), "cuda")
-    out = backend.attend(*(leaf.to(dtype) for leaf in leaves), inputs, Options())
+    out = backend.attend(*(leaf.to(dtype) for leaf in leaves), inputs, AttentionOptions())
     return [out.detach().float(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model import InferenceContext, Stage, build_stage, layer_params
-from megatron.model.attention import AttentionInputs, Backends, choose_backends
+from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends
 from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups, build_groups, shard
@@ -33,7 +33,7 @@ def small(**changes: Any) -> NeoXArgs:
     return NeoXArgs.from_dict({**SMALL, **changes})
 
 
-def chosen(args: NeoXArgs, device: str = "cpu") -> Backends:
+def chosen(args: NeoXArgs, device: str = "cpu") -> AttentionBackends:
     """The attention of a model whose layers all ask for the same."""
     mixers = [attention_spec(args, block) for block in range(args.num_layers)]
     return choose_backends(args, torch.device(device), mixers)[mixers[0].backend]

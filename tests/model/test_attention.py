@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.model.attention import AttentionInputs, Options, document_mask
-from megatron.model.attention.backends import Backend
+from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask
+from megatron.model.attention.backends import AttentionBackend
 from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import (
@@ -38,7 +38,9 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["causal", "documents", "alibi", "alibi and documents"])
 def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(SEQ, BATCH, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(SEQ, BATCH, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads)
+    )
     bias = torch.full((SEQ, SEQ), float("-inf"), dtype=torch.float64).triu(1).expand(BATCH, HEADS, SEQ, SEQ)
     starts = torch.tensor([[0, 3, 7, *[SEQ] * (SEQ - 2)], [0, 1, *[SEQ] * (SEQ - 1)]], dtype=torch.int32)
     mask = None
@@ -49,14 +51,16 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
         slopes = alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS)))
         bias = bias + slopes.double()
         mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
-    out = chosen(small(attention_backend=name)).attend(q, k, v, AttentionInputs(mask=mask), Options())
+    out = chosen(small(attention_backend=name)).attend(
+        q, k, v, AttentionInputs(mask=mask), AttentionOptions()
+    )
     torch.testing.assert_close(out.double(), by_formula(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_stays_bf16_with_a_bias() -> None:
     q = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16)
     inputs = AttentionInputs(mask=alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS))))
-    out = chosen(small()).attend(q, q, q, inputs, Options())
+    out = chosen(small()).attend(q, q, q, inputs, AttentionOptions())
     assert out.dtype == torch.bfloat16
 
 
@@ -83,7 +87,7 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
 
 def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let backends be chosen for a GPU where there is none: whatever would be tried works."""
-    monkeypatch.setattr(Backend, "supports", lambda self, call: None)
+    monkeypatch.setattr(AttentionBackend, "supports", lambda self, call: None)
 
 
 @pytest.mark.parametrize(
@@ -172,5 +176,5 @@ def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:
 def test_the_named_kernel_runs(name: str, flash: bool) -> None:
     q = torch.randn(SEQ, BATCH, HEADS, DIM)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        chosen(small(attention_backend=name)).attend(q, q, q, AttentionInputs(), Options())
+        chosen(small(attention_backend=name)).attend(q, q, q, AttentionInputs(), AttentionOptions())
     assert any("flash_attention" in event.key for event in profile.key_averages()) == flash

@@ -21,7 +21,10 @@ from tests.model.test_attention import no_gpu_is_tried
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = "aten::_scaled_dot_product_"
-MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]]}
+MIXED: dict[str, Any] = {
+    "num_layers": 4,
+    "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]],
+}
 
 
 @torch.no_grad()
@@ -59,14 +62,16 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
     args, said = small(**MIXED, attention_backend="math", precision="bfloat16"), list[str]()
     specs = [attention_spec(args, block) for block in range(4)]
     chosen = choose_backends(args, torch.device("cuda"), specs, said.append)
-    assert [chosen[spec.backend].takes_documents(spec.window) for spec in specs] == [True, False, False, True]
+    assert [chosen[spec.backend].supports_varlen(spec.window) for spec in specs] == [True, False, False, True]
     assert specs[0].inputs == specs[3].inputs != specs[1].inputs == specs[2].inputs
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str) -> None:
     said: list[str] = []
-    build_stage(small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), said.append)
+    build_stage(
+        small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), said.append
+    )
     assert any(re.match("attention_config: flash chose .*with dropout math", line) for line in said), said
 
 
@@ -74,10 +79,10 @@ MEAN = '''"""Attention that looks at nothing: the mean of the values so far."""
 
 import torch
 
-from megatron.model.attention.backends import Backend
+from megatron.model.attention.backends import AttentionBackend
 
 
-class Mean(Backend):
+class Mean(AttentionBackend):
     def supports(self, call):
         return "it has no mask" if call.masked or call.documents else super().supports(call)
 

@@ -74,7 +74,9 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
 def test_no_batches_no_values() -> None:
     args = small()
     stage, groups = stage_with(args, random_weights(args)), ParallelGroups.single()
-    none = forward_only(stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ())
+    none = forward_only(
+        stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ()
+    )
     assert none == []
 
 
@@ -83,7 +85,7 @@ def test_logits_can_be_of_one_token_a_row() -> None:
     stage, batch = stage_with(args, random_weights(args)), random_batch(args, rows=3)
     last = torch.tensor([0, 7, 15])
     with torch.no_grad():
-        wanted = InferenceContext(wanted=last + args.seq_length * torch.arange(3))
+        wanted = InferenceContext(logit_positions=last + args.seq_length * torch.arange(3))
         whole, found = stage(None, batch), stage(None, batch, context=wanted)
     expected = torch.stack([whole[p, row] for row, p in enumerate(last)])
     torch.testing.assert_close(found, expected.unsqueeze(1), rtol=1e-6, atol=1e-6)

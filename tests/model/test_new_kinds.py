@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.mpu import Linear, LinearSpec, under
+from megatron.mpu import Linear, LinearSpec, with_prefix
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mean(nn.Module):
 
     @classmethod
     def params(cls, spec):
-        return under("dense", cls._linear(spec).params())
+        return with_prefix("dense", cls._linear(spec).params())
 
     @property
     def output(self):
@@ -55,7 +55,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.mpu import Linear, LinearSpec, under
+from megatron.mpu import Linear, LinearSpec, with_prefix
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Square(nn.Module):
 
     @classmethod
     def params(cls, spec):
-        return under("out", cls._linear(spec).params())
+        return with_prefix("out", cls._linear(spec).params())
 
     @property
     def output(self):

@@ -9,7 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
-from megatron.model.mlp import FUNCTIONS
+from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
 from megatron.model.specs import HeadNormSpec, activation_name, head_norm_spec, norm_spec
 from megatron.mpu import ParallelGroups
@@ -54,7 +54,10 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
     keys = {"layernorm_epsilon": 0.5, "rms_norm_epsilon": 0.5}
     for prefix in ("", "te_"):
         args = small(norm=prefix + name, **keys)
-        outside, inside = build_norm(norm_spec(args), ALONE), build_norm(norm_spec(args, in_te_mlp=True), ALONE)
+        outside, inside = (
+            build_norm(norm_spec(args), ALONE),
+            build_norm(norm_spec(args, in_te_mlp=True), ALONE),
+        )
         for norm, eps in ((outside, 0.5), (inside, fixed)):
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
@@ -66,7 +69,9 @@ def test_gelu_of_transformer_engine_is_the_tanh_approximation() -> None:
     x = torch.linspace(-6, 6, 99)
     for name in ("gelu", "geglu"):
         for te, approximate in ((True, "tanh"), (False, "none")):
-            function = FUNCTIONS[activation_name(small(activation=name, te_layernorm_mlp=te, te_backend="native"))]
+            function = ACTIVATIONS[
+                activation_name(small(activation=name, te_layernorm_mlp=te, te_backend="native"))
+            ]
             torch.testing.assert_close(function(x), nn.GELU(approximate)(x))
 
 
@@ -115,7 +120,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk layernorm": {"use_qk_layernorm": True},
     "qk rmsnorm": {"use_qk_layernorm": True, "norm": "rmsnorm"},
     "wide qk norms": WIDE,
-    "olmo3": {**WIDE, "norm_placement": "olmo3", "num_kv_heads": 2, "activation": "swiglu", "intermediate_size": 48},
+    "olmo3": {
+        **WIDE,
+        "norm_placement": "olmo3",
+        "num_kv_heads": 2,
+        "activation": "swiglu",
+        "intermediate_size": 48,
+    },
     "tied": {"gpt_j_residual": True, "gpt_j_tied": True, "use_bias_in_mlp": False},
     "te": {"te_mha": True, "te_layernorm_mlp": True, "te_backend": "native", "norm": "te_layernorm"},
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from megatron.model.mlp import FUNCTIONS, MLP
+from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.norms import build_norm
 from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.model.specs import activation_name, dense_spec, norm_spec
@@ -55,11 +55,13 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_activation(name: str) -> None:
     args = small(activation=name)
     assert args.is_gated == (name in GATES)
-    torch.testing.assert_close(FUNCTIONS[activation_name(args)](X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ACTIVATIONS[activation_name(args)](X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_fused_gelu_is_the_tanh_approximation() -> None:
-    function = FUNCTIONS[activation_name(small(activation="gelu", bias_gelu_fusion=True))]
+    function = ACTIVATIONS[activation_name(small(activation="gelu", bias_gelu_fusion=True))]
     torch.testing.assert_close(function(X), gelu_tanh(X), rtol=1e-12, atol=1e-12)
 
 
@@ -133,8 +135,24 @@ def test_alibi_of_some_heads_is_theirs() -> None:
         ({"activation": "swiglu"}, 85),  # int(128 * 2 / 3), as LLaMA
         ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
         ({"activation": "geglu", "intermediate_size": 40}, 40),
-        ({"activation": "swiglu", "intermediate_size": 240, "mlp_multiple_of": 16, "compat_ffn_width": "upstream"}, 80),
-        ({"activation": "swiglu", "intermediate_size": 40, "mlp_multiple_of": 16, "compat_ffn_width": "fork"}, 40),
+        (
+            {
+                "activation": "swiglu",
+                "intermediate_size": 240,
+                "mlp_multiple_of": 16,
+                "compat_ffn_width": "upstream",
+            },
+            80,
+        ),
+        (
+            {
+                "activation": "swiglu",
+                "intermediate_size": 40,
+                "mlp_multiple_of": 16,
+                "compat_ffn_width": "fork",
+            },
+            40,
+        ),
     ],
 )
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:

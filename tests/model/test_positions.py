@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.layout import layer_file
 from megatron.model import build_stage, init_stage
-from megatron.model.attention import AttentionInputs, Options
+from megatron.model.attention import AttentionInputs, AttentionOptions
 from megatron.model.init import stage_parameters
 from megatron.model.positions import RelativePositionBias, relative_bucket, sinusoidal_embedding
 from megatron.model.specs import attention_spec
@@ -52,7 +52,10 @@ def test_opt(offset: int) -> None:
     model.model.decoder.embed_positions.offset = offset
     state = randomised(model)
     at = "model.decoder."
-    names = {"word_embeddings.weight": "embed_tokens.weight", "position_embeddings.weight": "embed_positions.weight"}
+    names = {
+        "word_embeddings.weight": "embed_tokens.weight",
+        "position_embeddings.weight": "embed_positions.weight",
+    }
     weights: Weights = {0: {ours: state[at + theirs] for ours, theirs in names.items()}}
     for i in range(2):
         block = f"{at}layers.{i}."
@@ -123,7 +126,7 @@ def test_biases_get_their_gradient(name: str) -> None:
         return torch.autograd.grad((out * weight).sum(), table.weight)[0]
 
     ours, exact = rpe_table(), rpe_table().double()
-    found = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), Options()), ours)
+    found = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), AttentionOptions()), ours)
     expected = gradient(by_formula(q, k, v, exact(10).double()), exact)
     assert found[2:].abs().min() > 0
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)

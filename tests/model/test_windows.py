@@ -8,11 +8,19 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
-from megatron.model.attention import AttentionInputs, Backends, Options, window_mask
+from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, window_mask
 from megatron.model.attention.backends import Varlen
 from megatron.model.cache import CacheRows, LayerCache
 from megatron.model.specs import attention_spec
-from tests.model.stages import chosen, document_batch, inputs_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import (
+    chosen,
+    document_batch,
+    inputs_of,
+    random_batch,
+    random_weights,
+    small,
+    stage_with,
+)
 from tests.model.test_attention import by_formula, no_gpu_is_tried
 from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
 
@@ -65,13 +73,17 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
                 assert head.tolist() == expected
 
 
-def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any) -> Tensor:
+def fake_varlen(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any
+) -> Tensor:
     """What torch documents of `varlen_attn`, sequence after sequence in float64."""
     (left, right), out = how["window_size"], torch.empty_like(q)
     assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32 and k.shape == q.shape
     for first, last in zip(starts.tolist(), starts.tolist()[1:], strict=False):
         distance = torch.arange(last - first) - torch.arange(last - first).unsqueeze(1)
-        hidden = (distance > 0) | ((distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool))
+        hidden = (distance > 0) | (
+            (distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+        )
         bias = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
         one, keys, values = (x[first:last].unsqueeze(1) for x in (q, k, v))
         out[first:last] = by_formula(one, keys, values, bias)[:, 0].to(q.dtype)
@@ -81,15 +93,19 @@ def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tenso
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("width", [None, 1, 5])
 @torch.no_grad()
-def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_is_given_the_same_windows(
+    width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = small(precision="bfloat16", sliding_window_width=width)
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
     positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
-    stage.backends = {"auto": Backends({})}
+    stage.backends = {"auto": AttentionBackends({})}
     masked = inputs_of(stage, batch, positions)
     no_gpu_is_tried(monkeypatch)
-    on_gpu = {kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)}
-    stage.backends = {"auto": Backends({**chosen(args).by_kind, **on_gpu})}
+    on_gpu = {
+        kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)
+    }
+    stage.backends = {"auto": AttentionBackends({**chosen(args).by_kind, **on_gpu})}
     monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
     inputs = inputs_of(stage, batch, positions)
     assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)
@@ -98,8 +114,10 @@ def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monke
     slots = (20 * torch.arange(3).unsqueeze(1) + torch.arange(16)).flatten()  # a block of 20 tokens each
     rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], {})
     cache = LayerCache(torch.zeros(3, 20, 2, 8), torch.zeros(3, 20, 2, 8), rows)
-    found = stage.backends["auto"].attend(q, k, v, inputs, Options(cache))
-    torch.testing.assert_close(found, chosen(args).attend(q, k, v, masked, Options()), rtol=1e-5, atol=1e-5)
+    found = stage.backends["auto"].attend(q, k, v, inputs, AttentionOptions(cache))
+    torch.testing.assert_close(
+        found, chosen(args).attend(q, k, v, masked, AttentionOptions()), rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(cache.keys[:, :16], k.transpose(0, 1)) and not cache.keys[:, 16:].any()
     assert torch.equal(cache.values[:, :16], v.transpose(0, 1))
 
@@ -118,5 +136,5 @@ def test_the_window_is_seen_in_the_output() -> None:
     q = torch.randn(10, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     bias = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~window_mask(10, 3, CPU)[0, 0], float("-inf"))
     args = small(sliding_window_width=3)
-    out = chosen(args).attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), Options())
+    out = chosen(args).attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), AttentionOptions())
     torch.testing.assert_close(out.double(), by_formula(q, q, q, bias), rtol=1e-5, atol=1e-6)

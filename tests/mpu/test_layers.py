@@ -28,7 +28,12 @@ def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-X, WEIGHT, BIAS, GRAD = _random(1, SEQ, BATCH, IN), _random(2, OUT, IN), _random(3, OUT), _random(4, SEQ, BATCH, OUT)
+X, WEIGHT, BIAS, GRAD = (
+    _random(1, SEQ, BATCH, IN),
+    _random(2, OUT, IN),
+    _random(3, OUT),
+    _random(4, SEQ, BATCH, OUT),
+)
 TOKENS = torch.randint(0, VOCAB, (SEQ, BATCH), generator=torch.Generator().manual_seed(5))
 TABLE, GRAD_EMBEDDED = _random(6, VOCAB, OUT), _random(7, SEQ, BATCH, OUT)
 
@@ -92,8 +97,8 @@ def test_linear_equals_the_unsharded_layer(world_size: int) -> None:
                 return
             tensors = [t for t in got if t is not None]
             assert len(tensors) == len(got), label
-            joined = [torch.cat(tensors, dim)] if dim is not None else tensors
-            for tensor in joined:
+            bias_sum_over_tensor = [torch.cat(tensors, dim)] if dim is not None else tensors
+            for tensor in bias_sum_over_tensor:
                 torch.testing.assert_close(tensor, whole, rtol=1e-5, atol=1e-5, msg=lambda m: f"{label}: {m}")
 
         out_dim = {"column": -1, "row": 0 if sequence else None, "none": None}[parallel]
@@ -103,7 +108,12 @@ def test_linear_equals_the_unsharded_layer(world_size: int) -> None:
         weight_dim = {"column": 0, "row": 1, "none": None}[parallel]
         check([p.grad_weight for p in parts], expected.grad_weight, weight_dim, "gradient of the weight")
         # A row's bias is one copy a rank, and every copy has the whole gradient: also under sequence parallelism.
-        check([p.grad_bias for p in parts], expected.grad_bias, 0 if parallel == "column" else None, "bias gradient")
+        check(
+            [p.grad_bias for p in parts],
+            expected.grad_bias,
+            0 if parallel == "column" else None,
+            "bias gradient",
+        )
 
 
 def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -130,4 +140,6 @@ def test_embedding_equals_the_unsharded_table(world_size: int) -> None:
         outs = [found[sequence][0] for found in ranks]
         for out in [torch.cat(outs)] if sequence else outs:
             torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
-        torch.testing.assert_close(torch.cat([found[sequence][1] for found in ranks]), table.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.cat([found[sequence][1] for found in ranks]), table.grad, rtol=1e-6, atol=1e-6
+        )

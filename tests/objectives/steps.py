@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import HeadInput
-from megatron.objectives import Objective, answer_sums
+from megatron.objectives import Objective, response_sums
 
 Forward = Callable[[Batch], Tensor]  # logits [seq, batch, vocab]
 
@@ -23,14 +23,16 @@ def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
     found = []
     for batch in batches:
         logprobs = forward(batch).float().log_softmax(-1).transpose(0, 1)
-        found.append(answer_sums(logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1), batch))
+        found.append(response_sums(logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1), batch))
     return found
 
 
-def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+def step_loss(
+    objective: Objective, forward: Forward, batches: list[Batch]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss (with its graph) and metrics."""
-    if objective.couple is not None:
-        batches = objective.couple(batches, lambda asked: scores(forward, asked), None)
+    if objective.step_baselines is not None:
+        batches = objective.step_baselines(batches, lambda asked: scores(forward, asked), None)
     weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0).clamp(min=1.0)
     loss, total = torch.zeros(()), torch.zeros(len(objective.metrics), 2)
     for batch in batches:

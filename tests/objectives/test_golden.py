@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.objectives import KtoSettings, PairSettings, answer_sums, dpo, kto, language_modelling
+from megatron.objectives import KtoSettings, PairSettings, dpo, kto, language_modelling, response_sums
 from tests.objectives.steps import step_loss
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden" / "posttrain"
@@ -38,7 +38,7 @@ def read(name: str) -> dict[str, np.ndarray]:
 
 def with_reference(batch: Batch, logits: Tensor) -> Batch:
     logprobs = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-    return Batch(**{**vars(batch), "reference_logprobs": answer_sums(logprobs, batch)})
+    return Batch(**{**vars(batch), "reference_logprobs": response_sums(logprobs, batch)})
 
 
 def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
@@ -47,7 +47,9 @@ def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
     tokens, labels, mask = (torch.from_numpy(found[name][rows]) for name in ("tokens", "labels", "loss_mask"))
     weights = mask.long()
     answers = torch.arange(4).unsqueeze(1).expand_as(tokens)
-    return Batch(tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)), rows
+    return Batch(
+        tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)
+    ), rows
 
 
 @pytest.mark.parametrize("name", ["dpo_beta0.1", "dpo_beta0.5", "dpo_reference_free"])
@@ -70,7 +72,9 @@ def test_dpo(name: str) -> None:
         if theirs in names:
             assert float(metrics[names[theirs]]) == pytest.approx(value, rel=1e-5, abs=1e-6), theirs
     if name == "dpo_beta0.1":
-        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("name", ["kto", "kto_weights"])
@@ -87,12 +91,16 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     )  # fmt: skip
     batch = with_reference(batch, reference)
     args = expected["args"]
-    settings = KtoSettings(args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True)
+    settings = KtoSettings(
+        args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True
+    )
     loss, _ = step_loss(kto(settings), lambda _: policy.transpose(0, 1), [batch])
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
     if name == "kto":
-        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7
+        )
 
 
 def test_masked_labels() -> None:

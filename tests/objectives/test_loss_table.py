@@ -14,7 +14,7 @@ import pytest
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
-from megatron.neox_arguments.values.losses import couples, needs_reference, scores_reference
+from megatron.neox_arguments.values.losses import needs_reference, needs_step_baselines, scores_reference
 from megatron.objectives import build_objective, kto, language_modelling, loss_function, pair_losses  # noqa: F401
 from megatron.objectives.build import OBJECTIVES
 from megatron.objectives.dpo import MATCHINGS
@@ -35,14 +35,20 @@ def test_each_entry_has_its_function_and_its_keys(impl: str, name: str) -> None:
 def test_each_function_has_its_entry() -> None:
     named = {loss.function for loss in TRAIN_IMPLS["dpo"].losses.values()}
     for name, function in inspect.getmembers(pair_losses, inspect.isfunction):
-        if name in vars(pair_losses) and function.__module__ == pair_losses.__name__ and not name.startswith("_"):
+        if (
+            name in vars(pair_losses)
+            and function.__module__ == pair_losses.__name__
+            and not name.startswith("_")
+        ):
             returns_losses = list(inspect.signature(function).parameters) == ["pairs", "s"]
             assert returns_losses == (f"pair_losses.{name}" in named), name
 
 
 def test_what_is_built_is_what_the_table_has() -> None:
     assert OBJECTIVES.keys() == {name for name, impl in TRAIN_IMPLS.items() if impl.later is None}
-    assert MATCHINGS.keys() == {name for name, loss in TRAIN_IMPLS["dpo"].losses.items() if loss.couples}
+    assert MATCHINGS.keys() == {
+        name for name, loss in TRAIN_IMPLS["dpo"].losses.items() if loss.needs_step_baselines
+    }
 
 
 PAIRS: dict[str, Any] = {
@@ -69,8 +75,12 @@ KTO: dict[str, Any] = {"train_impl": "kto", **{key: PAIRS[key] for key in list(P
 )
 def test_what_a_run_needs(keys: dict[str, Any], reference: bool, scored: bool, meet: bool) -> None:
     args = NeoXArgs.from_dict({**config(), **keys})
-    assert (needs_reference(args), scores_reference(args), couples(args)) == (reference, scored, meet)
-    assert (build_objective(args).couple is not None) == meet
+    assert (needs_reference(args), scores_reference(args), needs_step_baselines(args)) == (
+        reference,
+        scored,
+        meet,
+    )
+    assert (build_objective(args).step_baselines is not None) == meet
 
 
 FOCAL = '''"""Focal loss."""

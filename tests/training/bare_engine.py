@@ -14,7 +14,7 @@ from megatron.model import Stage, forward_only
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, answer_sums, label_logprobs
+from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import (
@@ -84,7 +84,8 @@ class BareEngine:
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
         batches = self._fill(batches) if self._fill is not None else batches
-        return self.objective.couple(batches, self.scores, None) if self.objective.couple is not None else batches
+        make = self.objective.step_baselines
+        return batches if make is None else make(batches, self.scores, None)
 
     def forward_only(
         self,
@@ -102,7 +103,7 @@ class BareEngine:
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
-        return [answer_sums(v, b) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
+        return [response_sums(v, b) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:

@@ -1,17 +1,29 @@
-"""What a configuration computes, so that two of them can be compared: keys without effect left out, defaults filled."""
+"""The canonical form of a configuration, by which two can be compared: without keys that have no effect, with
+all defaults filled in."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from megatron.model import block_specs
-from megatron.model.specs import AttentionSpec, DenseSpec, RotarySpec, is_tied, norm_kind, norm_spec, rotary_spec
+from megatron.model.specs import (
+    AttentionSpec,
+    DenseSpec,
+    RotarySpec,
+    has_one_norm,
+    norm_kind,
+    norm_spec,
+    rotary_spec,
+)
 from megatron.neox_arguments import NeoXArgs
 
 _PLAIN = {"swish": "silu"}
 
 
 def canonical_config(args: NeoXArgs) -> dict[str, Any]:
-    """Values by key; equal for two configurations whose logits are the same for the same weights."""
+    """The values that decide what the model computes, by key.
+
+    They are equal for two configurations whose logits are equal for equal weights.
+    """
     kind, norm = norm_kind(args), norm_spec(args)
     epsilons = {"rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
     epsilon = epsilons.get(kind, "layernorm_epsilon")
@@ -22,13 +34,13 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
     blocks = block_specs(args)
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     dense = [block.feed_forward for block in blocks if isinstance(block.feed_forward, DenseSpec)]
-    found = {
+    canonical = {
         "num_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "num_attention_heads": args.num_attention_heads,
-        "num_kv_heads": _each(mixer.kv_heads for mixer in mixers),
+        "num_kv_heads": _common_value(mixer.kv_heads for mixer in mixers),
         "head_dim": args.head_dim,
-        "intermediate_size": _each(spec.width for spec in dense),
+        "intermediate_size": _common_value(spec.width for spec in dense),
         "norm": kind,
         epsilon: norm.eps,
         "zero_centered_gamma": args.zero_centered_gamma,
@@ -38,7 +50,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         "activation": activation,
         "pos_emb": args.pos_emb,
         "gpt_j_residual": args.gpt_j_residual,
-        "gpt_j_tied": is_tied(args),
+        "gpt_j_tied": has_one_norm(args),
         "no_weight_tying": args.no_weight_tying,
         "use_qk_layernorm": args.use_qk_layernorm,
         "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
@@ -48,17 +60,19 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         "max_position_embeddings": args.max_position_embeddings,
     }
     if args.use_qk_layernorm:
-        found["use_separate_qk_norms"] = args.use_separate_qk_norms
-        found["qk_norm_per_head"] = args.qk_norm_per_head
-    found["layer_types"] = [mixer.window is not None for mixer in mixers]
-    found["sliding_window_width"] = _each(mixer.window for mixer in mixers if mixer.window is not None)
-    return {**found, **_rotary(args, mixers)}
+        canonical["use_separate_qk_norms"] = args.use_separate_qk_norms
+        canonical["qk_norm_per_head"] = args.qk_norm_per_head
+    canonical["layer_types"] = [mixer.window is not None for mixer in mixers]
+    canonical["sliding_window_width"] = _common_value(
+        mixer.window for mixer in mixers if mixer.window is not None
+    )
+    return {**canonical, **_rotary(args, mixers)}
 
 
-def _each(values: Iterable[Any]) -> Any:
-    """The value of all layers where it is one, else those of each."""
-    found = list(values)
-    return found if len(set(found)) > 1 else next(iter(found), None)
+def _common_value(values: Iterable[Any]) -> Any:
+    """The value that all layers have, or the list of the layers' values where they differ."""
+    by_layer = list(values)
+    return by_layer if len(set(by_layer)) > 1 else next(iter(by_layer), None)
 
 
 def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
@@ -68,7 +82,9 @@ def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     return {
         "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
         "no_rope_layers": [int(rotary is not None) for rotary in turned],
-        "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or plain) for rotary in turned],
+        "rotary_emb_base, rope_scaling, rope_local_base_freq": [
+            _frequencies(rotary or plain) for rotary in turned
+        ],
     }
 
 
@@ -81,7 +97,7 @@ def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
     return float(rotary.base), scaling
 
 
-# What the keys are called where somebody wonders why two models differ; those that are not here speak for themselves.
+# Words for the keys in the error that says how two models differ; keys that are not here explain themselves.
 _WORDS = {
     "num_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads", "num_kv_heads": "heads of keys",
     "intermediate_size": "width of the MLP", "norm": "norms", "use_bias_in_norms": "biases in norms",
@@ -99,13 +115,17 @@ _OF_NORMS = {
 
 
 def describe_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """How two meanings differ, in words and with the key; what follows from another difference is left out."""
-    wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    if "pos_emb" in wrong:
-        wrong = [name for name in wrong if name in ours and name in theirs or name == "pos_emb"]
-    if "norm" in wrong:
-        wrong = [name for name in wrong if name not in _OF_NORMS]
-    return [f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here" for name in wrong]
+    """The differences of two canonical configurations as text with their keys, without those that follow from
+    others."""
+    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if "pos_emb" in differing:
+        differing = [name for name in differing if name in ours and name in theirs or name == "pos_emb"]
+    if "norm" in differing:
+        differing = [name for name in differing if name not in _OF_NORMS]
+    return [
+        f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here"
+        for name in differing
+    ]
 
 
 def _called(name: str) -> str:

@@ -1,4 +1,8 @@
-"""Parts of config.json that families share: sizes, rotary positions, windows, activations."""
+"""Translations of the fields of config.json that families share: sizes, rotary positions, windows,
+activations.
+
+`..._keys` go from config.json to our keys, `..._config` back.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,24 +20,29 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def refuse_unless(config: Config, name: str, *taken: Any) -> None:
-    """Refuse a value that changes the model and that we have no key for."""
+    """Raise CheckpointError where config.json has another value than `taken` for a field that we have no key
+    for."""
     if config.get(name) not in (None, *taken):
         raise CheckpointError(f"config.json: {name}: {config[name]} is not supported, only {taken[0]}")
 
 
 def get(config: Config, name: str, default: Any) -> Any:
-    """A value, the default where it is absent or null."""
+    """The value of a field of config.json; the default where it is absent or null."""
     value = config.get(name)
     return default if value is None else value
 
 
 def number(value: float) -> int | float:
-    """Whole numbers without a point, as our files have them."""
+    """A float that is a whole number as int, as our configurations write it."""
     return int(value) if float(value).is_integer() else value
 
 
 def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Sizes under our names. defaults: those of the family's configuration class, for what config.json leaves out."""
+    """The sizes of the model under our keys.
+
+    defaults: those of the family's configuration class, for fields that config.json leaves out. Raises
+    CheckpointError for a size that neither has.
+    """
 
     def size(name: str) -> Any:
         value = get(config, name, defaults.get(name))
@@ -56,10 +65,15 @@ def size_keys(config: Config, defaults: Config) -> dict[str, Any]:
 
 
 def size_config(args: NeoXArgs) -> dict[str, Any]:
-    """The inverse of `size_keys`."""
+    """The sizes of the model as fields of config.json, the inverse of `size_keys`.
+
+    Raises CheckpointError where layers differ in a size.
+    """
     for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
         if isinstance(value, tuple):
-            raise CheckpointError(f"layers differ in {name} here, which a config.json of this family cannot say")
+            raise CheckpointError(
+                f"layers differ in {name} here, which a config.json of this family cannot say"
+            )
     return {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -71,16 +85,21 @@ def size_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def trained_length(args: NeoXArgs) -> int:
-    """max_position_embeddings as HuggingFace has it: of dynamic NTK the length before it is stretched."""
+    """The field max_position_embeddings: with dynamic NTK scaling the length before it is stretched."""
     scaling = args.rope_scaling
     if scaling is not None and scaling["rope_type"] == "dynamic":
         return scaling["original_max_position_embeddings"]
     return args.max_position_embeddings
 
 
-def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:
-    """Rotary parameters with `rope_type` and `rope_theta`: of transformers 5 (`rope_parameters`, by kind of layer where
-    there are several) or before (`rope_scaling` beside the base, whose name is `spelt`). theta: the family's default.
+def rope_of(
+    config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta"
+) -> dict[str, Any]:
+    """The rotary parameters of config.json, with `rope_type` and `rope_theta`, from either of two forms.
+
+    transformers 5 writes `rope_parameters`, by kind of layer where there are several (kind: which of them);
+    before that it was `rope_scaling` beside the base, whose field is called `spelt`. theta: the family's
+    default base.
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = config.get("rope_parameters") is not None and any(name in given for name in (SLIDING, FULL))
@@ -91,14 +110,16 @@ def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str
 
 
 def rope_keys(config: Config, rope: Config) -> dict[str, Any]:
-    """Base and scaling under our names, from what `rope_of` found."""
+    """The base and scaling of rotary positions under our keys. rope: the result of `rope_of`."""
     scaling = {
         name: value
         for name, value in rope.items()
         if value is not None and name not in ("rope_theta", "partial_rotary_factor", "type")
     }
     if get(rope, "partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"config.json: partial_rotary_factor: {rope['partial_rotary_factor']} is not supported")
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor: {rope['partial_rotary_factor']} is not supported"
+        )
     keys: dict[str, Any] = {"rotary_emb_base": number(rope["rope_theta"])}
     if scaling["rope_type"] == "default":
         return keys
@@ -112,7 +133,7 @@ def rope_keys(config: Config, rope: Config) -> dict[str, Any]:
 
 
 def rope_config(args: NeoXArgs) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    """The fields `rope_theta` and `rope_scaling`, which every version of transformers reads."""
     config: dict[str, Any] = {"rope_theta": float(args.rotary_emb_base), "rope_scaling": None}
     if args.rope_scaling is not None:
         scaling = {name: value for name, value in args.rope_scaling.items() if value is not None}
@@ -125,7 +146,8 @@ def rope_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def two_ropes_config(args: NeoXArgs) -> dict[str, Any]:
-    """As `rope_config`, with the base of sliding layers, for each version of transformers."""
+    """The fields of `rope_config`, and those for the base of sliding-window layers in each version of
+    transformers."""
     config = rope_config(args)
     local = float(args.rope_local_base_freq or args.rotary_emb_base)
     full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
@@ -134,7 +156,10 @@ def two_ropes_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
-    """HuggingFace's window counts the token itself, ours what is before it. types: of every layer."""
+    """The sliding window under our keys. types: the `layer_types` of all layers.
+
+    HuggingFace's window counts the token itself, ours only the tokens before it.
+    """
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
         raise CheckpointError(f"config.json: layer_types: {', '.join(unknown)} is not supported")
@@ -144,16 +169,18 @@ def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
 
 
 def layer_types(args: NeoXArgs) -> list[str]:
-    """Of every layer."""
+    """The field `layer_types`: the kind of attention of every layer."""
     slides = SLIDING if args.sliding_window_width is not None else FULL
     return list(args.layer_types or (slides,) * args.num_layers)
 
 
 def window_of(args: NeoXArgs) -> int | None:
+    """The field `sliding_window`, which counts the token itself; None without a window."""
     return None if args.sliding_window_width is None else args.sliding_window_width + 1
 
 
 def activation_keys(config: Config, name: str = "hidden_act", default: str = "silu") -> dict[str, str]:
+    """The activation of a gated MLP under our keys; name: the field of config.json that holds it."""
     found = get(config, name, default)
     if found not in GATES:
         raise CheckpointError(f"config.json: {name}: {found} is not supported; one of {', '.join(GATES)}")
@@ -161,5 +188,5 @@ def activation_keys(config: Config, name: str = "hidden_act", default: str = "si
 
 
 def first_name(table: Mapping[str, str], ours: str) -> str | None:
-    """The foreign name of a value, None when there is none."""
-    return next((theirs for theirs, found in table.items() if found == ours), None)
+    """The first key of `table` whose value is `ours`; None when there is none."""
+    return next((theirs for theirs, value in table.items() if value == ours), None)

@@ -1,7 +1,7 @@
-"""HuggingFace models and ours: configuration and tensors, both ways, one tensor at a time.
+"""Translating HuggingFace models to ours and back: configuration and tensors, one tensor at a time.
 
-Everything here is pure and knows no files: tensors are whole (not cut over tensor ranks) and keep their dtype, and
-what goes one way comes back the other bit for bit.
+Everything here is pure and knows no files: tensors are whole (not cut over tensor ranks) and keep their
+dtype, and what goes one way comes back the other bit for bit.
 """
 
 import re
@@ -45,8 +45,14 @@ def family_of(config: Config) -> str:
     found = str(config.get("model_type"))
     if found not in FAMILIES:
         hint = "; its text models alone are (gemma3_text)" if found == "gemma3" else ""
-        hint = f"; its positions are {_POSITIONS[found]}, and rotate in all that are" if found in _POSITIONS else hint
-        raise CheckpointError(f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}")
+        hint = (
+            f"; its positions are {_POSITIONS[found]}, and rotate in all that are"
+            if found in _POSITIONS
+            else hint
+        )
+        raise CheckpointError(
+            f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}"
+        )
     return found
 
 
@@ -57,15 +63,17 @@ def from_hf(
     padded_vocab_size: int | None = None,
     layers: Collection[int] | None = None,
 ) -> tuple[dict[str, Any], Iterator[tuple[int, str, Tensor]]]:
-    """A HuggingFace model as ours: keys for NeoXArgs at once, tensors when asked for, in the order of the layers.
+    """A HuggingFace model as ours: keys for NeoXArgs at once, tensors when asked for, in the order of the
+    layers.
 
-    get_tensor: one whole tensor by its HuggingFace name (`hf_shapes` says which are asked for; KeyError passes).
-    padded_vocab_size: rows of our embedding, at least vocab_size; None: as many. Added rows are the mean of the
-    others, so that their logits are mean logits, and nothing looks likely that was never trained.
+    get_tensor: one whole tensor by its HuggingFace name (`hf_shapes` says which are asked for; KeyError
+    passes).
+    padded_vocab_size: rows of our embedding, at least vocab_size; None: as many. Added rows are the mean of
+    the others, so that their logits are mean logits, and nothing looks likely that was never trained.
     layers: NeoX layer indices of the tensors; None: all.
     Keys: the model's, with seq_length (max_position_embeddings, to be lowered at will), compat_ffn_width and
-    padded_vocab_size; neither tokenizer nor precision. Tensors come as (NeoX layer index, our name, whole tensor),
-    ready for `shard`. Raises CheckpointError, or ConfigError that names `config.json`.
+    padded_vocab_size; neither tokenizer nor precision. Tensors come as (NeoX layer index, our name, whole
+    tensor), ready for `shard`. Raises CheckpointError, or ConfigError that names `config.json`.
     """
     family = FAMILIES[family_of(config)]
     keys = family.to_keys(config)
@@ -73,13 +81,19 @@ def from_hf(
     if not isinstance(vocab, int):
         raise CheckpointError("config.json: vocab_size is missing")
     if padded_vocab_size is not None and padded_vocab_size < vocab:
-        raise CheckpointError(f"padded_vocab_size {padded_vocab_size} is less than the model's {vocab} tokens")
+        raise CheckpointError(
+            f"padded_vocab_size {padded_vocab_size} is less than the model's {vocab} tokens"
+        )
     keys["padded_vocab_size"] = padded_vocab_size or vocab
     return keys, _read(family, NeoXArgs.from_dict(keys, "config.json"), vocab, get_tensor, layers)
 
 
 def _read(
-    family: Family, args: NeoXArgs, vocab: int, get_tensor: Callable[[str], Tensor], layers: Collection[int] | None
+    family: Family,
+    args: NeoXArgs,
+    vocab: int,
+    get_tensor: Callable[[str], Tensor],
+    layers: Collection[int] | None,
 ) -> Iterator[tuple[int, str, Tensor]]:
     for layer, specs in layer_params(args).items():
         attention = attention_of(args, layer)
@@ -87,20 +101,24 @@ def _read(
             names = _foreign(row, layer)
             parts = [get_tensor(name) for name in names]
             rows = _rows_of(spec, vocab)
-            wanted = [tuple(part.shape) for part in row.transform.split(torch.empty(rows, device="meta"), attention)]
+            wanted = [
+                tuple(part.shape) for part in row.transform.split(torch.empty(rows, device="meta"), attention)
+            ]
             for name, part, shape in zip(names, parts, wanted, strict=True):
                 if tuple(part.shape) != shape:
-                    raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
+                    raise CheckpointError(
+                        f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json"
+                    )
             whole = row.transform.join(parts, attention)
             yield layer, spec.name, whole if rows == spec.shape else _padded(whole, spec.shape[0])
 
 
 def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
-    """config.json of a model of ours, that plain transformers loads.
+    """The config.json of a model of ours, which plain transformers loads.
 
-    family: a `model_type`; None: the first one that computes what `args` says. vocab_size: the rows that `to_hf` is
-    told to keep; None: padded_vocab_size. Token ids are null and `torch_dtype` is that of `args`: the caller knows
-    better.
+    family: a `model_type`; None: the first one that computes what `args` says. vocab_size: rows of vocabulary
+    that `to_hf` keeps; None: padded_vocab_size. Token ids are null and `torch_dtype` is that of `args`; the
+    caller replaces them.
     Raises CheckpointError with what no family, or the one asked for, has.
     """
     found, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
@@ -117,13 +135,18 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
 
 
 def with_fields(config: Config, before: Config, args: NeoXArgs) -> dict[str, Any]:
-    """`config`, of `hf_config`, with what the config.json of the model that was imported says besides: all that leaves
-    it the model of `args`. Fields come in the order of `before`."""
+    """`config`, the result of `hf_config`, with further fields of `before`, the config.json of the model that
+    was imported: all that do not change the model from that of `args`. Fields are in the order of
+    `before`."""
     if before.get("model_type") != config["model_type"]:
         return dict(config)
     family, made = FAMILIES[config["model_type"]], dict(config)
     for name, value in before.items():
-        if name not in made and name not in _NOT_KEPT and not _differences(args, family, {**made, name: value}):
+        if (
+            name not in made
+            and name not in _NOT_KEPT
+            and not _differences(args, family, {**made, name: value})
+        ):
             made[name] = value
     if "dtype" in before:  # transformers 5's name
         made["dtype"] = made["torch_dtype"]
@@ -135,8 +158,9 @@ def to_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """HuggingFace's (name, tensor) pairs of a model of ours, each tensor contiguous and with its own storage.
 
-    layers: (NeoX layer index, whole tensors by our names), in any order, each asked for when the one before is done;
-    all of `layer_params(args)` or some. family, vocab_size: as `hf_config`; rows from vocab_size on are left out.
+    layers: (NeoX layer index, whole tensors by our names), in any order, each asked for when the one before
+    is done; all of `layer_params(args)` or some. family, vocab_size: as `hf_config`; rows from vocab_size on
+    are left out.
     Raises CheckpointError for a layer whose tensors are not those of the weight map.
     """
     table, vocab, specs = _family_for(args, family), _vocabulary(args, vocab_size), layer_params(args)
@@ -145,7 +169,9 @@ def to_hf(
         got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if got != expected:
             wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
-            told = [f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong]
+            told = [
+                f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
+            ]
             raise CheckpointError(f"layer {layer}: {_some(told)}")
         for spec, row in _rows(table, layer, specs.get(layer, ())):
             whole = tensors[spec.name]
@@ -172,8 +198,10 @@ def check_hf_tensors(
 ) -> None:
     """Compare a folder's tensors with what `from_hf` will ask for, from their names and shapes alone.
 
-    keys: `from_hf`'s. shapes: of all tensors of all files. Buffers are skipped, and a head beside tied embeddings.
-    Raises CheckpointError with every missing or extra tensor and wrong shape, grouped over layers, and a likely cause.
+    keys: `from_hf`'s. shapes: of all tensors of all files. Buffers are skipped, and a head beside tied
+    embeddings.
+    Raises CheckpointError with every missing or extra tensor and wrong shape, grouped over layers, and a
+    likely cause.
     """
     family, args = FAMILIES[family_of(config)], NeoXArgs.from_dict(keys, "config.json")
     wanted = hf_shapes(args, family=family.model_type, vocab_size=config["vocab_size"])
@@ -182,10 +210,16 @@ def check_hf_tensors(
     missing = wanted.keys() - shapes.keys()
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
     both = [name for name in wanted if name in shapes and tuple(shapes[name]) != wanted[name]]
-    wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {wanted[name]} by config.json" for name in both]
-    lines += wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more of another shape"] if len(wrong) > _SHOWN else [])
+    wrong = [
+        f"{name}: shape {tuple(shapes[name])} in the file, {wanted[name]} by config.json" for name in both
+    ]
+    lines += wrong[:_SHOWN] + (
+        [f"and {len(wrong) - _SHOWN} more of another shape"] if len(wrong) > _SHOWN else []
+    )
     if head in missing:
-        lines.append(f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json")
+        lines.append(
+            f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json"
+        )
     elif missing and extra and all(name.removeprefix("model.") in shapes for name in missing):
         lines.append('names lack "model.": the folder holds the base model without its head')
     if lines:
@@ -193,11 +227,13 @@ def check_hf_tensors(
 
 
 def _grouped(names: Iterable[str]) -> list[str]:
-    """One line for the tensors that differ in the number of their layer alone."""
+    """One line for all tensors whose names differ only in the number of their layer."""
     groups: dict[str, list[int]] = {}
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
-        groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(int(number[1]) if number else -1)
+        groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(
+            int(number[1]) if number else -1
+        )
     told = {name: ", ".join(map(str, sorted(layers))) for name, layers in groups.items()}
     return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in told.items())
 
@@ -218,12 +254,15 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
     closest = [line for _, line in sorted(told, key=lambda pair: pair[0])[:2]]
     if args.pos_emb != "rotary":
         like = " as in GPT-2, which is not written" if args.pos_emb == "learned" else ""
-        closest.insert(0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are")
+        closest.insert(
+            0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are"
+        )
     raise CheckpointError("HuggingFace has no such model:\n  " + "\n  ".join(closest))
 
 
 def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -> list[str]:
-    """What a config.json (None: what the family makes of `args`) computes otherwise than `args`, in words."""
+    """How the model of `config` (None: what the family makes of `args`) differs from that of `args`, in
+    words."""
     try:
         keys = family.to_keys(family.to_config(args) if config is None else config)
         again = NeoXArgs.from_dict({**keys, "padded_vocab_size": args.padded_vocab_size}, family.model_type)
@@ -243,7 +282,9 @@ def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
     return vocab_size or rows
 
 
-def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, TensorMapping]]:
+def _rows(
+    family: Family, layer: int, specs: Iterable[ParamSpec]
+) -> Iterator[tuple[ParamSpec, TensorMapping]]:
     table = {row.ours: row for row in family.rows}
     for spec in specs:
         if spec.name not in table:
@@ -256,7 +297,7 @@ def _foreign(row: TensorMapping, layer: int) -> list[str]:
 
 
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:
-    """The shape before the vocabulary is padded."""
+    """The shape of a parameter before its vocabulary is padded."""
     return (vocab, *spec.shape[1:]) if spec.name in _VOCABULARY else spec.shape
 
 

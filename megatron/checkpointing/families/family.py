@@ -1,7 +1,9 @@
-"""What a family of HuggingFace models is: a table of its tensor names, and the translation of its config.json.
+"""What a family of HuggingFace models is: a table of its tensor names, and the translation of its
+config.json.
 
-A row says which foreign tensors one of our parameters is made of, and how: `join` makes ours, `split` undoes it bit for
-bit. Shapes, tensor-parallel cuts and initial values of our side stand in `model.weight_map`.
+A `TensorMapping` says which foreign tensors one of our parameters is made of, and how: `join` makes ours,
+`split` undoes it bit for bit. Shapes, tensor-parallel splits and initial values of our parameters stand in
+`model.weight_map`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +21,12 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Transform:
-    """join: whole foreign tensors, in the order of the row, to one of ours; split: its inverse. Both are told the
-    attention of the layer, if it has one."""
+    """How foreign tensors become one of ours.
+
+    join: from whole foreign tensors, in the order of `TensorMapping.theirs`, to our tensor. split: its
+    inverse.
+    Both are given the attention spec of the layer, if it has one.
+    """
 
     join: Callable[[Sequence[Tensor], AttentionSpec | None], Tensor]
     split: Callable[[Tensor, AttentionSpec | None], tuple[Tensor, ...]]
@@ -44,22 +50,30 @@ def _split_qkv(whole: Tensor, attention: AttentionSpec | None) -> tuple[Tensor, 
 
 
 COPY = Transform(lambda parts, attention: parts[0], lambda whole, attention: (whole,))
-# Ours are [q|k|v] of every head where queries and keys have as many heads, else all queries, all keys, all values.
+# Ours are [q|k|v] of every head where queries and keys have as many heads, else all queries, all keys, all
+# values.
 QKV = Transform(_join_qkv, _split_qkv)
 UP_GATE = Transform(lambda parts, attention: torch.cat(tuple(parts)), lambda whole, attention: whole.chunk(2))
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """ours: name in a layer of the weight map; theirs: foreign names, {} stands for the block's number from 0."""
+    """One of our parameters and the foreign tensors that it is made of.
+
+    ours: its name within a layer of the weight map. theirs: names of the foreign tensors, in which {} stands
+    for the number of the block, counted from 0.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = COPY
 
 
-def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tuple[TensorMapping, TensorMapping]:
-    """The rows of a linear's (or layernorm's) weight and bias."""
+def weight_and_bias(
+    ours: str, *theirs: str, transform: Transform = COPY
+) -> tuple[TensorMapping, TensorMapping]:
+    """The mappings of the weight and of the bias of a linear layer or layernorm; names without `.weight`,
+    `.bias`."""
     weight, bias = (
         TensorMapping(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), transform)
         for kind in ("weight", "bias")
@@ -69,12 +83,16 @@ def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tup
 
 @dataclass(frozen=True)
 class Family:
-    """model_type, architecture: as in config.json. rows: of all layers; those that a model has no parameter for are
-    left out. ignored: a regular expression of foreign tensors that hold nothing trained.
+    """A family of HuggingFace models.
 
-    to_keys: config.json (of any version of transformers, defaults left out) to our keys, without the vocabulary.
-    to_config: ours to config.json without model_type, architectures and the vocabulary; it may drop what the family
-    cannot say, since the result is translated back and compared.
+    model_type, architecture: as in config.json. rows: the tensor mappings of all layers; those that a model
+    has no parameter for are not used. ignored: a regular expression of foreign tensors without trained
+    values.
+
+    to_keys: config.json (of any version of transformers, defaults left out) to our keys, without the
+    vocabulary.
+    to_config: ours to config.json without model_type, architectures and the vocabulary; it may drop what the
+    family cannot say, since the result is translated back and compared.
     Both raise CheckpointError for what has no counterpart.
     """
 

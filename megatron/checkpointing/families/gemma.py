@@ -1,4 +1,5 @@
-"""Gemma 3, text: norms around attention and MLP that multiply by 1 + w, scaled embeddings, two rotary bases."""
+"""The family of Gemma 3 for text: norms around attention and MLP that multiply by 1 + w, scaled embeddings,
+two rotary bases."""
 
 from typing import Any
 

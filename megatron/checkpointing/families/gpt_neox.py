@@ -1,9 +1,16 @@
-"""GPT-NeoX and Pythia: rows of queries, keys and values as ours."""
+"""The family of GPT-NeoX and Pythia, whose rows of queries, keys and values are in our order."""
 
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of, size_config, size_keys
+from megatron.checkpointing.families.config_fields import (
+    get,
+    rope_config,
+    rope_keys,
+    rope_of,
+    size_config,
+    size_keys,
+)
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
 from megatron.neox_arguments import NeoXArgs
 
@@ -34,7 +41,9 @@ ROWS = (
 def to_keys(config: Config) -> dict[str, Any]:
     act = get(config, "hidden_act", "gelu")
     if act not in _ACTIVATIONS:
-        raise CheckpointError(f"config.json: hidden_act: {act} is not supported; one of {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(
+            f"config.json: hidden_act: {act} is not supported; one of {', '.join(_ACTIVATIONS)}"
+        )
     activation, tanh = _ACTIVATIONS[act]
     rope = rope_of(config, theta=10000.0, spelt="rotary_emb_base")
     rotated = rope.pop("partial_rotary_factor", get(config, "rotary_pct", 0.25))

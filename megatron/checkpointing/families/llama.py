@@ -1,4 +1,5 @@
-"""LLaMA 2 and 3, Mistral, Qwen 3 and SmolLM3: one table, and what their configurations differ in."""
+"""The families of LLaMA 2 and 3, Mistral, Qwen 3 and SmolLM3: one table of tensors, four translations of
+config.json."""
 
 from typing import Any
 
@@ -19,13 +20,25 @@ from megatron.checkpointing.families.config_fields import (
     window_keys,
     window_of,
 )
-from megatron.checkpointing.families.family import QKV, UP_GATE, Config, Family, TensorMapping, weight_and_bias
+from megatron.checkpointing.families.family import (
+    QKV,
+    UP_GATE,
+    Config,
+    Family,
+    TensorMapping,
+    weight_and_bias,
+)
 from megatron.neox_arguments import NeoXArgs
 
 _BLOCK = "model.layers.{}."
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _ATTENTION = tuple(f"{_BLOCK}self_attn.{name}_proj" for name in "qkv")
-# Of all models of this build: which norms and biases a model has, its configuration says.
+# For all models built like LLaMA; which of the norms and biases exist follows from the configuration.
 ROWS = (
     TensorMapping("word_embeddings.weight", ("model.embed_tokens.weight",)),
     *(TensorMapping(f"{norm}.scale", (f"{_BLOCK}{norm}.weight",)) for norm in _NORMS),
@@ -41,7 +54,8 @@ ROWS = (
 
 
 def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> dict[str, Any]:
-    """Keys of every model of this build, without positions and windows."""
+    """Our keys for every model built like LLaMA, without positions and windows; act: the field of its
+    activation."""
     refuse_unless(config, "rope_interleaved", False)
     heads = get(config, "num_attention_heads", defaults.get("num_attention_heads"))
     head_dim = get(config, "head_dim", defaults.get("head_dim"))

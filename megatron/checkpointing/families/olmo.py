@@ -1,4 +1,5 @@
-"""OLMo 2 and OLMo 3: norms after attention and MLP, and over the whole width of queries and keys."""
+"""The families of OLMo 2 and OLMo 3: norms after attention and MLP, and over the whole width of queries and
+keys."""
 
 from typing import Any
 
@@ -37,7 +38,8 @@ def _olmo2_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def local_rope_keys(rope: Config) -> dict[str, Any]:
-    """Of the layers with a window, which no family scales."""
+    """Our key for the rotary base of layers with a window, which no family scales. Raises CheckpointError if
+    scaled."""
     if rope["rope_type"] != "default":
         raise CheckpointError(f"config.json: rope_parameters.{SLIDING}: {rope['rope_type']} is not supported")
     return {"rope_local_base_freq": float(number(rope["rope_theta"]))}

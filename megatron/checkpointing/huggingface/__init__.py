@@ -1,6 +1,8 @@
-"""HuggingFace folders: read and written one tensor at a time, imported and exported, and checked against transformers.
+"""HuggingFace folders: reading and writing them one tensor at a time, importing, exporting, and the check of
+logits against transformers.
 
-What a tensor is called there, and what config.json means, is the knowledge of `families`.
+How a model family names its tensors, and what its config.json means, is in `megatron.checkpointing.families`,
+where a new family is added too.
 """
 
 from megatron.checkpointing.huggingface.companion_files import (

@@ -1,7 +1,7 @@
-"""What a HuggingFace folder holds beside weights: tokenizer, chat template, generation defaults, terms of use.
+"""The companion files of a HuggingFace model: tokenizer, chat template, generation defaults, terms of use.
 
-An imported model keeps these files in `huggingface/` of its checkpoints, and training carries them on, so that they
-come out as they went in.
+An imported model keeps them in `huggingface/` of its checkpoints, and training copies them into every later
+checkpoint, so that an export has them unchanged.
 """
 
 import json
@@ -28,9 +28,13 @@ _ROLES = ("bos", "eos", "pad")
 
 @dataclass(frozen=True)
 class CompanionFiles:
-    """files: name -> content, all to be written; ids: bos_token_id and so on for config.json; vocab_size: rows that
-    the model had before it was padded, where that is known; tokens: of the tokenizer. config, card: of the model that
-    was imported, if any."""
+    """Everything but weights that an export writes.
+
+    files: content of each file to be written, by name. ids: `bos_token_id` and so on for config.json.
+    vocab_size: rows of the embedding before it was padded; None where that is not known. tokens: number of
+    tokens of the tokenizer; None without one. config, card: config.json and README.md of the model that was
+    imported, empty without one.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, Any] = field(default_factory=dict)
@@ -40,37 +44,50 @@ class CompanionFiles:
     card: str = ""
 
 
-def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """Of a HuggingFace folder: what a checkpoint keeps of it. tokenizer: files of the one that a run uses; where it is
-    another than the folder's, that one's files are left out."""
+def read_companion_files(
+    folder: str | Path, tokenizer: Mapping[str, bytes] | None = None
+) -> dict[str, bytes]:
+    """The companion files that a checkpoint keeps of a HuggingFace folder, by name.
+
+    tokenizer: the files of the tokenizer that a run uses; where it is not the folder's, the folder's
+    tokenizer files are left out.
+    """
     path = Path(folder)
     legal = sorted(file.name for pattern in LEGAL for file in path.glob(pattern))
     names = dict.fromkeys((CONFIG, GENERATION, CARD, *TOKENIZER, *legal))
-    found = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
-    if tokenizer is not None and tokenizer.get("tokenizer.json") != found.get("tokenizer.json"):
-        return {name: content for name, content in found.items() if name not in TOKENIZER}
-    return found
+    files = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+    if tokenizer is not None and tokenizer.get("tokenizer.json") != files.get("tokenizer.json"):
+        return {name: content for name, content in files.items() if name not in TOKENIZER}
+    return files
 
 
 def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
-    """Rows of vocabulary that an export of a checkpoint keeps, which carries these files and has a tokenizer of
-    `tokens`; None: all."""
+    """The number of rows of vocabulary that an export of a checkpoint keeps; None: all.
+
+    carried: the companion files of the checkpoint. tokens: number of tokens of its tokenizer.
+    """
     rows = json.loads(carried.get(CONFIG, b"{}")).get("vocab_size")
     return None if rows is None else max(rows, tokens)
 
 
 def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
-    """Ids that end a text by a model's own files: `eos_token_id`, one or a list, of generation_config.json, else of
+    """The ids that end a text by a model's own files: `eos_token_id` of generation_config.json, else of
     config.json, as transformers reads them."""
     file = GENERATION if GENERATION in carried else CONFIG
-    found = json.loads(carried.get(file, b"{}")).get("eos_token_id")
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    eos = json.loads(carried.get(file, b"{}")).get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
 
 
 def companion_files_of(
-    source: Path, args: NeoXArgs, *, tokenizer: bool = True, vocab_is_hf: bool = False, pad_token_id: int | None = None
+    source: Path,
+    args: NeoXArgs,
+    *,
+    tokenizer: bool = True,
+    vocab_is_hf: bool = False,
+    pad_token_id: int | None = None,
 ) -> CompanionFiles:
-    """For the checkpoint `source`: what it carries from its import, else made from its own tokenizer or `vocab_file`.
+    """The companion files for an export of checkpoint `source`: those of the model that was imported, else
+    made from the run's own tokenizer or `vocab_file`.
 
     tokenizer: false leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
     Raises CheckpointError for a tokenizer that cannot be had.
@@ -90,17 +107,22 @@ def companion_files_of(
     if not tokenizer:
         files = {name: content for name, content in files.items() if name not in TOKENIZER}
     if carried or not ids:  # config.json may name several ends
-        ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
+        ids |= {
+            key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None
+        }
     if pad_token_id is not None:
         ids["pad_token_id"] = pad_token_id
         files = _with_pad(files, pad_token_id)
     if GENERATION not in files:
-        files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
+        files[GENERATION] = _json(
+            {"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}}
+        )
     return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
 
 
 def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:
-    """Files of the run's tokenizer, as its checkpoint keeps them or from `vocab_file`, with what stands beside it."""
+    """Files of the run's tokenizer, as its checkpoint keeps them or from `vocab_file`, with what stands
+    beside it."""
     place = Path(args.vocab_file) if args.vocab_file else None
     beside = {}
     if place is not None:
@@ -148,7 +170,9 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
         try:
             return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
         except TokenizerError as problem:
-            raise CheckpointError(f"tokenizer: {problem}; or leave it out with --no_save_tokenizer") from problem
+            raise CheckpointError(
+                f"tokenizer: {problem}; or leave it out with --no_save_tokenizer"
+            ) from problem
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
@@ -161,7 +185,8 @@ def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
 
 
 def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
-    """The token of this id as pad_token."""
+    """The files with the token of id `pad` as pad_token of the tokenizer. Raises CheckpointError for an
+    unknown id."""
     if "tokenizer.json" not in files:
         return files
     told = json.loads(files["tokenizer.json"])

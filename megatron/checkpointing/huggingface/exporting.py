@@ -1,4 +1,5 @@
-"""A checkpoint, ours or GPT-NeoX's in any layout, as a HuggingFace folder: streamed, checked, whole or not at all."""
+"""A checkpoint, ours or GPT-NeoX's in any layout, as a HuggingFace folder: streamed, checked, whole or not at
+all."""
 
 import json
 import math
@@ -27,14 +28,15 @@ from megatron.checkpointing.huggingface.model_card import model_card
 from megatron.checkpointing.layout import is_optimizer_file
 from megatron.checkpointing.manifest import read_manifest, verify
 from megatron.checkpointing.tensor_files import need_free, write_bytes
-from megatron.checkpointing.weights import describe_checkpoint, load_weights
+from megatron.checkpointing.weight_files import describe_checkpoint
+from megatron.checkpointing.weights import load_weights
 from megatron.data.files import sync
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 
 LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
-# What an earlier conversion may have left, which a new one replaces.
+# Files that an earlier conversion may have written, which a new one replaces.
 _OWN = re.compile(
     r".*\.(safetensors|json|jinja|txt|md)|tokenizer\.model|pytorch_model.*\.bin|(LICEN[CS]E|COPYING|NOTICE|.*USE_POLICY).*"
 )
@@ -61,11 +63,11 @@ def export_hf(
 ) -> LogitComparison | None:
     """Write checkpoint `source` (of `args`, see `load_checkpoint_args`) as the HuggingFace folder `output`.
 
-    dtype: of the weights that are written; None: that of the checkpoint. family: a `model_type`; None: the first
-    that computes what `args` says. check: compare logits with transformers before the folder appears; returns the
-    comparison. each: wraps the layers, for a progress bar. notes: further .json files by name.
-    One layer is in memory at a time. A folder of an earlier conversion is replaced; an interrupted call is simply
-    made again. Raises CheckpointError.
+    dtype: of the weights that are written; None: that of the checkpoint. family: a `model_type`; None: the
+    first that computes what `args` says. check: compare logits with transformers before the folder appears;
+    returns the comparison. each: wraps the layers, for a progress bar. notes: further .json files by name.
+    One layer is in memory at a time. A folder of an earlier conversion is replaced; an interrupted call is
+    simply made again. Raises CheckpointError.
     """
     source, output = Path(source), Path(output).resolve()
     given, args = args, plain_args(args)
@@ -73,7 +75,9 @@ def export_hf(
     manifest = read_manifest(source)
     if manifest is not None:
         verify(source, [name for name in manifest.files if not is_optimizer_file(name)])
-    extras = companion_files_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
+    extras = companion_files_of(
+        source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id
+    )
     assert args.padded_vocab_size is not None
     vocab = extras.vocab_size or args.padded_vocab_size
     if extras.tokens is not None and extras.tokens > args.padded_vocab_size:
@@ -89,7 +93,9 @@ def export_hf(
     temporary = _begin(output, weight_bytes(shapes, dtype))
     try:
         layers = _read(source, args, dtype, each)
-        write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
+        write_weights(
+            temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes
+        )
         parameters = sum(math.prod(shape) for shape in shapes.values())
         card = model_card(source, given, config, parameters, dtype, extras.card)
         files = {**extras.files, CARD: card, **(notes or {})}
@@ -113,14 +119,17 @@ def _only_dtype(source: Path) -> torch.dtype:
     found = describe_checkpoint(source).dtypes
     if len(found) != 1 or not next(iter(found)).is_floating_point:
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-        raise CheckpointError(f"{source}: its weights are of several kinds ({told}); choose one with --precision")
+        raise CheckpointError(
+            f"{source}: its weights are of several kinds ({told}); choose one with --precision"
+        )
     return next(iter(found))
 
 
 def _read(
     source: Path, args: NeoXArgs, dtype: torch.dtype, each: LayerProgress
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Whole layers one after another. Where one does not fit, the others are still looked at, and all is told."""
+    """Whole layers one after another. Where one does not fit, the others are still looked at, and all is
+    told."""
     specs = layer_params(args)
     problems: list[str] = []
     for layer in each(sorted(specs), len(specs)):
@@ -135,17 +144,22 @@ def _read(
             problems += [line.strip() for line in lines]
             continue
         if not problems:
-            yield layer, {name: cast_to(tensor, dtype, f"layer {layer}: {name}") for name, tensor in tensors.items()}
+            yield (
+                layer,
+                {name: cast_to(tensor, dtype, f"layer {layer}: {name}") for name, tensor in tensors.items()},
+            )
     if problems:
         raise CheckpointError(f"{source}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
 
 
 def _grouped(problems: Iterable[str]) -> list[str]:
-    """One line for all layers of which the same is said."""
+    """The problems with one line for all layers that have the same."""
     groups: dict[str, list[str]] = {}
     for line in dict.fromkeys(problems):
         found = re.fullmatch(r"(?:(\S+\.pt), )?layer (\d+)(:? .*)", line)
-        groups.setdefault(found[3].removeprefix(":").strip() if found else line, []).append(found[2] if found else "")
+        groups.setdefault(found[3].removeprefix(":").strip() if found else line, []).append(
+            found[2] if found else ""
+        )
     told = []
     for text, layers in groups.items():
         numbers = sorted({int(layer) for layer in layers if layer})
@@ -164,14 +178,19 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _begin(output: Path, needed: int) -> Path:
-    """An empty folder beside `output`, once it is known that all will fit and nothing foreign is in the way."""
+    """An empty folder beside `output`, once it is known that all will fit and nothing foreign is in the
+    way."""
     if output.exists():
         if not output.is_dir():
             raise CheckpointError(f"{output}: is a file; give a folder")
-        foreign = sorted(path.name for path in output.iterdir() if path.is_dir() or not _OWN.fullmatch(path.name))
+        foreign = sorted(
+            path.name for path in output.iterdir() if path.is_dir() or not _OWN.fullmatch(path.name)
+        )
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise CheckpointError(f"{output}: holds {', '.join(foreign[:3])}{more}, no model's; give another folder")
+            raise CheckpointError(
+                f"{output}: holds {', '.join(foreign[:3])}{more}, no model's; give another folder"
+            )
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -180,17 +199,19 @@ def _begin(output: Path, needed: int) -> Path:
             shutil.rmtree(temporary)  # of an interrupted call
         temporary.mkdir()
     except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror}); give another folder") from problem
+        raise CheckpointError(
+            f"{output}: cannot be written ({problem.strerror}); give another folder"
+        ) from problem
     return temporary
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raises CheckpointError before anything is written that will not fit."""
+    """Raise CheckpointError where `needed` bytes and some more do not fit on the disk of `folder`."""
     need_free(folder, needed + _SPARE, "the result takes up to")
 
 
 def recover(output: Path) -> None:
-    """Give a folder back its name that an interrupted call had set aside."""
+    """Give a folder that an interrupted call had set aside its name back."""
     aside = output.with_name(f".old_{output.name}")
     if aside.exists() and not output.exists():
         os.rename(aside, output)

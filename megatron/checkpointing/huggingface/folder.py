@@ -1,7 +1,8 @@
 """Folders in HuggingFace's format: found, read one tensor at a time, and written one tensor at a time.
 
-Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's length, a
-JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as safetensors.
+Weights are read from safetensors (https://github.com/huggingface/safetensors: eight bytes with the header's
+length, a JSON header, the tensors) or from pytorch_model.bin, of which nothing is run; they are written as
+safetensors.
 """
 
 import json
@@ -39,8 +40,9 @@ def is_hf(name: str | Path) -> bool:
 
 
 def find_hf(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not), downloaded
-    unless it is in the Hub's local cache. Raises CheckpointError with what to do without a network."""
+    """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not),
+    downloaded unless it is in the Hub's local cache. Raises CheckpointError with what to do without a
+    network."""
     text = str(name)
     if Path(text).is_dir():
         return Path(text)
@@ -52,13 +54,19 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
-        raise CheckpointError(f"{text}: needs the huggingface_hub package (pip install huggingface_hub)") from None
+        raise CheckpointError(
+            f"{text}: needs the huggingface_hub package (pip install huggingface_hub)"
+        ) from None
     small = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", *LEGAL]
     try:
         found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
-    except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
+            found = Path(
+                snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"])
+            )
+    except (
+        Exception
+    ) as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -70,7 +78,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor stands. begin, end: bytes in a safetensors file; 0, 0 in another."""
+    """Where a tensor is stored. begin, end: its bytes in a safetensors file; 0, 0 in a file of another
+    kind."""
 
     file: Path
     dtype: torch.dtype | None
@@ -80,9 +89,10 @@ class _Entry:
 
 
 class HFFolder:
-    """config: of config.json; shapes: of all tensors; origin: what its user calls it, where that is not the path;
-    dtype: that its weights are read in, None: each in its own.
+    """A folder in HuggingFace's format, whose tensors are read one at a time.
 
+    config: the content of config.json. shapes: of all tensors, by name. origin: what errors call the folder,
+    where that is not its path. dtype: weights are cast to it when they are read; None: each keeps its own.
     Raises CheckpointError for what is missing or damaged.
     """
 
@@ -91,7 +101,9 @@ class HFFolder:
         self.origin = origin or str(path)
         self.config = read_json(self.path / CONFIG)
         if self.config.get("quantization_config"):
-            raise CheckpointError(f"{self.path}: is quantised (quantization_config); take the model it was made from")
+            raise CheckpointError(
+                f"{self.path}: is quantised (quantization_config); take the model it was made from"
+            )
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
@@ -100,7 +112,9 @@ class HFFolder:
             if both:
                 raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
             self._entries |= entries
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: entry.shape for name, entry in self._entries.items()
+        }
 
     def _weight_files(self) -> list[Path]:
         for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
@@ -108,15 +122,19 @@ class HFFolder:
                 names = sorted(set(read_json(self.path / index).get("weight_map", {}).values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
                 if missing or not names:
-                    raise CheckpointError(f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}")
+                    raise CheckpointError(
+                        f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}"
+                    )
                 return [self.path / name for name in names]
             if (self.path / whole).is_file():
                 return [self.path / whole]
-        raise CheckpointError(f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts")
+        raise CheckpointError(
+            f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts"
+        )
 
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
-        """As they are read; None: a dtype that no weight has."""
+        """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
         return {name: entry.dtype and (self.dtype or entry.dtype) for name, entry in self._entries.items()}
 
     @property
@@ -127,15 +145,19 @@ class HFFolder:
         return found
 
     def get(self, name: str) -> Tensor:
-        """One tensor, in the file until it is used (memory map of its own) or cast. Raises CheckpointError where fp16
-        cannot hold it."""
+        """One tensor, which stays in the file until it is used (memory map) or cast.
+
+        Raises CheckpointError where fp16 cannot hold its values.
+        """
         tensor = self._stored(name)
         return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
 
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]
         if entry.dtype not in _NAMES:
-            raise CheckpointError(f"{entry.file}: {name} is no floating-point tensor; quantised models are not read")
+            raise CheckpointError(
+                f"{entry.file}: {name} is no floating-point tensor; quantised models are not read"
+            )
         if entry.file.suffix != ".safetensors":
             if self._open[0] != entry.file:
                 self._open = (entry.file, load_tensors(entry.file))
@@ -199,7 +221,9 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> i
     return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
-def _plan(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[dict[str, tuple[int, int]]]:
+def _plan(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int
+) -> list[dict[str, tuple[int, int]]]:
     """Tensors of each file with the bytes of their beginning and end, in the order given."""
     files: list[dict[str, tuple[int, int]]] = [{}]
     at = 0
@@ -226,14 +250,20 @@ def write_weights(
     """
     plan = _plan(shapes, dtype, limit)
     count = len(plan)
-    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = (
+        [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    )
     where: dict[str, tuple[BinaryIO, int]] = {}
     opened = []
     with ExitStack() as stack:
         for file_name, entries in zip(names, plan, strict=True):
             told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             for name, offsets in entries.items():
-                told[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(offsets)}
+                told[name] = {
+                    "dtype": _NAMES[dtype],
+                    "shape": list(shapes[name]),
+                    "data_offsets": list(offsets),
+                }
             header = json.dumps(told, separators=(",", ":")).encode()
             header += b" " * (-len(header) % 8)
             opened.append(stack.enter_context((path / file_name).open("wb")))
@@ -259,6 +289,13 @@ def write_weights(
 def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """In another precision. Raises CheckpointError where a number becomes infinite (bf16 to fp16)."""
     cast = tensor.to(dtype)
-    if dtype == torch.float16 and tensor.dtype != dtype and not cast.isfinite().all() and tensor.isfinite().all():
-        raise CheckpointError(f"{name}: holds {tensor.abs().max():.3g}, which fp16 cannot; choose bf16 or fp32")
+    if (
+        dtype == torch.float16
+        and tensor.dtype != dtype
+        and not cast.isfinite().all()
+        and tensor.isfinite().all()
+    ):
+        raise CheckpointError(
+            f"{name}: holds {tensor.abs().max():.3g}, which fp16 cannot; choose bf16 or fp32"
+        )
     return cast

@@ -1,4 +1,5 @@
-"""Whether the Hub can be reached: asked once, so that nothing waits for retries on a machine without a network."""
+"""Whether the Hub can be reached: asked once, so that nothing waits for retries on a machine without a
+network."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +10,8 @@ _SECONDS, _TRIES = 5.0, 2
 
 @contextmanager
 def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
-    """What is loaded within may come from the Hub; where that does not answer, or HF_HUB_OFFLINE is set, from its local
-    cache alone, and what is not there fails at once. log: told that it does not answer.
+    """What is loaded within may come from the Hub; where that does not answer, or HF_HUB_OFFLINE is set, from
+    its local cache alone, and what is not there fails at once. log: told that it does not answer.
 
     Any answer counts, also one of a proxy or a mirror (HF_ENDPOINT).
     """
@@ -29,7 +30,8 @@ def find_in_hub_or_cache(log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why the Hub does not answer; None if it does. Goes the way that its own requests go, through proxies too."""
+    """Why the Hub does not answer; None if it does. Goes the way that its own requests go, through proxies
+    too."""
     from huggingface_hub.utils import get_session
 
     problem = None

@@ -57,11 +57,12 @@ def import_hf(
 ) -> tuple[Path, LogitComparison]:
     """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
 
-    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of GENERATIONS; None: today's.
-    save_tokenizer: its files also in `<save>/tokenizer`. chat_template: a file that takes the place of the folder's, or
-    gives a base model one. The vocabulary is padded to a multiple of 128 that the ranks divide,
-    `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go along in
-    `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
+    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of GENERATIONS; None:
+    today's.
+    save_tokenizer: its files also in `<save>/tokenizer`. chat_template: a file that takes the place of the
+    folder's, or gives a base model one. The vocabulary is padded to a multiple of 128 that the ranks divide,
+    `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go
+    along in `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
     """
     save = Path(save)
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
@@ -80,7 +81,9 @@ def import_hf(
         try:
             carried[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
         except OSError as problem:
-            raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
+            raise CheckpointError(
+                f"--chat-template {chat_template}: cannot be read ({problem.strerror})"
+            ) from problem
     needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1)
     temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
     try:
@@ -92,7 +95,9 @@ def import_hf(
             del whole, found
 
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+            return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[
+                layer
+            ]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
         if pipe == 0:
@@ -127,7 +132,9 @@ def _check_target(final: Path) -> None:
     if final.exists():
         there = read_manifest(final)
         if there is None or there.data or there.optimizer:
-            raise CheckpointError(f"{final}: is there already, and no import; give another folder or --iteration")
+            raise CheckpointError(
+                f"{final}: is there already, and no import; give another folder or --iteration"
+            )
 
 
 def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
@@ -141,7 +148,7 @@ def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
 
 
 def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
-    """Names of the tensors that make the model; nothing is read."""
+    """The names of the tensors that the model is made of; no tensor is read."""
     asked: set[str] = set()
 
     def get(name: str) -> Tensor:
@@ -164,14 +171,19 @@ def _save_tokenizer(save: Path, carried: Mapping[str, bytes], folder: HFFolder) 
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str((target / "tokenizer.json").resolve())}
 
 
-# -- as the start of a run ---------------------------------------------------------------------------------------
+# -- as the start of a run
+# ---------------------------------------------------------------------------------------
 
 
 def load_hf_weights(
     path: str | Path, args: NeoXArgs, *, layers: Iterable[int], tensor_rank: int, tensor_size: int
 ) -> dict[int, dict[str, Tensor]]:
-    """As `load_weights`, from a HuggingFace folder. Rows that pad the vocabulary, or that the tokenizer added, are the
-    mean of the others. Raises CheckpointError that says what `args` should be."""
+    """Load the tensors of `layers` from a HuggingFace folder; arguments and result are those of
+    `load_weights`.
+
+    Rows that pad the vocabulary, or that the tokenizer added, are the mean of the others. Raises
+    CheckpointError that says what `args` should be.
+    """
     folder, wanted = HFFolder(path), set(layers)
     rows = args.padded_vocab_size
     assert rows is not None
@@ -195,7 +207,7 @@ def load_hf_weights(
 
 
 def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
-    """Raises CheckpointError with the lines that a configuration lacks."""
+    """Raise CheckpointError with the keys in which the configuration differs from the model's."""
     wanted, now = canonical_config(theirs), canonical_config(plain_args(ours))
     scaled = theirs.rope_scaling is not None and theirs.rope_scaling["rope_type"] == "dynamic"
     if theirs.pos_emb == "rotary" and not scaled:  # how long texts may be is the run's choice
@@ -210,16 +222,27 @@ def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
 
 
 def _in_short(value: Any) -> str:
-    """What is alike in all layers is told once."""
+    """A value as text; a list whose items are all equal as one item."""
     alike = isinstance(value, (list, tuple)) and len(value) > 1 and all(item == value[0] for item in value)
     return f"{json.dumps(value[0])} (all layers)" if alike else json.dumps(value)
 
 
 def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[int, str]:
-    """padded_vocab_size for a run that starts from a HuggingFace folder with a tokenizer of `tokens`, and what to say
-    of it."""
+    """padded_vocab_size for a run that starts from a HuggingFace folder, and a log line about it.
+
+    tokens: number of tokens of the run's tokenizer.
+    """
     vocab = HFFolder(path).vocab_size
-    rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
+    rows = args.padded_vocab_size or padded_vocab_size(
+        max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp
+    )
     added = max(0, tokens - vocab)
-    resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
-    return rows, f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}"
+    resized = (
+        f"; {added} tokens are new to it: rows of the embedding and the head start as the mean"
+        if added
+        else ""
+    )
+    return (
+        rows,
+        f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}",
+    )

@@ -1,7 +1,8 @@
-"""Whether a HuggingFace folder and a model of ours compute the same: logits of a fixed batch, by transformers and here.
+"""The check that a HuggingFace folder and a model of ours compute the same logits of a fixed batch.
 
-Both models are built without weights, and each of their modules gets its own just for its turn, in fp32: memory is that
-of the largest layer, not of the model.
+Both models are built without weights, and each of their modules gets its weights in fp32 just for its forward
+pass:
+the memory needed is that of the largest layer, not of the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,14 +24,16 @@ from megatron.model.specs import HeadSpec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
-# Of fp32 logits of order 1, and in proportion above; what is measured for the families is 2e-7 to 2e-6.
+# The largest difference of fp32 logits of order 1, in proportion above; measured for the families: 2e-7 to
+# 2e-6.
 BOUND = 2e-5
 _ROWS, _LENGTH = 2, 48
 
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """difference: the largest of any logit; largest: the largest logit itself; length: tokens of each row."""
+    """The result of the check. difference: the largest absolute difference of a logit; largest: the largest
+    absolute logit; length: number of tokens of each row."""
 
     difference: float
     largest: float
@@ -50,7 +53,10 @@ class LogitComparison:
 def compare_logits(
     folder: HFFolder, args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], vocab_size: int
 ) -> LogitComparison:
-    """Raises CheckpointError when the difference is above the bound, and where the folder's logits are NaN or Inf.
+    """Compare the logits that transformers computes from `folder` with those of our model.
+
+    Raises CheckpointError when the difference is above the bound, and where the folder's logits are NaN or
+    Inf.
 
     weights: whole tensors of a NeoX layer of ours, as stored. vocab_size: logits that both have.
     """
@@ -67,14 +73,14 @@ def compare_logits(
             "computes it; take an earlier checkpoint"
         )
     difference = (ours - theirs).abs().max().item()
-    found = LogitComparison(difference, theirs.abs().max().item(), length)
-    if not difference <= found.bound:  # NaN too
-        raise CheckpointError(f"{folder.origin}: is not the same model: {found}")
-    return found
+    comparison = LogitComparison(difference, theirs.abs().max().item(), length)
+    if not difference <= comparison.bound:  # NaN too
+        raise CheckpointError(f"{folder.origin}: is not the same model: {comparison}")
+    return comparison
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:
-    """The same model in one process, in fp32, on the CPU."""
+    """The configuration of the same model in one process, in fp32, on the CPU."""
     return args.replace(
         model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
         compile=False, attention_backend="math", checkpoint_activations=False,
@@ -83,7 +89,7 @@ def plain_args(args: NeoXArgs) -> NeoXArgs:
 
 
 def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], tokens: Tensor) -> Tensor:
-    """`[batch, seq, padded vocabulary]`."""
+    """The logits of our model, `[batch, seq, padded vocabulary]` fp32. weights: as of `compare_logits`."""
     args = plain_args(args)
     with _without_weights():
         stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
@@ -99,12 +105,17 @@ def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], t
 
 
 def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
-    """`[batch, seq, vocabulary]` of the class that transformers has for config.json; no code of the folder is run."""
+    """The logits of the class that transformers has for config.json, `[batch, seq, vocabulary]` fp32.
+
+    No code of the folder is run. Raises CheckpointError where transformers cannot build the model.
+    """
     transformers: Any
     try:
         import transformers
     except ModuleNotFoundError:
-        raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
+        raise CheckpointError(
+            "the check of the result needs transformers (pip install transformers)"
+        ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
         with _without_weights():
@@ -112,7 +123,9 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             ).eval()
     except (OSError, ValueError, TypeError, KeyError) as problem:
-        raise CheckpointError(f"{folder.origin}: transformers cannot build this model ({problem})") from problem
+        raise CheckpointError(
+            f"{folder.origin}: transformers cannot build this model ({problem})"
+        ) from problem
     # transformers 5 calls GPT-NeoX's head otherwise in memory than in files
     rows = FAMILIES[family_of(folder.config)].rows
     head = [row.theirs[0] for row in rows if row.ours == "final_linear.weight"]
@@ -141,7 +154,7 @@ def _stored(folder: HFFolder, names: Mapping[str, str]) -> Callable[[str], Tenso
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Modules built here have parameters without memory; their buffers are as always."""
+    """Within the context modules are built with parameters that have no memory; their buffers are real."""
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
         if param.is_meta:
@@ -168,7 +181,9 @@ def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]]) 
                 empty[part, own] = param
                 value = get(f"{path}.{own}" if path else own).float()
                 if value.shape != param.shape:
-                    raise CheckpointError(f"{path}.{own}: shape {tuple(value.shape)}, not {tuple(param.shape)}")
+                    raise CheckpointError(
+                        f"{path}.{own}: shape {tuple(value.shape)}, not {tuple(param.shape)}"
+                    )
                 part._parameters[own] = nn.Parameter(value, requires_grad=False)
 
     def give_back(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""README.md of an export: the model card of the Hub."""
+"""The model card (README.md) of an exported HuggingFace folder."""
 
 import json
 from collections.abc import Mapping
@@ -11,14 +11,28 @@ import yaml
 from megatron.checkpointing.manifest import read_manifest
 from megatron.neox_arguments import NeoXArgs
 
-_OURS: Mapping[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt-neox"]}
+_OURS: Mapping[str, Any] = {
+    "library_name": "transformers",
+    "pipeline_tag": "text-generation",
+    "tags": ["gpt-neox"],
+}
 
 
 def model_card(
-    source: Path, args: NeoXArgs, config: Mapping[str, Any], parameters: int, dtype: torch.dtype, before: str = ""
+    source: Path,
+    args: NeoXArgs,
+    config: Mapping[str, Any],
+    parameters: int,
+    dtype: torch.dtype,
+    before: str = "",
 ) -> bytes:
-    """README.md: what the model is and how it was trained. before: the card of the model that was imported, whose front
-    matter (license, languages, terms) stays; scores of it (`model-index`) do not, once it is trained on."""
+    """The content of README.md: what the model is and how it was trained.
+
+    source: the checkpoint. config: the exported config.json. parameters: their number. dtype: of the exported
+    weights.
+    before: the card of the model that was imported, whose front matter (license, languages, terms) stays, but
+    for its scores (`model-index`) once the model has been trained on.
+    """
     manifest = read_manifest(source)
     facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
     facts["Precision"] = str(dtype).removeprefix("torch.")
@@ -46,7 +60,7 @@ def model_card(
 
 
 def _front_matter(before: str, trained: bool) -> str:
-    """YAML between the marks: what stood there, and ours where nothing did."""
+    """The YAML front matter: that of the card `before`, and our fields where it has none."""
     parts = before.lstrip("\ufeff").split("---\n", 2)
     try:
         theirs = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
@@ -55,7 +69,7 @@ def _front_matter(before: str, trained: bool) -> str:
     theirs = theirs if isinstance(theirs, dict) else {}
     tags = theirs.get("tags") or []
     tags = [tags] if isinstance(tags, str) else list(tags)
-    found = {**_OURS, **theirs, "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)]}
+    front = {**_OURS, **theirs, "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)]}
     if trained:
-        found.pop("model-index", None)
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=2**20)
+        front.pop("model-index", None)
+    return yaml.safe_dump(front, sort_keys=False, allow_unicode=True, width=2**20)

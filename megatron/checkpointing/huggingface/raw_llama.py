@@ -1,7 +1,8 @@
-"""Meta's own format of LLaMA and Mistral, `params.json` and `consolidated.NN.pth`, read and written as HuggingFace's.
+"""Meta's own format of LLaMA and Mistral, `params.json` and `consolidated.NN.pth`, read and written as
+HuggingFace's.
 
-Names and cuts are those of Meta's model.py; rows of q and k stand there in pairs (2i, 2i + 1), in HuggingFace's files
-in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py has it.
+Names and cuts are those of Meta's model.py; rows of q and k stand there in pairs (2i, 2i + 1), in
+HuggingFace's files in halves (i, i + head_dim / 2), as transformers' convert_llama_weights_to_hf.py has it.
 """
 
 import json
@@ -24,7 +25,8 @@ from megatron.checkpointing.tensor_files import save_tensors, write_bytes
 from megatron.data.files import sync
 
 PARAMS, TOKENIZER = "params.json", "tokenizer.model"
-# Meta's name -> HuggingFace's name, and the dimension that is cut over the files (None: every file has it whole).
+# Meta's name -> HuggingFace's name, and the dimension that is cut over the files (None: every file has it
+# whole).
 _TOP: dict[str, tuple[str, int | None]] = {
     "tok_embeddings.weight": ("model.embed_tokens.weight", 1),  # 0 from LLaMA 3 on
     "norm.weight": ("model.norm.weight", None),
@@ -42,13 +44,18 @@ _BLOCK: dict[str, tuple[str, int | None]] = {
     "ffn_norm": ("post_attention_layernorm", None),
 }
 _UNUSED = re.compile(r"(layers\.\d+\.attention\.inner_attention\.)?rope\.freqs")  # computed from rope_theta
-_SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # LLaMA 3.1, 3.2
+_SCALED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # LLaMA 3.1, 3.2
 _LLAMA3_ROWS, _LLAMA3_IDS = 128256, {"bos_token_id": 128000, "eos_token_id": 128001}
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """meta: its name there; cut: dimension over the files; heads: of q and k, whose rows are reordered; 0: not."""
+    """A tensor in Meta's files. meta: its name there; cut: the dimension that is split over the files (None:
+    each file has the whole); heads: number of heads of q and k, whose rows are reordered, else 0."""
 
     meta: str
     cut: int | None
@@ -56,31 +63,35 @@ class _Tensor:
 
 
 def _table(layers: int, heads: int, kv_heads: int) -> dict[str, _Tensor]:
-    """By HuggingFace's names."""
-    found = {theirs: _Tensor(meta, cut) for meta, (theirs, cut) in _TOP.items()}
+    """The tensors of a model by HuggingFace's names."""
+    table = {theirs: _Tensor(meta, cut) for meta, (theirs, cut) in _TOP.items()}
     turned = {"attention.wq": heads, "attention.wk": kv_heads}
     for layer in range(layers):
         for meta, (theirs, cut) in _BLOCK.items():
             name = f"layers.{layer}.{meta}.weight"
-            found[f"model.layers.{layer}.{theirs}.weight"] = _Tensor(name, cut, turned.get(meta, 0))
-    return found
+            table[f"model.layers.{layer}.{theirs}.weight"] = _Tensor(name, cut, turned.get(meta, 0))
+    return table
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of every head from Meta's order to HuggingFace's. weight: `[heads * head_dim, hidden]`."""
+    """The weight of q or k, `[heads * head_dim, hidden]`, with the rows of every head in HuggingFace's order
+    instead of Meta's."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `to_halves`."""
+    """The inverse of `to_halves`: rows in Meta's order."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 class RawLlama(HFFolder):
-    """A folder of Meta's with the face of HuggingFace's: tensors are put together and reordered as they are asked for.
+    """A folder in Meta's format that is read as if it were HuggingFace's.
+
+    Tensors are joined and reordered as they are asked for.
 
     beside: an empty folder that gets config.json and the tokenizer, for whoever looks for them. positions:
-    `max_position_embeddings`, which Meta's files do not say. Raises CheckpointError for what is missing or damaged.
+    `max_position_embeddings`, which Meta's files do not say. Raises CheckpointError for what is missing or
+    damaged.
     """
 
     def __init__(self, raw: Path, beside: Path, model_type: str, positions: int) -> None:
@@ -102,7 +113,9 @@ class RawLlama(HFFolder):
         except (KeyError, TypeError, ValueError) as problem:
             if isinstance(problem, CheckpointError):
                 raise
-            raise CheckpointError(f"{raw / PARAMS}: {type(problem).__name__}: {problem}; not Meta's") from problem
+            raise CheckpointError(
+                f"{raw / PARAMS}: {type(problem).__name__}: {problem}; not Meta's"
+            ) from problem
         if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # of one file: either way the same
             name = "model.embed_tokens.weight"
             self._table[name] = _Tensor("tok_embeddings.weight", 0)
@@ -159,7 +172,9 @@ class RawLlama(HFFolder):
         return to_halves(whole, tensor.heads) if tensor.heads else whole
 
 
-def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int) -> dict[str, Any]:
+def _config(
+    params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int
+) -> dict[str, Any]:
     """config.json. inner, rows: of the MLP and the vocabulary, for which params.json has formulas or -1."""
     if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
         raise CheckpointError(f"{PARAMS}: a mixture of experts or a model of images, which is not supported")
@@ -185,7 +200,9 @@ def _params(folder: HFFolder) -> dict[str, Any]:
     """params.json of a HuggingFace model. Raises CheckpointError for what Meta's models cannot say."""
     config = folder.config
     rope = rope_of(config, theta=10000.0)
-    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "factor") and value is not None}
+    scaling = {
+        key: value for key, value in rope.items() if key not in ("rope_theta", "factor") and value is not None
+    }
     scaled = scaling == {"rope_type": "llama3", **_SCALED}
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim") or dim // heads
@@ -217,7 +234,8 @@ def _params(folder: HFFolder) -> dict[str, Any]:
 
 
 def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
-    """A HuggingFace LLaMA or Mistral as Meta's `output`/params.json and consolidated.NN.pth, NN below `shards`.
+    """A HuggingFace LLaMA or Mistral as Meta's `output`/params.json and consolidated.NN.pth, NN below
+    `shards`.
 
     One file's tensors are in memory at a time; the folder appears when it is whole. Raises CheckpointError.
     """
@@ -231,11 +249,15 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     dtype = dtypes.pop()
     if dtypes or dtype is None:
         raise CheckpointError(f"{folder.origin}: its weights are of several or unknown kinds; save it in one")
-    sizes = {name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None}
+    sizes = {
+        name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None
+    }
     sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
     if uneven:
-        raise CheckpointError(f"{folder.origin}: {shards} files do not divide {uneven[0]}; choose another number")
+        raise CheckpointError(
+            f"{folder.origin}: {shards} files do not divide {uneven[0]}; choose another number"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: is there already; remove it, or give another folder")
     temporary = output.with_name(f".tmp_{output.name}")
@@ -245,7 +267,9 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted call
         temporary.mkdir()
         for rank in range(shards):
-            state = {tensor.meta: _cut(folder.get(name), tensor, rank, shards) for name, tensor in table.items()}
+            state = {
+                tensor.meta: _cut(folder.get(name), tensor, rank, shards) for name, tensor in table.items()
+            }
             save_tensors(state, temporary / f"consolidated.{rank:02d}.pth")
         write_bytes((json.dumps(params, indent=2) + "\n").encode(), temporary / PARAMS)
         if (folder.path / TOKENIZER).is_file():

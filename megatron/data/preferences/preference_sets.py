@@ -46,7 +46,7 @@ from megatron.data.set_config import (
 from megatron.data.slices import DocumentSlices
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import couples, sample_kind
+from megatron.neox_arguments.values.losses import needs_step_baselines, sample_kind
 
 IndexedDatasets = tuple[IndexedDataset, ...]
 
@@ -338,7 +338,7 @@ def _load_member(
         labels=member.labels, vocab_size=args.padded_vocab_size,
     )  # fmt: skip
     kl_dataset = None
-    if not paired and couples(args) and args.kto_kl == "drawn":
+    if not paired and needs_step_baselines(args) and args.kto_kl == "drawn":
         parts, prompts, kl_maps = mismatched_maps(
             maps, sources, member.rewards is None, key.seq_length, key.seed, key.packing, key.limits.max_length,
             key.before,

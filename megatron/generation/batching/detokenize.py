@@ -6,10 +6,12 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes become whose character is not 
 
 
 class IncrementalDetokenizer:
-    """Pieces of text that are safe to show: whole characters, and nothing that may turn out to begin a stop string."""
+    """Pieces of text that are safe to show: whole characters, and nothing that may turn out to begin a stop
+    string."""
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], stop: Sequence[str] = (), minimum: int = 0) -> None:
-        """minimum: tokens before stop strings count (vLLM's min_tokens: one that ends within them is passed over)."""
+        """minimum: tokens before stop strings count (vLLM's min_tokens: one that ends within them is passed
+        over)."""
         self.minimum = minimum
         self.detokenize, self.stop = detokenize, [string for string in stop if string]
         self.tokens: list[int] = []

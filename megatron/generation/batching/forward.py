@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.generation.batching.requests import Logprob
 from megatron.generation.sampling import TokenSampler
-from megatron.model import Hidden, InferenceContext, KVCache, Model, forward_only
+from megatron.model import HiddenStates, InferenceContext, KVCache, Model, forward_only
 from megatron.mpu import HeadInput, gather_from_tensor
 
 
@@ -19,24 +19,25 @@ from megatron.mpu import HeadInput, gather_from_tensor
 class Forward:
     """Rows that run together, padded on the right, each up to the token whose successor is chosen.
 
-    tokens: `[rows, seq]` int64; positions: theirs, None: texts from their beginning; last: `[rows]`, each row's last
-    column; uniforms: as `TokenSampler.choose`. top: how many most likely tokens are reported, None: no
-    log-probabilities.
-    targets: `[rows, seq]`, tokens that log-probabilities are wanted of everywhere, or None.
+    tokens: `[rows, seq]` int64; positions: theirs, None: texts from their beginning; last: `[rows]`, each
+    row's last column; uniforms: as `TokenSampler.sample`. top: how many most likely tokens are reported,
+    None: no log-probabilities. targets: `[rows, seq]`, tokens that log-probabilities are wanted of
+    everywhere, or None.
     """
 
     tokens: Tensor
     positions: Tensor | None
     last: Tensor
     cache: KVCache | None
-    chooser: TokenSampler
+    sampler: TokenSampler
     uniforms: Sequence[float]
     top: int | None = None
     targets: Tensor | None = None
 
     @property
     def width(self) -> int:
-        """Numbers a row: the token, then of it and of each target a log-probability and the top's ids and theirs."""
+        """Numbers a row: the token, then of it and of each target a log-probability and the top's ids and
+        theirs."""
         reported = 0 if self.targets is None else self.targets.shape[1]
         return 1 + (0 if self.top is None else (1 + reported) * (1 + 2 * self.top))
 
@@ -50,9 +51,9 @@ class RowOutput:
     targets: Sequence[Logprob] = ()
 
 
-def run(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
-    """Run them in turn, on several pipeline stages at a time; what came of every row, the same on every rank. All
-    ranks of the model call it together."""
+def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
+    """Run them in turn, on several pipeline stages at a time; what came of every row, the same on every rank.
+    All ranks of the model call it together."""
     current = forwards[0]
 
     def batches() -> Iterator[Batch]:
@@ -61,10 +62,12 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
             tokens = current.tokens
             yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
 
-    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
+    def stage(
+        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
+    ) -> HiddenStates | Tensor:
         rows = torch.arange(len(current.last), device=current.last.device)
         wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
-        context = InferenceContext(cache=current.cache, last=current.last, wanted=wanted)
+        context = InferenceContext(cache=current.cache, last_tokens=current.last, logit_positions=wanted)
         return model.stage(hidden, batch, finish, context)
 
     numbers = forward_only(
@@ -81,7 +84,7 @@ def run(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
     results, start = [], 0
     for forward, one in zip(forwards, numbers, strict=True):
         found = flat[start : start + one.numel()].view(one.shape)
-        forward.chooser.chosen(found[:, 0].long().clamp(min=0))
+        forward.sampler.update(found[:, 0].long().clamp(min=0))
         results.append(_rows(forward, found))
         start += one.numel()
     return results
@@ -93,7 +96,7 @@ def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
     whole = gather_from_tensor(logits, group)[..., : model.columns].float()
     logits = whole[:, 0] if forward.targets is None else whole[forward.last, torch.arange(len(forward.last))]
     vocab = model.tokenizer.vocab_size
-    chosen = forward.chooser.choose(logits[:, :vocab], forward.uniforms)
+    chosen = forward.sampler.sample(logits[:, :vocab], forward.uniforms)
     parts = [chosen.unsqueeze(1).float()]
     if forward.top is not None:
         parts.append(_logprobs(logits, chosen.clamp(min=0), forward.top, vocab))
@@ -108,7 +111,8 @@ def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, top: int, vocab: int) -> Tensor:
-    """`[rows, 1 + 2 top]`: log-probability of the token, most likely ids below `vocab`, their log-probabilities."""
+    """`[rows, 1 + 2 top]`: log-probability of the token, most likely ids below `vocab`, their
+    log-probabilities."""
     total = logits.logsumexp(-1, keepdim=True)
     best, ids = logits[:, :vocab].topk(top)
     return torch.cat([logits.gather(1, tokens.unsqueeze(1)) - total, ids.float(), best - total], dim=1)
@@ -139,7 +143,8 @@ class DecodeBatch:
     """Rows that go on by a token a step. Its arrays serve for as long as the same rows run together."""
 
     def __init__(self, rows: Sequence[tuple[int, int, list[int]]], capacity: int, block_size: int) -> None:
-        """rows: the last token, its place, and the blocks of each, in order of length; capacity: of blocks a row."""
+        """rows: the last token, its place, and the blocks of each, in order of length; capacity: of blocks a
+        row."""
         self.block_size = block_size
         self.tokens = np.array([token for token, _, _ in rows], np.int64).reshape(-1, 1)
         self.positions = np.array([place for _, place, _ in rows], np.int64).reshape(-1, 1)
@@ -158,14 +163,14 @@ class DecodeBatch:
             self.blocks[row] = len(blocks)
 
     def forward(
-        self, cache: KVCache, device: torch.device, chooser: TokenSampler, uniforms: Sequence[float], top: int | None
+        self, cache: KVCache, device: torch.device, sampler: TokenSampler, uniforms: Sequence[float], top: int | None
     ) -> Forward:
         places = self.positions[:, 0]
         slots = self.table[self.row_numbers, places // self.block_size] * self.block_size + places % self.block_size
         table = torch.from_numpy(np.ascontiguousarray(self.table[:, : max(self.blocks)]))
         view = cache.of(torch.from_numpy(slots).to(device), table.to(device), _parts(self.blocks))
         tokens, positions = torch.from_numpy(self.tokens), torch.from_numpy(self.positions)
-        return Forward(tokens, positions, self.last.to(device), view, chooser, uniforms, top)
+        return Forward(tokens, positions, self.last.to(device), view, sampler, uniforms, top)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The next token of each row."""

@@ -1,25 +1,35 @@
-"""How many rows of tokens one forward may run."""
+"""What memory allows: how many rows of tokens one forward may run, and how many blocks the KV cache may
+have."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron.distributed import run_on_all_ranks
+from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.model import Model, block_specs
 from megatron.model.specs import AttentionSpec, DenseSpec
 from megatron.mpu.memory import free_host_memory
 
 # More than this gains no speed, whatever memory there is.
 _TOKENS = {"cpu": 1024, "cuda": 32768}
-_SHARE = {"cpu": 0.25, "cuda": 0.5}  # of free memory; pages of files and other processes want the rest of a CPU's
+# Shares of free memory; pages of files and other processes want the rest of a CPU's.
+_FORWARD_SHARE = {"cpu": 0.25, "cuda": 0.5}
+_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 _SCORES_AT_ONCE = 3  # copies of attention scores where a kernel writes them out
 
 
 @dataclass(frozen=True)
 class ForwardBudget:
-    """bytes: for what a forward holds at a time; rows: at most so many, None: what memory allows; the others: bytes a
-    token, a query's key (with branches), and a token whose logits are read."""
+    """The limits of one forward. bytes: for what it holds at a time; tokens: at most, with padding; rows: at
+    most, None: what memory allows.
+
+    token_bytes, key_bytes and logits_bytes are the memory of a token, of a pair of query and key (where rows
+    have branches, and so a mask), and of a token whose logits are read.
+    """
 
     bytes: int
     tokens: int
@@ -29,7 +39,7 @@ class ForwardBudget:
     logits_bytes: int
 
     def allows(self, rows: int, width: int, wanted: int, branched: bool) -> bool:
-        """Whether rows of `width` tokens, of which `wanted` are read, can be run together."""
+        """Whether so many rows of `width` tokens can be run together, with the logits of `wanted` tokens."""
         if self.rows is not None:
             return rows <= self.rows
         keys = width * self.key_bytes if branched else 0
@@ -38,7 +48,11 @@ class ForwardBudget:
 
 
 def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget:
-    """The same on every rank: that of the one with the least memory. batch_size: rows, instead."""
+    """The limits of a forward, the same on every rank: those of the rank with the least memory; all ranks
+    call it.
+
+    batch_size: a fixed number of rows instead of what memory allows.
+    """
     args, groups = model.args, model.groups
     tensor, size, device = groups.size("tensor"), model.dtype.itemsize, groups.device
     assert args.padded_vocab_size is not None
@@ -50,7 +64,7 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     inner = (3 * max(widths, default=0) + 4 * attended) // tensor
     values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
     scores = (_SCORES_AT_ONCE if any(mixer.biased for mixer in mixers) or device.type == "cpu" else 1) * heads * 4
-    share = int(_SHARE[device.type] * free_memory(device))
+    share = int(_FORWARD_SHARE[device.type] * free_memory(device))
     ranks_here = groups.world_size if device.type == "cpu" else 1
     least = min(run_on_all_ranks(groups, lambda: share // ranks_here))
     budget = ForwardBudget(
@@ -62,6 +76,35 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
             f"eval_batch_size: auto runs up to {budget.tokens} tokens at once in {budget.bytes / 1e9:.1f} GB"
         )
     return budget
+
+
+def cache_blocks(
+    model: Model, most: int, cache_gb: float | None = None, log: Callable[[str], None] | None = None
+) -> int:
+    """How many blocks the KV cache gets, at most `most`: what the rank with the least memory has room for.
+    All ranks of the model call it together.
+
+    cache_gb: of keys and values on this rank; None: as `kv_cache_gb` says. log: called with an automatic
+    choice. Raises ConfigError where not one block fits.
+    """
+    args, groups, device = model.args, model.groups, model.groups.device
+    block_bytes = model.stage.cache_bytes * BLOCK_SIZE
+    auto = cache_gb is None and args.kv_cache_gb == "auto"
+    if auto:
+        ranks_here = groups.world_size if device.type == "cpu" else 1
+        available = int(_CACHE_SHARE[device.type] * free_memory(device)) // ranks_here
+    else:
+        available = int(float(args.kv_cache_gb if cache_gb is None else cache_gb) * 1e9)
+    least = torch.tensor([min(available // block_bytes, most)], device=device)
+    for axis in ("tensor", "pipe", "data") if model.lockstep else ("tensor", "pipe"):
+        if groups.group(axis) is not None:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.group(axis))
+    blocks = int(least)
+    if blocks < 1:
+        raise args.problem("kv_cache_gb", f"{available / 1e9:.3g} GB hold no {BLOCK_SIZE} tokens; set it higher")
+    if auto and log is not None:
+        log(f"kv_cache_gb: auto chose {blocks * block_bytes / 1e9:.3g}, for {blocks * BLOCK_SIZE} tokens")
+    return blocks
 
 
 def free_memory(device: torch.device) -> int:

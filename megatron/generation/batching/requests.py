@@ -18,11 +18,12 @@ class RequestError(UserError, ValueError):
 class Request:
     """A prompt to continue.
 
-    tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of its draws;
-    what it becomes depends on nothing beside it. stop: the text ends before the first of these strings. stop_token_ids:
-    ids that end the text, None: the model's. logprobs: so many most likely tokens are reported beside each
-    generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs: the same of the prompt's tokens.
-    text: whether events hold text; stop strings need it. minimum_tokens: written before an end or a stop string counts.
+    tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of
+    its draws; what it becomes depends on nothing beside it. stop: the text ends before the first of these
+    strings. stop_token_ids: ids that end the text, None: the model's. logprobs: so many most likely tokens
+    are reported beside each generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs:
+    the same of the prompt's tokens. text: whether events hold text; stop strings need it. minimum_tokens:
+    written before an end or a stop string counts.
     """
 
     tokens: Sequence[int]
@@ -38,8 +39,8 @@ class Request:
 
 
 class Logprob(NamedTuple):
-    """The model's own log-probability of a token (before temperature and penalties), and the most likely ones with
-    theirs, best first."""
+    """The model's own log-probability of a token (before temperature and penalties), and the most likely ones
+    with theirs, best first."""
 
     token: int
     logprob: float
@@ -49,10 +50,11 @@ class Logprob(NamedTuple):
 class Event(NamedTuple):
     """What a step brought to a request.
 
-    tokens: new ones, the one that ends the text among them. text: new, held back while it may be the beginning of a
-    stop string or half a character; all texts of a request together are its text. logprobs: one a token, if asked for.
-    finish_reason: None while more may come; "stop" after an end token or a stop string, "length" after maximum_tokens.
-    prompt_logprobs: in the first event, if asked for; None for the first token, which nothing stands before.
+    tokens: new ones, the one that ends the text among them. text: new, held back while it may be the
+    beginning of a stop string or half a character; all texts of a request together are its text. logprobs:
+    one a token, if asked for. finish_reason: None while more may come; "stop" after an end token or a stop
+    string, "length" after maximum_tokens. prompt_logprobs: in the first event, if asked for; None for the
+    first token, which nothing stands before.
     """
 
     id: int

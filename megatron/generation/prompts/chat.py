@@ -27,15 +27,17 @@ _RARE: Mapping[str, Callable[[Message], bool]] = {
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template as transformers reads it, and the tokenizer that its text is for. source: where it is from."""
+    """A Jinja template as transformers reads it, and the tokenizer that its text is for. source: where it is
+    from."""
 
     text: str
     tokenizer: Tokenizer
     source: str
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True, *, open_end: bool = False) -> str:
-        """The conversation as text; generation_prompt: up to where an answer begins; open_end: the last message is the
-        beginning of one, and goes on. Raises RequestError with the template's own complaint."""
+        """The conversation as text; generation_prompt: up to where an answer begins; open_end: the last
+        message is the beginning of one, and goes on. Raises RequestError with the template's own
+        complaint."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.tokenizer
@@ -61,9 +63,9 @@ class ChatTemplate:
         """The prompt that asks for an answer. Raises RequestError."""
         return self.tokenizer.tokenize_bare(self.render(messages))
 
-    def check_heard(self, messages: Sequence[Message]) -> None:
-        """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or calls of
-        tools: whether it does shows where other ones give the same text."""
+    def check_no_message_ignored(self, messages: Sequence[Message]) -> None:
+        """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or
+        calls of tools: whether it does shows where other ones give the same text."""
         whole = None
         for what, hears in _RARE.items():
             if not any(hears(message) for message in messages):
@@ -74,7 +76,8 @@ class ChatTemplate:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the tokenizer's, and the special token that the template writes after one."""
+        """Ids that end an answer: the tokenizer's, and the special token that the template writes after
+        one."""
         found = {self.tokenizer.eod, self.tokenizer.eos}
         try:
             whole = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], False)
@@ -91,8 +94,8 @@ def _other(message: Message) -> Message:
 
 
 def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:
-    """The template of `chat_template`, else what lies beside `vocab_file`, else what the model that is loaded carries
-    (in training: `carried`, its files by name).
+    """The template of `chat_template`, else what lies beside `vocab_file`, else what the model that is loaded
+    carries (in training: `carried`, its files by name).
 
     Raises ConfigError when there is none, and for a file that cannot be read.
     """

@@ -21,8 +21,8 @@ class Prompt:
 
 
 def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of `sample_input_file`, or empty ones. Raises ConfigError for a file that cannot be read or holds no
-    prompt, or with `eval_overlong: refuse` one that is too long."""
+    """The prompts of `sample_input_file`, or empty ones. Raises ConfigError for a file that cannot be read or
+    holds no prompt, or with `eval_overlong: refuse` one that is too long."""
     texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
     prompts = make_prompts(texts, args, tokenizer)
     long = [i for i, prompt in enumerate(prompts) if prompt.message is not None]
@@ -44,8 +44,8 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
-    """A prompt of each text. One that leaves no place for `maximum_tokens` loses its beginning, and says so; an empty
-    one begins a document."""
+    """A prompt of each text. One that leaves no place for `maximum_tokens` loses its beginning, and says so;
+    an empty one begins a document."""
     positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
     room = positions - args.maximum_tokens
     prompts = []

@@ -13,14 +13,15 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Question:
-    """text: as it is shown, of a conversation the user's last words; messages: a conversation that goes through the
-    chat template, empty: the text is continued as it stands."""
+    """text: as it is shown, of a conversation the user's last words; messages: a conversation that goes
+    through the chat template, empty: the text is continued as it stands."""
 
     text: str
     messages: tuple[Message, ...] = ()
 
     def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, room: int) -> list[int]:
-        """The prompt. Raises RequestError for one of more than `room` tokens, and what the template refuses."""
+        """The prompt. Raises RequestError for one of more than `room` tokens, and what the template
+        refuses."""
         if self.messages:
             assert template is not None
             found = template.tokens(self.messages)
@@ -46,8 +47,9 @@ def read_text(file: str | Path) -> str:
 
 
 def read_questions(file: str | Path, chat: bool, system: str | None = None) -> list[Question]:
-    """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` (a last answer is left out), any other file
-    texts. chat: texts are a user's words; system: what conversations without a system message begin with.
+    """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` (a last answer is left out), any
+    other file texts. chat: texts are a user's words; system: what conversations without a system message
+    begin with.
 
     Raises RequestError with file and line.
     """

@@ -1,4 +1,5 @@
-"""Log-probabilities of continuations: what lm-eval, `text_gen_type: score` and precomputed references are made of."""
+"""Log-probabilities of continuations: what lm-eval, `text_gen_type: score` and precomputed references are
+made of."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from megatron.data import Batch
 from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.memory_budget import ForwardBudget, forward_budget
 from megatron.generation.scoring.tree_rows import PADDING, ScoreRequest, TreeRow, make_tree_rows, rolling_windows
-from megatron.model import Hidden, InferenceContext, Model, forward_only
+from megatron.model import HiddenStates, InferenceContext, Model, forward_only
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import HeadInput
 from megatron.neox_arguments import ConfigError
@@ -52,10 +53,11 @@ def score(
 ) -> list[ContinuationScore]:
     """Score every request, the same on every rank and in every layout; all ranks call it together.
 
-    Requests of equal contexts share its run. batch_size: rows (contexts) of a forward; None: as many as memory allows.
-    overlong: what is done with more tokens than the model has positions. budget: of an earlier call, instead of asking
-    for memory again. on_progress: told on every rank about how many requests are done. Raises ConfigError for a text
-    that is too long and may not be cut, CheckpointError when logits are not numbers.
+    Requests of equal contexts share its run. batch_size: rows (contexts) of a forward; None: as many as
+    memory allows. overlong: what is done with more tokens than the model has positions. budget: of an earlier
+    call, instead of asking for memory again. on_progress: told on every rank about how many requests are
+    done. Raises ConfigError for a text that is too long and may not be cut, CheckpointError when logits are
+    not numbers.
     """
     fitting: dict[int, _Fitting] = {}
     for i, request in enumerate(requests):
@@ -167,9 +169,9 @@ def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[Tr
 
 @dataclass(frozen=True, eq=False)
 class _Batch(Batch):
-    """Rows padded on the right. branches, wanted: as of `InferenceContext`; rows of texts have no branches, and
-    positions only under dynamic NTK. places, targets: `[m]` int64, which of the `wanted` logits are read, at which
-    token."""
+    """Rows padded on the right. branches, wanted: as of `InferenceContext`; rows of texts have no branches,
+    and positions only under dynamic NTK. places, targets: `[m]` int64, which of the `wanted` logits are read,
+    at which token."""
 
     branches: Tensor | None = None
     wanted: Tensor | None = None
@@ -210,7 +212,8 @@ def _run(
 ) -> dict[int, tuple[list[float], list[bool]]]:
     """This data rank's results, by request; {} on all ranks of its model but one.
 
-    forwards: of the stage, those behind the batches over nothing. positioned: rows of their own lengths (dynamic NTK).
+    forwards: of the stage, those behind the batches over nothing. positioned: rows of their own lengths
+    (dynamic NTK).
     """
     groups, on_gpu = model.groups, model.groups.device.type == "cuda"
     found: dict[int, tuple[list[float], list[bool]]] = {}
@@ -240,11 +243,15 @@ def _by_request(rows: list[TreeRow], values: Tensor) -> dict[int, tuple[list[flo
 
 
 def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
-    """`[2, m]` of each batch, on every rank of the model: log-probabilities, and 1 where no token is more likely."""
+    """`[2, m]` of each batch, on every rank of the model: log-probabilities, and 1 where no token is more
+    likely."""
 
-    def stage(hidden: Hidden | None, batch: Batch, finish: Callable[[HeadInput], Tensor]) -> Hidden | Tensor:
+    def stage(
+        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
+    ) -> HiddenStates | Tensor:
         assert isinstance(batch, _Batch)
-        return model.stage(hidden, batch, finish, InferenceContext(branches=batch.branches, wanted=batch.wanted))
+        context = InferenceContext(branch_ids=batch.branches, logit_positions=batch.wanted)
+        return model.stage(hidden, batch, finish, context)
 
     return forward_only(
         stage, batches, model.args, model.groups, partial(_read, model), dtype=model.dtype, shape=_shape

@@ -1,4 +1,5 @@
-"""`text_gen_type: precompute`: a set's log-probabilities under a model as a set beside it, GPT-NeoX's references."""
+"""`text_gen_type: precompute`: a set's log-probabilities under a model as a set beside it, GPT-NeoX's
+references."""
 
 import json
 import logging
@@ -38,11 +39,12 @@ def data_paths(args: NeoXArgs) -> list[str]:
 
 
 def precompute(model: Model, logger: logging.Logger) -> None:
-    """Write `PATH_NAME.bin/.idx` for every set PATH, NAME being `precompute_model_name`: for each token, float32, its
-    log-probability after those before it in its document, 0 for the first. All ranks call it together.
+    """Write `PATH_NAME.bin/.idx` for every set PATH, NAME being `precompute_model_name`: for each token,
+    float32, its log-probability after those before it in its document, 0 for the first. All ranks call it
+    together.
 
-    Texts longer than the positions are read in windows. An interrupted call goes on; what is there already is kept if
-    it is of this model and data. Raises DataError.
+    Texts longer than the positions are read in windows. An interrupted call goes on; what is there already is
+    kept if it is of this model and data. Raises DataError.
     """
     for path in data_paths(model.args):
         _precompute_one(model, path, logger)

@@ -26,9 +26,9 @@ _LINES_AT_ONCE = 2048  # a data-parallel rank; what an interruption loses
 
 @dataclass(frozen=True)
 class ScoredLine:
-    """Of the output, one for each of the input. tokens: those that are scored, of the completion or the whole text;
-    logprobs: of each, in nats, null where skipped; greedy: whether all of them were the most likely; message: what was
-    cut or skipped."""
+    """Of the output, one for each of the input. tokens: those that are scored, of the completion or the whole
+    text; logprobs: of each, in nats, null where skipped; greedy: whether all of them were the most likely;
+    message: what was cut or skipped."""
 
     tokens: list[int]
     logprobs: list[float] | None
@@ -39,7 +39,8 @@ class ScoredLine:
 
 
 def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
-    """Score the lines of `sample_input_file` into `file`; an interrupted call goes on. All ranks call it together.
+    """Score the lines of `sample_input_file` into `file`; an interrupted call goes on. All ranks call it
+    together.
 
     A line is {"text"}, all of whose tokens are scored, the first after the token that begins a document, or
     {"prompt", "completion"}. Raises ConfigError for lines that are something else.
@@ -132,7 +133,8 @@ def _windows(text: str, model: Model) -> list[ScoreRequest]:
 
 
 def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> ScoreRequest:
-    """Tokens of the prompt, and what the completion adds to them; white space between them is the completion's."""
+    """Tokens of the prompt, and what the completion adds to them; white space between them is the
+    completion's."""
     kept = prompt.rstrip()
     context = tokenizer.tokenize(kept) if kept else []
     whole = tokenizer.tokenize(prompt + completion)

@@ -13,9 +13,9 @@ SHARED, PADDING = 0, -1
 class TreeRow:
     """A context and branches, which all see it but not each other.
 
-    tokens, positions, branches: of each column; branches are SHARED for the context, then 1, 2, .. .
-    wanted: for each column whose logits are needed, its place among them. picks: (request, places, labels): the logits
-    that the tokens of its continuation are read from.
+    tokens, positions, branches: of each column; branches are SHARED for the context, then 1, 2, .. . wanted:
+    for each column whose logits are needed, its place among them. picks: (request, places, labels): the
+    logits that the tokens of its continuation are read from.
     """
 
     tokens: list[int]
@@ -48,9 +48,9 @@ def make_tree_rows(
 ) -> list[TreeRow]:
     """The rows of numbered requests, those with texts of equal contexts together, the longest first.
 
-    A context is run once for all its continuations, and what begins several continuations once, as far as that is
-    less work than running a short context again: hidden_size says what a token costs. apart_above: texts longer than
-    that stay alone.
+    A context is run once for all its continuations, and what begins several continuations once, as far as
+    that is less work than running a short context again: hidden_size says what a token costs. apart_above:
+    texts longer than that stay alone.
     """
     groups: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     rows: list[TreeRow] = []
@@ -87,8 +87,8 @@ def _context(tokens: tuple[int, ...]) -> TreeRow:
 def _branches(
     members: list[tuple[int, Sequence[int]]],
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, Sequence[int]]]]]:
-    """(tokens to run, the continuations read from them): a continuation without its last token; what begins another
-    one is not run again."""
+    """(tokens to run, the continuations read from them): a continuation without its last token; what begins
+    another one is not run again."""
     ordered = sorted(members, key=lambda member: tuple(member[1][:-1]), reverse=True)
     inputs: tuple[int, ...] | None = None
     owners: list[tuple[int, Sequence[int]]] = []
@@ -104,8 +104,8 @@ def _branches(
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, positions: int) -> list[ScoreRequest]:
-    """Requests whose continuations are all of `tokens`, each once, after as much context as the positions leave; the
-    first ones after `prefix` alone (lm-eval's windows of context length 1, disjoint)."""
+    """Requests whose continuations are all of `tokens`, each once, after as much context as the positions
+    leave; the first ones after `prefix` alone (lm-eval's windows of context length 1, disjoint)."""
     windows: list[ScoreRequest] = []
     begun = 0
     while begun < len(tokens):

@@ -1,4 +1,4 @@
-"""Where the server listens, who may talk to it, and the thread that does the talking."""
+"""The socket that the server listens on, and the thread that speaks HTTP."""
 
 import asyncio
 import ipaddress
@@ -22,21 +22,26 @@ TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
 
 @dataclass(frozen=True)
 class ServerSocket:
-    """socket: bound, but not listening yet; token: that clients show."""
+    """socket: bound, but not listening yet; token: the bearer token that clients must send, None: no
+    token."""
 
     socket: socket.socket
     token: str | None
 
     @property
     def address(self) -> str:
-        """`http://127.0.0.1:8000`."""
+        """The URL of the server, such as `http://127.0.0.1:8000`."""
         host, port = self.socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def open_server_socket(args: NeoXArgs) -> ServerSocket:
-    """What `serve_host`, `serve_port` and the token say. Raises ConfigError for an address that is taken or not of this
-    machine, and for one that others reach without a token."""
+    """A socket bound to `serve_host` and `serve_port`, and the token of `serve_token_file` or
+    NEOX_SERVE_TOKEN.
+
+    Raises ConfigError for an address that is taken or not of this machine, and for one that other machines
+    reach without a token.
+    """
     token = _find_token(args)
     return ServerSocket(_bind(args, token is not None), token)
 
@@ -61,83 +66,85 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
             "serve_host", f"{host}: others reach it, and would need no token; set the environment variable "
             f"{TOKEN_VARIABLE} or serve_token_file, or leave serve_host at 127.0.0.1",
         )  # fmt: skip
-    found = socket.socket(family, kind)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(family, kind)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(address)
+        bound.bind(address)
     except OSError as cause:
-        found.close()
+        bound.close()
         raise args.problem("serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
-    return found
+    return bound
 
 
-class _Protocol(H11Protocol):
-    """A connection that does not bring the header of a request in time is closed: within so many seconds of connecting,
-    or of the first byte after the last request."""
+class _HeaderTimeoutProtocol(H11Protocol):
+    """HTTP/1.1 of uvicorn that closes a connection whose next request header is not whole `seconds` after the
+    client connected, or after the first byte that followed its last request."""
 
-    def __init__(self, seconds: float, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, seconds: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._seconds = seconds
 
-    _late: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch()
+        self._restart_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._late is not None:
-            self._late.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _watch(self) -> None:
+    def _restart_timer(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:  # the header is there
-            if self._late is not None:
-                self._late.cancel()
-            self._late = None
-        elif self._late is None:
-            self._late = self.loop.call_later(self._seconds, self.transport.close)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._seconds, self.transport.close)
 
 
 class HTTPServerThread:
     """An ASGI application served by a thread with an event loop of its own."""
 
-    def __init__(self, found: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:
-        """on_end: called when the thread ends, also by itself. header_seconds: in which a request's header must have
-        come. Raises OSError when it cannot listen."""
+    def __init__(self, bound: socket.socket, app: Any, on_end: Callable[[], None], header_seconds: float) -> None:
+        """Start the thread and wait until it listens on `bound`. on_end: called when the thread ends, also by
+        itself. header_seconds: within which a request's header must have come. Raises OSError when it cannot
+        listen."""
         config = uvicorn.Config(
-            app, http=partial(_Protocol, header_seconds),  # type: ignore[arg-type]
+            app, http=partial(_HeaderTimeoutProtocol, header_seconds),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, timeout_graceful_shutdown=5,
         )  # fmt: skip
         self.loop = asyncio.new_event_loop()
         self.problem: BaseException | None = None
         self._server, self._on_end = uvicorn.Server(config), on_end
-        self._thread = threading.Thread(target=self._run, args=(found,), name="http", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(bound,), name="http", daemon=True)
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
         if self.problem is not None:
             raise self.problem
 
-    def _run(self, found: socket.socket) -> None:
+    def _run(self, bound: socket.socket) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_until_complete(self._server.serve(sockets=[found]))
-        except BaseException as problem:  # told to the main thread
+            self.loop.run_until_complete(self._server.serve(sockets=[bound]))
+        except BaseException as problem:  # raised again in the main thread
             self.problem = problem
         self._on_end()
 
-    def call(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do it in the thread, soon."""
+    def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Let the thread's event loop call `work(*arguments)`; returns at once."""
         self.loop.call_soon_threadsafe(work, *arguments)
 
     def close(self) -> None:
-        """Answer what is being answered, and end. Raises what the thread failed at."""
+        """Finish the responses under way and end the thread. Raises what the thread failed with, if it
+        did."""
         self._server.should_exit = True
         self._thread.join(timeout=10)
         if self.problem is not None:

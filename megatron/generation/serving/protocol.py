@@ -1,5 +1,5 @@
-"""What clients may send: the fields of OpenAI's API that are honoured, a few that others added, and no field that would
-be passed over in silence."""
+"""The bodies of requests: the fields of OpenAI's API that are honoured, a few that vLLM added, and no field
+that would be ignored in silence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.serving.errors import APIError
 
-STOPS = 16
+MAX_STOP_STRINGS = 16
 # Fields that change nothing here: what they are for does not exist.
 _HARMLESS = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
@@ -31,7 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _stops(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -54,7 +54,8 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 class _StrictModel(BaseModel):
-    """Strict: `"1"` is no number. A field that is null is one that was not sent."""
+    """A model whose fields are not converted (`"1"` is no number); a field that is null counts as not
+    sent."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -70,12 +71,14 @@ class StreamOptions(_StrictModel):
 
 
 class _SamplingRequest(_StrictModel):
-    """What both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
-    return_token_ids: as in vLLM."""
+    """The fields that both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos,
+    min_tokens and return_token_ids are vLLM's."""
 
     model: str
     n: int = Field(1, ge=1, le=128)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops)] = Field([], max_length=STOPS)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
+        [], max_length=MAX_STOP_STRINGS
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -91,8 +94,8 @@ class _SamplingRequest(_StrictModel):
     min_tokens: int = Field(0, ge=0)
     return_token_ids: bool = False
 
-    def sampling(self) -> SamplingParams:
-        """top_p 0 is OpenAI's way to ask for the most likely token."""
+    def sampling_params(self) -> SamplingParams:
+        """How tokens are chosen; top_p 0 is OpenAI's way to ask for the most likely token."""
         return SamplingParams(
             temperature=self.temperature if self.top_p > 0 else 0.0,
             top_k=max(0, self.top_k),
@@ -112,7 +115,8 @@ class CompletionRequest(_SamplingRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
-    def limit(self) -> int:
+    def completion_limit(self) -> int:
+        """Tokens to generate at most."""
         return self.max_tokens
 
 
@@ -129,15 +133,16 @@ class Function(_StrictModel):
     name: str
     arguments: str = "{}"
 
-    def plain(self) -> dict[str, Any]:
-        """Arguments as the object that their JSON says, which templates expect (transformers, vLLM)."""
+    def as_dict(self) -> dict[str, Any]:
+        """The call, its arguments as the object that their JSON says, which templates expect (transformers,
+        vLLM)."""
         try:
-            told = json.loads(self.arguments or "{}")
+            arguments = json.loads(self.arguments or "{}")
         except ValueError as problem:
             raise APIError(
                 400, f"messages: the arguments of the tool call {self.name} are no JSON ({problem})", param="messages"
             ) from None
-        return {"name": self.name, "arguments": told}
+        return {"name": self.name, "arguments": arguments}
 
 
 class ToolCall(_StrictModel):
@@ -158,7 +163,7 @@ class Message(_StrictModel):
     tool_calls: list[ToolCall] = []
 
     @model_validator(mode="after")
-    def _whole(self) -> Message:
+    def _check_fields(self) -> Message:
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content is required")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -167,20 +172,21 @@ class Message(_StrictModel):
             raise ValueError("tool_calls are an assistant's")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """As a chat template takes it. Raises APIError for a call's arguments that are no JSON."""
+    def as_dict(self) -> dict[str, Any]:
+        """The message as a chat template takes it. Raises APIError for a call's arguments that are no
+        JSON."""
         content = self.content
-        found: dict[str, Any] = {
+        message: dict[str, Any] = {
             "role": self.role,
             "content": content if isinstance(content, str) else "".join(part.text for part in content),
             "name": self.name,
             "tool_call_id": self.tool_call_id,
         }
         if self.tool_calls:
-            found["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.plain()} for call in self.tool_calls
+            message["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.as_dict()} for call in self.tool_calls
             ]
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in message.items() if value is not None}
 
 
 class ChatCompletionRequest(_SamplingRequest):
@@ -191,19 +197,21 @@ class ChatCompletionRequest(_SamplingRequest):
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
-    def limit(self) -> int | None:
+    def completion_limit(self) -> int | None:
+        """Tokens to generate at most; None: as many as the model's positions allow."""
         return self.max_completion_tokens or self.max_tokens
 
 
 B = TypeVar("B", bound=_SamplingRequest)
 
 
-def parse(kind: type[B], content: bytes) -> B:
-    """The body of a request. Raises APIError, which names the field."""
+def parse_body(kind: type[B], content: bytes) -> B:
+    """The body of a request as `kind`. Raises APIError, which names the field that is wrong or not
+    supported."""
     try:
         body = kind.model_validate_json(content)
     except ValidationError as problem:
-        raise _first(problem, kind) from None
+        raise _first_error(problem, kind) from None
     for name, value in (body.model_extra or {}).items():
         if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
             continue
@@ -217,8 +225,8 @@ def parse(kind: type[B], content: bytes) -> B:
     return body
 
 
-def _first(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
-    """The first mistake; places within unions of types are named without the types."""
+def _first_error(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
+    """The first mistake that pydantic found, under the path of its field."""
     first = problem.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid" or not first["loc"]:
         return APIError(400, f"the body is not a JSON object: {first['msg']}", code="invalid_json")

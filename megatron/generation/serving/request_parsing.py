@@ -7,72 +7,85 @@ from dataclasses import dataclass
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.generation.serving.errors import APIError
-from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest, parse
-from megatron.generation.serving.responses import ParsedRequest
+from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest, parse_body
 from megatron.mpu import mix_seed
 from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
+class ParsedRequest:
+    """An HTTP request, understood. requests: `body.n` of the batcher for each prompt, in order; prompt_texts:
+    the text of each prompt where it is echoed, else empty."""
+
+    body: CompletionRequest | ChatCompletionRequest
+    requests: Sequence[Request]
+    prompt_texts: Sequence[str]
+
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(request.tokens) for request in self.requests[:: self.body.n])
+
+
+@dataclass(frozen=True)
 class RequestParser:
-    """HTTP bodies as requests of the batcher. positions, stop_token_ids: of the model. chat: None without a template;
-    why: the reason that there is none."""
+    """HTTP bodies as requests of the batcher. positions, stop_token_ids: of the model. chat: None without a
+    template; no_template_reason: why there is none, for clients that send conversations."""
 
     name: str
     tokenizer: Tokenizer
     positions: int
     stop_token_ids: tuple[int, ...]
     chat: ChatTemplate | None
-    why: str = ""
+    no_template_reason: str = ""
 
     def completion(self, content: bytes) -> ParsedRequest:
-        """Of `/v1/completions`. Raises APIError."""
-        body = parse(CompletionRequest, content)
+        """A request of `/v1/completions` from its body. Raises APIError."""
+        body = parse_body(CompletionRequest, content)
         self._check_model(body.model)
         if body.max_tokens == 0 and not body.echo:
             raise APIError(400, "max_tokens: 0 leaves nothing to do without echo", param="max_tokens")
         self._check_ids("prompt", (token for ids in body.prompt if not isinstance(ids, str) for token in ids))
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-        found = iter(self.tokenizer.tokenize_batch(texts))
-        prompts = [next(found) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        echoed = [
+        tokenized = iter(self.tokenizer.tokenize_batch(texts))
+        prompts = [next(tokenized) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        prompt_texts = [
             (prompt if isinstance(prompt, str) else self.tokenizer.detokenize(prompt)) if body.echo else ""
             for prompt in body.prompt
         ]
-        scored = body.echo and (body.logprobs is not None or body.max_tokens == 0)
-        return self._asked(body, prompts, echoed, body.logprobs, scored, self.stop_token_ids)
+        prompt_logprobs = body.echo and (body.logprobs is not None or body.max_tokens == 0)
+        return self._parsed(body, prompts, prompt_texts, body.logprobs, prompt_logprobs, self.stop_token_ids)
 
-    def conversation(self, content: bytes) -> ParsedRequest:
-        """Of `/v1/chat/completions`. Raises APIError."""
-        body = parse(ChatCompletionRequest, content)
+    def chat_completion(self, content: bytes) -> ParsedRequest:
+        """A request of `/v1/chat/completions` from its body. Raises APIError."""
+        body = parse_body(ChatCompletionRequest, content)
         self._check_model(body.model)
         if self.chat is None:
-            raise APIError(400, f"{self.why}; use /v1/completions", code="no_chat_template")
-        messages = [message.plain() for message in body.messages]
+            raise APIError(400, f"{self.no_template_reason}; use /v1/completions", code="no_chat_template")
+        messages = [message.as_dict() for message in body.messages]
         try:
             prompt = self.chat.tokens(messages)
-            self.chat.check_heard(messages)
+            self.chat.check_no_message_ignored(messages)
         except RequestError as problem:
             raise APIError(400, f"messages: {problem}", param="messages") from None
         count = body.top_logprobs if body.logprobs else None
-        return self._asked(body, [prompt], [""], count, False, (*self.stop_token_ids, *self.chat.stop_token_ids))
+        return self._parsed(body, [prompt], [""], count, False, (*self.stop_token_ids, *self.chat.stop_token_ids))
 
-    def _asked(
+    def _parsed(
         self,
         body: CompletionRequest | ChatCompletionRequest,
         prompts: Sequence[Sequence[int]],
-        echoed: Sequence[str],
+        prompt_texts: Sequence[str],
         logprobs: int | None,
-        scored: bool,
+        prompt_logprobs: bool,
         stop_token_ids: tuple[int, ...],
     ) -> ParsedRequest:
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         self._check_ids("logit_bias", body.logit_bias)
-        sampling = body.sampling()
+        sampling = body.sampling_params()
         requests: list[Request] = []
         for prompt in prompts:
             tokens = list(prompt) or [self.tokenizer.eod]  # an empty one begins a document
-            maximum = self._fitting(len(tokens), body)
+            maximum = self._completion_tokens(len(tokens), body)
             for _ in range(body.n):
                 requests.append(
                     Request(
@@ -83,21 +96,23 @@ class RequestParser:
                         tuple(body.stop),
                         () if body.ignore_eos else stop_token_ids,
                         logprobs,
-                        scored,
+                        prompt_logprobs,
                         minimum_tokens=body.min_tokens,
                     )
                 )
-        return ParsedRequest(body, requests, echoed)
+        return ParsedRequest(body, requests, prompt_texts)
 
-    def _fitting(self, length: int, body: CompletionRequest | ChatCompletionRequest) -> int:
+    def _completion_tokens(self, length: int, body: CompletionRequest | ChatCompletionRequest) -> int:
+        """How many tokens may be generated after a prompt of `length` tokens. Raises APIError where they do
+        not fit."""
         room = self.positions - length
-        limit = room if body.limit is None else body.limit
-        if limit > room or room < 1 and body.limit is None:
-            asked = "" if body.limit is None else f", and {body.limit} more are asked for"
+        limit = room if body.completion_limit is None else body.completion_limit
+        if limit > room or room < 1 and body.completion_limit is None:
+            asked = "" if body.completion_limit is None else f", and {body.completion_limit} more are asked for"
             raise APIError(
                 400,
                 f"the model has {self.positions} positions; the prompt has {length} tokens{asked}. Shorten it"
-                + ("" if body.limit is None else " or ask for fewer"),
+                + ("" if body.completion_limit is None else " or ask for fewer"),
                 param="messages" if isinstance(body, ChatCompletionRequest) else "prompt",
                 code="context_length_exceeded",
             )

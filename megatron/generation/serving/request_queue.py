@@ -1,4 +1,5 @@
-"""Where the thread that speaks HTTP and the main thread of rank 0 meet: requests go in, events come out."""
+"""The queue between the HTTP thread and the main thread of rank 0: requests go in, events of their generation
+come out."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ RETRY_AFTER_S = 2
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why a job comes to nothing. status: of HTTP."""
+class Rejection:
+    """Why a job is not run, or not to its end. status: the HTTP status that the client gets."""
 
     reason: str
     status: int = 400
@@ -26,7 +27,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class StepCommands:
-    """What happens before a step. new: jobs by number; cancelled: numbers."""
+    """What a replica does before its next step. new: (job id, request) to add; cancelled: job ids to
+    cancel."""
 
     new: tuple[tuple[int, Request], ...] = ()
     cancelled: tuple[int, ...] = ()
@@ -34,7 +36,8 @@ class StepCommands:
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica, or all of them, is busy with. Blocks are those of the cache."""
+    """How busy a replica is, or all of them together: requests that run or wait, and blocks of the KV cache.
+    The field names are those of `/health`."""
 
     running: int = 0
     waiting: int = 0
@@ -45,111 +48,121 @@ class Load:
         return Load(*map(operator.add, astuple(self), astuple(other)))
 
 
-Outcome = Event | Refusal
+Outcome = Event | Rejection
 
 
 class EventStream:
-    """The jobs of one HTTP request. numbers: of the jobs, in the order of the requests."""
+    """The events of one HTTP request, which is one job for each text it asks for. job_ids: in the order of
+    the requests that `RequestQueue.submit` was given."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = list(numbers)
+    def __init__(self, job_ids: Sequence[int]) -> None:
+        self.job_ids = list(job_ids)
         self.outcomes: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
 
     async def events(self, seconds: float) -> AsyncIterator[tuple[int, Event]]:
-        """(index of the request, event) as they come, until all have ended. Raises APIError for one that is refused,
-        and when not all have ended after so many seconds."""
-        index = {number: i for i, number in enumerate(self.numbers)}
+        """Yield (index of the request, event) as they come, until all jobs have ended.
+
+        Raises APIError for a job that is rejected, and when not all jobs have ended after `seconds`.
+        """
+        index_of = {job_id: i for i, job_id in enumerate(self.job_ids)}
         deadline = asyncio.get_running_loop().time() + seconds
-        while index:
+        while index_of:
             try:
                 async with asyncio.timeout_at(deadline):
-                    number, outcome = await self.outcomes.get()
+                    job_id, outcome = await self.outcomes.get()
             except TimeoutError:
                 raise APIError(
                     504, f"not done after {seconds:g} s (serve_request_timeout_s); ask for less", code="timeout"
                 ) from None
-            if isinstance(outcome, Refusal):
+            if isinstance(outcome, Rejection):
                 retry = RETRY_AFTER_S if outcome.status == 503 else None
                 raise APIError(outcome.status, outcome.reason, retry_after=retry)
-            yield index[number], outcome
+            yield index_of[job_id], outcome
             if outcome.finish_reason is not None:
-                del index[number]
+                del index_of[job_id]
 
 
 class RequestQueue:
-    """`open`, `deliver` and `end` belong to the thread of the event loop, `take` and `ring` to the main thread; the
-    queue between them may be put into by signal handlers too. closing: no more requests are taken; anyone may set it.
+    """Jobs that wait or run, at most `limit`, and where their events go.
+
+    `submit`, `deliver` and `close` are called in the HTTP thread's event loop, `take` and `wake` in the main
+    thread; signal handlers may call `wake` too. closing: no more requests are accepted; any thread may set
+    it.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.calls: dict[int, EventStream] = {}  # by number of the job
+        self.streams: dict[int, EventStream] = {}  # by job id
         self.load = Load()
         self.closing = False
-        self._numbers = itertools.count()
+        self._job_ids = itertools.count()
+        # A job with its request, or with None to cancel it; a bare None only wakes `take`.
         self._inbox: queue.SimpleQueue[tuple[int, Request | None] | None] = queue.SimpleQueue()
 
     @contextmanager
-    def open(self, requests: Sequence[Request]) -> Iterator[EventStream]:
-        """Jobs for these requests; those that have not ended when the block is left are cancelled. Raises APIError
-        where there is no place for them."""
+    def submit(self, requests: Sequence[Request]) -> Iterator[EventStream]:
+        """Queue a job for each request; jobs that have not ended when the `with` block is left are cancelled.
+
+        Raises APIError when the server shuts down (503), for more requests than `limit` (400), and when too
+        many jobs wait already (429).
+        """
         if self.closing:
             raise APIError(503, "the server is shutting down", retry_after=RETRY_AFTER_S)
         if len(requests) > self.limit:
             raise APIError(
                 400, f"{len(requests)} texts in one request; at most {self.limit} are taken (serve_max_requests)"
             )
-        if len(self.calls) + len(requests) > self.limit:
+        if len(self.streams) + len(requests) > self.limit:
             raise APIError(
                 429,
-                f"{len(self.calls)} texts are being written or wait, at most {self.limit} may (serve_max_requests)",
+                f"{len(self.streams)} texts are being written or wait, at most {self.limit} may (serve_max_requests)",
                 code="queue_full",
                 retry_after=RETRY_AFTER_S,
             )
-        call = EventStream([next(self._numbers) for _ in requests])
-        for number, request in zip(call.numbers, requests, strict=True):
-            self.calls[number] = call
-            self._inbox.put((number, request))
+        stream = EventStream([next(self._job_ids) for _ in requests])
+        for job_id, request in zip(stream.job_ids, requests, strict=True):
+            self.streams[job_id] = stream
+            self._inbox.put((job_id, request))
         try:
-            yield call
+            yield stream
         finally:
-            for number in call.numbers:
-                if self.calls.pop(number, None) is not None:
-                    self._inbox.put((number, None))
+            for job_id in stream.job_ids:
+                if self.streams.pop(job_id, None) is not None:
+                    self._inbox.put((job_id, None))
 
     def deliver(self, outcomes: Sequence[tuple[int, Outcome]], load: Load) -> None:
-        """What has become of jobs since the last time; of those that are cancelled nobody wants to know."""
+        """Hand each (job id, outcome) of a step to the job's stream; those of cancelled jobs are dropped."""
         self.load = load
-        for number, outcome in outcomes:
-            call = self.calls.get(number)
-            if call is None:
+        for job_id, outcome in outcomes:
+            stream = self.streams.get(job_id)
+            if stream is None:
                 continue
-            call.outcomes.put_nowait((number, outcome))
-            if isinstance(outcome, Refusal) or outcome.finish_reason is not None:
-                del self.calls[number]
+            stream.outcomes.put_nowait((job_id, outcome))
+            if isinstance(outcome, Rejection) or outcome.finish_reason is not None:
+                del self.streams[job_id]
 
-    def end(self, refusal: Refusal) -> None:
-        """Nothing more will come, nor is anything taken."""
+    def close(self, rejection: Rejection) -> None:
+        """Accept nothing more, and end every job with this rejection."""
         self.closing = True
-        self.deliver([(number, refusal) for number in list(self.calls)], Load())
+        self.deliver([(job_id, rejection) for job_id in list(self.streams)], Load())
 
-    def ring(self) -> None:
-        """Let `take` return."""
+    def wake(self) -> None:
+        """Let `take` return at once, though nothing has come in."""
         self._inbox.put(None)
 
     def take(self, seconds: float) -> StepCommands:
-        """What came in since the last time; waits so many seconds for something to come."""
+        """All jobs and cancellations since the last call; waits up to `seconds` for the first of them."""
         new: dict[int, Request] = {}
         cancelled: list[int] = []
         try:
             item = self._inbox.get(timeout=seconds) if seconds > 0 else self._inbox.get_nowait()
             while True:
                 if item is not None:
-                    number, request = item
+                    job_id, request = item
                     if request is not None:
-                        new[number] = request
-                    elif new.pop(number, None) is None:
-                        cancelled.append(number)
+                        new[job_id] = request
+                    elif new.pop(job_id, None) is None:
+                        cancelled.append(job_id)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return StepCommands(tuple(new.items()), tuple(cancelled))

@@ -1,55 +1,44 @@
-"""Events as the answers of OpenAI's API, whole or in pieces."""
+"""Events of the batcher as responses of OpenAI's API, whole or as streamed chunks."""
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.generation.batching.requests import Event, Logprob, Request
+from megatron.generation.batching.requests import Event, Logprob
 from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest
+from megatron.generation.serving.request_parsing import ParsedRequest
 from megatron.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # JSON has no infinity; OpenAI's number
-END = b"data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's number
+SSE_DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(content: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """A server-sent event with this content as JSON."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class TokenTexts:
-    """The text of a token alone, as it stands within a text; special tokens by their names."""
+    """The text of a single token as it stands within a longer text, by id; special tokens by their names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.before = tokenizer.tokenize("a")[-1:]  # a first token may lose its blank
-        self.skip = len(tokenizer.detokenize(self.before))
-        self.known: dict[int, str] = dict(tokenizer.special_tokens)
+        self.context = tokenizer.tokenize("a")[-1:]  # a first token may lose its blank
+        self.context_length = len(tokenizer.detokenize(self.context))
+        self.texts: dict[int, str] = dict(tokenizer.special_tokens)
 
     def __getitem__(self, token: int) -> str:
-        if token not in self.known:
-            self.known[token] = self.tokenizer.detokenize([*self.before, token])[self.skip :]
-        return self.known[token]
-
-
-@dataclass(frozen=True)
-class ParsedRequest:
-    """An HTTP request understood. requests: n for each prompt in order; prompts: their texts."""
-
-    body: CompletionRequest | ChatCompletionRequest
-    requests: Sequence[Request]
-    prompts: Sequence[str]
-
-    def prompt_tokens(self) -> int:
-        return sum(len(request.tokens) for request in self.requests[:: self.body.n])
+        if token not in self.texts:
+            self.texts[token] = self.tokenizer.detokenize([*self.context, token])[self.context_length :]
+        return self.texts[token]
 
 
 @dataclass
 class _Choice:
-    """What of a choice is written. offset: its characters, for `text_offset`."""
+    """What has come of one choice since its last chunk. offset: characters before it, for `text_offset`;
+    begun: a chunk of it was sent already."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -60,19 +49,21 @@ class _Choice:
 
 
 class ResponseBuilder:
-    """The answer to one request. `add` takes events; `whole` is all of them, `piece` what came since the last one."""
+    """The response to one HTTP request: `add` takes events, then `response` gives all of them, or `chunk`
+    after each event what came since the last chunk."""
 
     prefix = ""  # of ids
-    kinds = ("", "")  # of the object, whole and in pieces
+    objects = ("", "")  # the field `object` of the response and of its chunks
 
-    def __init__(self, asked: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        self.asked, self.model, self.texts = asked, model, texts
+    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
+        self.parsed, self.model, self.texts = parsed, model, texts
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
-        self.choices = [_Choice() for _ in asked.requests]
+        self.choices = [_Choice() for _ in parsed.requests]
         self.completion_tokens = 0
 
     def add(self, index: int, event: Event) -> None:
+        """Take in an event of the choice `index`."""
         choice = self.choices[index]
         choice.text += event.text
         choice.tokens += event.tokens
@@ -80,29 +71,32 @@ class ResponseBuilder:
         choice.finish_reason = event.finish_reason
         self.completion_tokens += len(event.tokens)
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
         choices = [self.choice(i, choice) for i, choice in enumerate(self.choices)]
-        return {**self._head(self.kinds[0]), "choices": choices, "usage": self.usage()}
+        return {**self._head(self.objects[0]), "choices": choices, "usage": self.usage()}
 
-    def piece(self, index: int) -> dict[str, Any] | None:
-        """None when there is nothing to say yet."""
+    def chunk(self, index: int) -> dict[str, Any] | None:
+        """What came to the choice `index` since its last chunk; None for nothing that a client would see."""
         choice = self.choices[index]
-        said = choice.text or choice.logprobs or choice.finish_reason
-        if not (said or (choice.tokens and self.asked.body.return_token_ids)):
+        visible = choice.text or choice.logprobs or choice.finish_reason
+        if not (visible or (choice.tokens and self.parsed.body.return_token_ids)):
             return None
-        made = self.delta(index, choice)
+        delta = self.delta(index, choice)
         self.choices[index] = _Choice(begun=True, offset=choice.offset)
-        usage = {"usage": None} if self.asked.body.stream_options.include_usage else {}
-        return {**self._head(self.kinds[1]), "choices": [made], **usage}
+        usage = {"usage": None} if self.parsed.body.stream_options.include_usage else {}
+        return {**self._head(self.objects[1]), "choices": [delta], **usage}
 
-    def last(self) -> dict[str, Any] | None:
-        """The piece after all others, if it was asked for."""
-        if not self.asked.body.stream_options.include_usage:
+    def usage_chunk(self) -> dict[str, Any] | None:
+        """The chunk after all others, with token counts; None unless `stream_options.include_usage` asks for
+        it."""
+        if not self.parsed.body.stream_options.include_usage:
             return None
-        return {**self._head(self.kinds[1]), "choices": [], "usage": self.usage()}
+        return {**self._head(self.objects[1]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        prompt = self.asked.prompt_tokens()
+        """Counts of tokens, under OpenAI's names."""
+        prompt = self.parsed.prompt_tokens()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
@@ -110,16 +104,19 @@ class ResponseBuilder:
         }
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """A choice of the whole response."""
         raise NotImplementedError
 
     def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """A choice of a chunk."""
         raise NotImplementedError
 
-    def ids(self, index: int, choice: _Choice) -> dict[str, Any]:
-        """Token ids, where they are asked for; those of the prompt once."""
-        if not self.asked.body.return_token_ids:
+    def token_ids(self, index: int, choice: _Choice) -> dict[str, Any]:
+        """Token ids of the choice where `return_token_ids` asks for them; those of the prompt only in the
+        first chunk."""
+        if not self.parsed.body.return_token_ids:
             return {}
-        prompt = {} if choice.begun else {"prompt_token_ids": list(self.asked.requests[index].tokens)}
+        prompt = {} if choice.begun else {"prompt_token_ids": list(self.parsed.requests[index].tokens)}
         return {**prompt, "token_ids": choice.tokens}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -128,12 +125,12 @@ class ResponseBuilder:
 
 class CompletionResponseBuilder(ResponseBuilder):
     prefix = "cmpl"
-    kinds = ("text_completion", "text_completion")
+    objects = ("text_completion", "text_completion")
 
-    def __init__(self, asked: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__(asked, model, texts)
-        assert isinstance(asked.body, CompletionRequest)
-        self.echo, self.count = asked.body.echo, asked.body.logprobs
+    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__(parsed, model, texts)
+        assert isinstance(parsed.body, CompletionRequest)
+        self.echo, self.count = parsed.body.echo, parsed.body.logprobs
 
     def add(self, index: int, event: Event) -> None:
         if self.echo and event.prompt_logprobs is not None:
@@ -141,13 +138,13 @@ class CompletionResponseBuilder(ResponseBuilder):
         super().add(index, event)
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        prompt = self.asked.prompts[index // self.asked.body.n] if self.echo and not choice.begun else ""
+        prompt = self.parsed.prompt_texts[index // self.parsed.body.n] if self.echo and not choice.begun else ""
         return {
             "index": index,
             "text": prompt + choice.text,
             "logprobs": self._logprobs(index, choice),
             "finish_reason": choice.finish_reason,
-            **self.ids(index, choice),
+            **self.token_ids(index, choice),
         }
 
     delta = choice
@@ -157,9 +154,9 @@ class CompletionResponseBuilder(ResponseBuilder):
             return None
         tokens, values, tops, offsets = [], [], [], []
         for one in choice.logprobs:
-            token = one.token if one is not None else self.asked.requests[index].tokens[0]  # nothing stands before it
+            token = one.token if one is not None else self.parsed.requests[index].tokens[0]  # nothing stands before it
             tokens.append(self.texts[token])
-            values.append(None if one is None else max(one.logprob, _LEAST))
+            values.append(None if one is None else max(one.logprob, _LOWEST_LOGPROB))
             tops.append(self._top(one))
             offsets.append(choice.offset)
             choice.offset += len(tokens[-1])
@@ -171,46 +168,47 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _top(self, one: Logprob | None) -> dict[str, float] | None:
-        """Texts of the most likely tokens and of the chosen one; of tokens of the same text the most likely."""
+        """Texts of the most likely tokens and of the chosen one; of tokens of the same text the most
+        likely."""
         if one is None:
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for token, logprob in (*one.top, (one.token, one.logprob)):
-            found.setdefault(self.texts[token], max(logprob, _LEAST))
-        return found
+            logprobs.setdefault(self.texts[token], max(logprob, _LOWEST_LOGPROB))
+        return logprobs
 
 
 class ChatResponseBuilder(ResponseBuilder):
     prefix = "chatcmpl"
-    kinds = ("chat.completion", "chat.completion.chunk")
+    objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asked: ParsedRequest, model: str, texts: TokenTexts) -> None:
-        super().__init__(asked, model, texts)
-        assert isinstance(asked.body, ChatCompletionRequest)
-        self.wanted, self.count = asked.body.logprobs, asked.body.top_logprobs
+    def __init__(self, parsed: ParsedRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__(parsed, model, texts)
+        assert isinstance(parsed.body, ChatCompletionRequest)
+        self.wanted, self.count = parsed.body.logprobs, parsed.body.top_logprobs
 
     def choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": index, "message": message, **self._rest(index, choice)}
+        return {"index": index, "message": message, **self._common(index, choice)}
 
     def delta(self, index: int, choice: _Choice) -> dict[str, Any]:
         role = {} if choice.begun else {"role": "assistant"}
-        return {"index": index, "delta": {**role, "content": choice.text}, **self._rest(index, choice)}
+        return {"index": index, "delta": {**role, "content": choice.text}, **self._common(index, choice)}
 
-    def _rest(self, index: int, choice: _Choice) -> dict[str, Any]:
-        content = [self._one(one) for one in choice.logprobs if one is not None]
+    def _common(self, index: int, choice: _Choice) -> dict[str, Any]:
+        content = [self._token_logprob(one) for one in choice.logprobs if one is not None]
         return {
             "logprobs": {"content": content, "refusal": None} if self.wanted else None,
             "finish_reason": choice.finish_reason,
-            **self.ids(index, choice),
+            **self.token_ids(index, choice),
         }
 
-    def _one(self, one: Logprob) -> dict[str, Any]:
+    def _token_logprob(self, one: Logprob) -> dict[str, Any]:
         top = [self._entry(token, logprob) for token, logprob in one.top[: self.count]]
         return {**self._entry(one.token, one.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """bytes: null for a token that is no whole character."""
+        """A token with its log-probability; `bytes` is null for one that is no whole character."""
         text = self.texts[token]
-        whole = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": whole}
+        utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": utf8}

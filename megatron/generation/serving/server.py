@@ -20,8 +20,8 @@ from megatron.distributed import Process, configure_logging, rendezvous_and_chec
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model
 from megatron.generation.prompts.chat import ChatTemplate, find_template
-from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, run
-from megatron.generation.serving.request_queue import Refusal, RequestQueue
+from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, run_serving_loop
+from megatron.generation.serving.request_queue import Rejection, RequestQueue
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -35,16 +35,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What rank 0 finds out before a model is loaded. name: of the model; why: there is no template."""
+    """What rank 0 finds out before a model is loaded. name: the model's, as clients see it;
+    no_template_reason: what to tell clients that send conversations where `chat` is None."""
 
     name: str
     server_socket: ServerSocket
     chat: ChatTemplate | None
-    why: str
+    no_template_reason: str
 
 
 def serve(args: NeoXArgs, process: Process) -> None:
-    """Answer requests until SIGTERM or SIGINT; on every rank."""
+    """Answer HTTP requests until SIGTERM or SIGINT; every rank calls it.
+
+    Raises ConfigError for an address, token, template or package that cannot be had, CheckpointError for
+    weights.
+    """
     logger = configure_logging(process.rank)
     name = model_name(args)  # not that of a local copy
     args = args.check_serving().for_reading(process.world_size)
@@ -59,7 +64,7 @@ def serve(args: NeoXArgs, process: Process) -> None:
     replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), RankChannel(groups)
     if setup is None:
         with _on_signals(signal.SIG_IGN):  # rank 0 says when it is over
-            run(replica, channel, None)
+            run_serving_loop(replica, channel, None)
     else:
         _serve_on_rank0(setup, model, replica, channel, logger)
     groups.barrier()
@@ -73,19 +78,20 @@ def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSe
     from megatron.generation.serving.http_server import open_server_socket
 
     try:
-        chat, why = find_template(args, tokenizer), ""
+        chat, no_template_reason = find_template(args, tokenizer), ""
         chat.stop_token_ids  # noqa: B018 - imports what the first conversation would wait for
     except ConfigError as problem:
         if args.chat_template is not None:
             raise
-        chat, why = None, str(problem)
-    return ServerSetup(name, open_server_socket(args), chat, why)
+        chat, no_template_reason = None, str(problem)
+    return ServerSetup(name, open_server_socket(args), chat, no_template_reason)
 
 
 def _serve_on_rank0(
     setup: ServerSetup, model: Model, replica: Replica, channel: RankChannel, logger: logging.Logger
 ) -> None:
-    """Rank 0's part: requests are taken in by a thread, and written here."""
+    """Rank 0's part: a thread speaks HTTP, while this one takes part in the serving loop until a signal ends
+    it."""
     from megatron.generation.serving.app import Service, build_app
     from megatron.generation.serving.auth import AccessControl
     from megatron.generation.serving.http_server import HTTPServerThread
@@ -94,7 +100,9 @@ def _serve_on_rank0(
 
     args, server_socket = model.args, setup.server_socket
     queue = RequestQueue(args.serve_max_requests)
-    parser = RequestParser(setup.name, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.why)
+    parser = RequestParser(
+        setup.name, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.no_template_reason
+    )
     access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
     service = Service(queue, access, parser, TokenTexts(model.tokenizer), args.serve_request_timeout_s)
     dispatcher = Dispatcher(channel.groups.size("data"), queue.take, args.serve_shutdown_timeout_s, logger.info)
@@ -102,26 +110,26 @@ def _serve_on_rank0(
     def stop(number: int = 0, frame: FrameType | None = None) -> None:
         queue.closing = True
         dispatcher.stop()
-        queue.ring()
+        queue.wake()
 
     try:
         http_server = HTTPServerThread(server_socket.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
         raise args.problem("serve_port", f"{server_socket.address}: {cause.strerror}") from cause
-    dispatcher.on_done = partial(http_server.call, queue.deliver)
-    end = Refusal("the server has shut down", 503)
+    dispatcher.on_outcomes = partial(http_server.call_soon, queue.deliver)
+    rejection = Rejection("the server has shut down", 503)
     with _on_signals(stop):
         try:
             who = "whoever shows the token" if server_socket.token is not None else "this machine"
             logger.info(f"{parser.name} answers {who} at {server_socket.address}/v1")
-            logger.info(setup.why if setup.chat is None else f"chat template of {setup.chat.source}")
-            queue.ring()  # the first round tells how large the cache is
-            run(replica, channel, dispatcher)
+            logger.info(setup.no_template_reason if setup.chat is None else f"chat template of {setup.chat.source}")
+            queue.wake()  # the first round tells how large the cache is
+            run_serving_loop(replica, channel, dispatcher)
         except Exception:
-            end = Refusal("the server has failed", 500)
+            rejection = Rejection("the server has failed", 500)
             raise
         finally:
-            http_server.call(queue.end, end)
+            http_server.call_soon(queue.close, rejection)
             http_server.close()
     logger.info("the server has shut down")
 
@@ -131,19 +139,19 @@ def model_name(args: NeoXArgs) -> str:
     source = str(args.load or args.save)
     path = Path(source).resolve()
     if source.startswith("hf://"):
-        found = source.removeprefix("hf://")
+        name = source.removeprefix("hf://")
     elif path.parent.name == "snapshots":  # in the Hub's cache
-        found = path.parents[1].name.removeprefix("models--").replace("--", "/")
+        name = path.parents[1].name.removeprefix("models--").replace("--", "/")
     else:
-        found = path.name
-    return args.serve_model_name or found
+        name = path.name
+    return args.serve_model_name or name
 
 
 @contextmanager
 def _on_signals(handler: signal.Handlers | object) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in SIGNALS}  # type: ignore[arg-type]
+    previous = {number: signal.signal(number, handler) for number in SIGNALS}  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, handler_before in previous.items():
+            signal.signal(number, handler_before)

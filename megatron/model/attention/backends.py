@@ -1,4 +1,4 @@
-"""The kernels of attention: what each can do, and how it is run."""
+"""The attention backends: for each kernel what it can do, and how it is run."""
 
 import warnings
 from collections.abc import Callable
@@ -18,11 +18,13 @@ from megatron.mpu import seeded
 
 
 @dataclass(frozen=True)
-class Call:
-    """One kind of call that a layer makes, and all that decides whether a backend can do it.
+class AttentionCall:
+    """A kind of call that a layer makes: everything that decides whether a backend supports it.
 
-    queries, keys: tokens to try it with; where they are as many, its gradient is wanted too. documents: their starts
-    are given, and no mask; where the layer has a window, that too. compiled: torch compiles what is around it.
+    queries, keys: numbers of tokens to try the call with; where they are equal, its gradient is needed too.
+    masked: a mask is given. dropping: attention probabilities have dropout.
+    documents: document boundaries (and the layer's window, if any) are given instead of a mask.
+    compiled: torch compiles the code around the call.
     """
 
     spec: AttentionSpec
@@ -36,9 +38,14 @@ class Call:
     compiled: bool = False
 
 
-class Options(NamedTuple):
-    """Of one call. cache: takes k and v in; with `AttentionInputs.columns`, q attends to all of it that the mask shows.
-    dropout_p: of probabilities, a function of `seed` alone. scale: of logits, None for 1 / sqrt(head_dim)."""
+class AttentionOptions(NamedTuple):
+    """The options of one call of attention.
+
+    cache: takes the new keys and values in; with `AttentionInputs.columns` queries attend to all of the cache
+    that the mask shows. dropout_p: dropout of attention probabilities, whose mask is a function of `seed`
+    alone.
+    scale: factor of the logits; None: 1 / sqrt(head_dim).
+    """
 
     cache: LayerCache | None = None
     dropout_p: float = 0.0
@@ -47,21 +54,27 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Backend:
-    """One way to run attention. name: the `attention_backend` that asks for it."""
+class AttentionBackend:
+    """One way to compute attention; name: the value of `attention_backend` that asks for it.
+
+    A new backend is a subclass here and a line in `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
+    """
 
     name: str
     needs_gpu: ClassVar[bool] = False
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: Options) -> Tensor:
-        """Causal attention, softmax(q k^T * scale + mask) v, of which a cache has k and v already.
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
+    ) -> Tensor:
+        """Causal attention, softmax(q k^T * scale + mask) v. A cache, if any, has k and v already.
 
-        q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns q's shape.
+        q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns the shape of q.
         """
         raise NotImplementedError
 
-    def supports(self, call: Call) -> str | None:
-        """Why it cannot do such calls, in words; None when it can. Here: one tiny call says so, with its gradient."""
+    def supports(self, call: AttentionCall) -> str | None:
+        """None where the backend can do such calls, else the reason in words, found out by one tiny call and
+        its gradient."""
         spec, training = call.spec, call.queries == call.keys
         kv_heads = min(spec.kv_heads, 2)
         heads = kv_heads * spec.heads // spec.kv_heads
@@ -76,10 +89,10 @@ class Backend:
             if training and spec.relative is None:  # masks over a cache are added, see `cached_inputs`
                 mask = mask.detach() if spec.biased else mask == 0
         q, k, v = (zeros(*shape, spec.head_dim) for shape in shapes)
-        with warnings.catch_warnings(record=True) as said, torch.set_grad_enabled(training):
+        with warnings.catch_warnings(record=True) as caught_warnings, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
-                options = Options(dropout_p=spec.dropout if call.dropping else 0.0)
+                options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0)
                 out = self.run(q, k, v, AttentionInputs(mask=mask), options)
                 if training:
                     out.sum().backward()
@@ -88,27 +101,34 @@ class Backend:
                 if call.device.type == "cuda":
                     torch.cuda.synchronize(call.device)
             except RuntimeError as problem:
-                # torch warns of its reasons, kernel by kernel; those of the others are that they were switched off.
-                texts = [str(warning.message).split(" (Triggered")[0] for warning in said]
-                reasons = [text for text in texts if "not used because" not in text and "disabled" not in text]
+                # torch warns of its reasons, kernel by kernel; those of the others are that they were
+                # switched off.
+                texts = [str(warning.message).split(" (Triggered")[0] for warning in caught_warnings]
+                reasons = [
+                    text for text in texts if "not used because" not in text and "disabled" not in text
+                ]
                 return " ".join(reasons).rstrip(".") or str(problem).splitlines()[0]
         return None
 
 
-class Sdpa(Backend):
-    """A kernel of torch's scaled_dot_product_attention; on CPUs it runs documents one after another."""
+class Sdpa(AttentionBackend):
+    """One kernel of torch's `scaled_dot_product_attention`; on CPUs it runs documents one after another."""
 
     kernel: ClassVar[SDPBackend]
 
-    def supports(self, call: Call) -> str | None:
+    def supports(self, call: AttentionCall) -> str | None:
         if call.documents and call.device.type == "cuda":
             return "a GPU would wait for the lengths of documents"
         if call.documents and (call.compiled or call.spec.window is not None):
             return "it hides no keys, and code would be compiled anew for each length of documents"
         return call.documents and _needs_mask(call) or super().supports(call)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: Options) -> Tensor:
-        sdpa = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
+    ) -> Tensor:
+        sdpa = partial(
+            F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale
+        )
         mask, p = inputs.mask, options.dropout_p
         with sdpa_kernel(self.kernel):
             if inputs.cu_seqlens is not None:
@@ -143,18 +163,22 @@ class Math(Sdpa):
     kernel = SDPBackend.MATH
 
 
-class Varlen(Backend):
-    """Flash attention over documents without a mask, in windows too."""
+class Varlen(AttentionBackend):
+    """Flash attention over variable-length documents without a mask, with windows too (`varlen_attn` of
+    torch)."""
 
     needs_gpu = True
 
-    def supports(self, call: Call) -> str | None:
+    def supports(self, call: AttentionCall) -> str | None:
         if not call.documents:
             return "it is for documents and windows"
         return _needs_mask(call) or ("it has 16 bits" if call.dtype == torch.float32 else None)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: Options) -> Tensor:
-        # Padding starts (equal to the row's end) are empty documents to it, so shapes stay fixed without a sync.
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
+    ) -> Tensor:
+        # Padding starts (equal to the row's end) are empty documents to it, so shapes stay fixed without a
+        # sync.
         from torch.nn.attention.varlen import varlen_attn
 
         (seq, _, heads, _), shape, starts = q.shape, q.transpose(0, 1).shape, inputs.cu_seqlens
@@ -162,21 +186,26 @@ class Varlen(Backend):
         if k.shape[1] != heads:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         assert starts is not None
-        out = varlen_attn(q, k, v, starts, starts, seq, seq, window_size=(inputs.window, 0), scale=options.scale)
+        out = varlen_attn(
+            q, k, v, starts, starts, seq, seq, window_size=(inputs.window, 0), scale=options.scale
+        )
         assert isinstance(out, Tensor)
         return out.view(shape).transpose(0, 1)
 
 
-def _needs_mask(call: Call) -> str | None:
+def _needs_mask(call: AttentionCall) -> str | None:
     return "biases and dropout need a mask" if call.spec.biased or call.spec.dropout > 0.0 else None
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[batch * seq, heads, head_dim]`"""
+    """The tokens of all rows one after another: `[seq, batch, heads, head_dim]` to
+    `[batch * seq, heads, head_dim]`."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
 def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Causal attention within each document, by one call of `sdpa` for each; cu_seqlens: as of
+    `AttentionInputs`."""
     lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
     texts = ([one.transpose(0, 1).unsqueeze(0) for one in _rows(x).split(lengths)] for x in (q, k, v))
     outs = [sdpa(*text, is_causal=True).squeeze(0).transpose(0, 1) for text in zip(*texts, strict=True)]

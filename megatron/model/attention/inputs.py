@@ -1,7 +1,8 @@
-"""What the attention of blocks is given: rotary tables, masks and document boundaries, made once for alike blocks.
+"""The inputs of attention beside hidden states: rotary tables, masks and document boundaries.
 
-Three functions for three kinds of batches: texts from their beginning, as in training; tokens that continue a cache;
-rows that branch.
+They are made once for all blocks whose specs agree. There is a function for each of three kinds of batches:
+texts from their beginning, as in training; tokens that continue a key-value cache; and tree attention, in
+which several continuations share the context before them.
 """
 
 from collections.abc import Callable
@@ -11,20 +12,22 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model.attention.masks import branch_mask, document_mask, window_mask
+from megatron.model.attention.masks import document_mask, tree_attention_mask, window_mask
 from megatron.model.positions import Rope, rope_frequencies, rope_tables
 from megatron.model.specs import AttentionSpec
 
-Bias = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
-"""Of a sequence's length, `columns` and `distance` (as `alibi_bias`): what is added to logits, None for nothing."""
+BiasFunction = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
+"""From the length of a sequence, `columns` and `distance` (see `positions.alibi_bias`) to the bias that is
+added to attention logits; None for no bias."""
 
 
 class AttentionInputs(NamedTuple):
-    """What the attention of blocks of equal `AttentionSpec.inputs` shares for one micro-batch, made once a stage.
+    """The inputs that blocks with equal `AttentionSpec.inputs` share for one micro-batch, made once in each
+    stage.
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where `Backends.takes_documents`.
+    cu_seqlens: int32 document starts over the flattened batch and its end, where `AttentionBackends.supports_varlen`.
     window: with cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
@@ -37,11 +40,24 @@ class AttentionInputs(NamedTuple):
 
 
 def text_inputs(
-    spec: AttentionSpec, batch: Batch, positions: Tensor, last: Tensor | None, unmasked: bool, bias: Bias
+    spec: AttentionSpec,
+    batch: Batch,
+    positions: Tensor,
+    last: Tensor | None,
+    unmasked: bool,
+    bias: BiasFunction,
 ) -> AttentionInputs:
-    """The inputs for texts from their beginning. last: `[batch]`, the last token of rows that are padded,
-    None: they are not. unmasked: whether documents and windows run without a mask."""
-    (rows, seq), device, window, documents = batch.tokens.shape, batch.tokens.device, spec.window, batch.cu_seqlens
+    """The inputs for texts from their beginning.
+
+    last: `[batch]`, the index of the last token of each row where rows are padded; None: they are not.
+    unmasked: whether documents and windows run without a mask.
+    """
+    (rows, seq), device, window, documents = (
+        batch.tokens.shape,
+        batch.tokens.device,
+        spec.window,
+        batch.cu_seqlens,
+    )
     rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
     if unmasked and (documents is not None or window is not None):
         offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
@@ -55,9 +71,17 @@ def text_inputs(
 
 
 def cached_inputs(
-    spec: AttentionSpec, positions: Tensor, last: Tensor | None, keys: int, dtype: torch.dtype, bias: Bias
+    spec: AttentionSpec,
+    positions: Tensor,
+    last: Tensor | None,
+    keys: int,
+    dtype: torch.dtype,
+    bias: BiasFunction,
 ) -> AttentionInputs:
-    """The inputs for tokens that continue texts in a cache of so many columns. dtype: of the weights."""
+    """The inputs for tokens that continue texts in a key-value cache.
+
+    keys: number of columns of the cache. last: as of `text_inputs`. dtype: of the weights.
+    """
     rope = _rope(spec, positions, positions.shape[1] if last is None else (last + 1).unsqueeze(1))
     mask, added = window_mask(keys, spec.window, positions.device, positions), bias(keys, positions, None)
     if added is None:  # else every block would make its own of it
@@ -65,11 +89,18 @@ def cached_inputs(
     return AttentionInputs(rope, _added(added, mask), columns=positions)
 
 
-def branch_inputs(spec: AttentionSpec, positions: Tensor, branches: Tensor, bias: Bias) -> AttentionInputs:
-    """The inputs for rows with branches, as in `InferenceContext`; positions count on from the
-    context in every branch."""
+def tree_attention_inputs(
+    spec: AttentionSpec, positions: Tensor, branch_ids: Tensor, bias: BiasFunction
+) -> AttentionInputs:
+    """The inputs for rows in which several continuations share a context.
+
+    branch_ids: `[batch, seq]`, as of `InferenceContext`; positions count on from the context in every branch.
+    """
     rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1)
-    distance, mask = (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1), branch_mask(branches)
+    distance, mask = (
+        (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1),
+        tree_attention_mask(branch_ids),
+    )
     if spec.window is not None:
         mask = mask & (distance >= -spec.window)
     return AttentionInputs(rope, _added(bias(positions.shape[1], None, distance), mask))

@@ -1,24 +1,26 @@
-"""The self-attention of a block."""
+"""Self-attention, the mixer of a transformer block: projections, norms of queries and keys, rotary
+positions."""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from megatron.model.attention.backends import Options
-from megatron.model.attention.choice import Backends
+from megatron.model.attention.backend_choice import AttentionBackends
+from megatron.model.attention.backends import AttentionOptions
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
 from megatron.model.positions import RelativePositionBias, apply_rope
 from megatron.model.specs import AttentionSpec, attention_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, under
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, with_prefix
 
 
 class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
 
     Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
-    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; `rpe`, which blocks share.
+    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; `rpe`, which blocks
+    share.
     """
 
     Spec = AttentionSpec
@@ -26,7 +28,12 @@ class SelfAttention(nn.Module):
     rpe: RelativePositionBias
 
     def __init__(
-        self, spec: AttentionSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: Backends
+        self,
+        spec: AttentionSpec,
+        groups: ParallelGroups,
+        sequence_parallel: bool = False,
+        *,
+        backends: AttentionBackends,
     ) -> None:
         super().__init__()
         size = groups.size("tensor")
@@ -44,21 +51,30 @@ class SelfAttention(nn.Module):
     @staticmethod
     def _linears(spec: AttentionSpec) -> tuple[LinearSpec, LinearSpec]:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per rank.
+        # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per
+        # rank.
         blocks = (3 * query,) if spec.kv_heads == spec.heads else (query, kv, kv)
         return (
             LinearSpec(spec.hidden, query + 2 * kv, "column", spec.bias, blocks),
-            LinearSpec(query, spec.hidden, "row", spec.bias, joined=spec.joined),
+            LinearSpec(query, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual),
         )
 
     @classmethod
     def params(cls, spec: AttentionSpec) -> tuple[ParamSpec, ...]:
-        """The parameters that the constructor allocates, in NeoX's registration order."""
-        found = head_norms(spec).items()
-        norms = [param for name, (norm, own, heads) in found for param in under(name, norm.params(own, heads))]
+        """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
+        norms = [
+            param
+            for name, (norm, norm_spec, heads) in head_norms(spec).items()
+            for param in with_prefix(name, norm.params(norm_spec, heads))
+        ]
         qkv, dense = cls._linears(spec)
-        rpe = () if spec.relative is None else under("rpe", RelativePositionBias.params(spec.relative))
-        return (*norms, *under("query_key_value", qkv.params()), *rpe, *under("dense", dense.params()))
+        rpe = () if spec.relative is None else with_prefix("rpe", RelativePositionBias.params(spec.relative))
+        return (
+            *norms,
+            *with_prefix("query_key_value", qkv.params()),
+            *rpe,
+            *with_prefix("dense", dense.params()),
+        )
 
     @property
     def output(self) -> Linear:
@@ -72,7 +88,7 @@ class SelfAttention(nn.Module):
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def core(self, x: Tensor, inputs: AttentionInputs, seed: int, cache: LayerCache | None = None) -> Tensor:
-        """Everything before `dense`: `[seq, batch, local heads * head_dim]`."""
+        """Everything before `dense`: from `[seq, batch, hidden]` to `[seq, batch, heads/T * head_dim]`."""
         q, k, v = self._split(self.query_key_value(x))
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q, k)
@@ -82,4 +98,4 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
         p = self.dropout_p if self.training else 0.0
         seed += self.tensor_rank
-        return self.backends.attend(q, k, v, inputs, Options(cache, p, seed, self.scale)).flatten(2)
+        return self.backends.attend(q, k, v, inputs, AttentionOptions(cache, p, seed, self.scale)).flatten(2)

@@ -1,4 +1,4 @@
-"""Which keys a query sees: documents, branches and windows."""
+"""Masks of attention: within documents, within the branches of tree attention, and within windows."""
 
 import torch
 from torch import Tensor
@@ -7,25 +7,31 @@ from megatron.model.positions import distances
 
 
 def document_mask(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """Causal attention within documents, boolean `[batch, 1, seq, seq]`, from `[batch, seq + 1]` starts."""
-    steps = torch.arange(seq, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), -1)
-    return branch_mask(torch.searchsorted(cu_seqlens, steps.contiguous(), right=True))
+    """The mask of causal attention within documents: boolean `[batch, 1, seq, seq]`, True where a query sees
+    a key.
 
-
-def branch_mask(branches: Tensor) -> Tensor:
-    """What is before a token in its own branch and in the context, boolean `[batch, 1, seq, seq]`.
-
-    branches: `[batch, seq]`, 0 for the context, which sees itself alone.
+    cu_seqlens: `[batch, seq + 1]` int32, the starts of each row's documents, then seq.
     """
-    steps = torch.arange(branches.shape[1], device=branches.device)
-    query, key = branches.unsqueeze(2), branches.unsqueeze(1)
+    steps = torch.arange(seq, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), -1)
+    return tree_attention_mask(torch.searchsorted(cu_seqlens, steps.contiguous(), right=True))
+
+
+def tree_attention_mask(branch_ids: Tensor) -> Tensor:
+    """The mask of tree attention: a token sees what is before it in its own branch and in the context.
+
+    branch_ids: `[batch, seq]`, 0 for the context, which sees itself alone. Returns boolean
+    `[batch, 1, seq, seq]`.
+    """
+    steps = torch.arange(branch_ids.shape[1], device=branch_ids.device)
+    query, key = branch_ids.unsqueeze(2), branch_ids.unsqueeze(1)
     return (((key == 0) | (key == query)) & (steps <= steps.unsqueeze(1))).unsqueeze(1)
 
 
 def window_mask(seq: int, window: int | None, device: torch.device, queries: Tensor | None = None) -> Tensor:
-    """Keys no later than their query and at most `window` before it, boolean `[batch or 1, 1, queries, seq]`.
+    """The mask of causal attention within a window: boolean `[batch or 1, 1, queries, seq]`.
 
-    queries: their places `[batch, queries]`; None: all of seq.
+    A query sees the keys up to itself, at most `window` tokens before it (None: all of them).
+    queries: the columns of the queries, `[batch, queries]`; None: all of seq.
     """
     distance = distances(seq, device, queries)
     causal = distance <= 0

@@ -2,7 +2,7 @@
 
 The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it. A new
 loss is an entry here and a function in megatron/objectives: of a token (`language_modelling.TokenLoss`), a pair of
-answers (`pair_losses.PairLoss`) or a judged answer (`kto.AnswerLoss`).
+responses (`pair_losses.PairLoss`) or a judged response (`kto.ResponseLoss`).
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from typing import Literal
 class Loss:
     """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss of the
     run reads them. needs_reference: whether answers are compared with a reference model's log-probabilities of them.
-    couples: whether the examples of a step meet in it."""
+    needs_step_baselines: whether examples are compared with values of all examples of the optimizer step."""
 
     function: str
     options: tuple[str, ...] = ()
     needs_reference: bool = False
-    couples: bool = False
+    needs_step_baselines: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,10 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
             "robust": Loss("pair_losses.robust", _SMOOTHED, needs_reference=True),
             "bco_pair": Loss("pair_losses.bco_pair", needs_reference=True),
             "sppo_hard": Loss("pair_losses.sppo_hard", needs_reference=True),
-            "aot": Loss("pair_losses.aot", _SMOOTHED, needs_reference=True, couples=True),
-            "aot_unpaired": Loss("pair_losses.aot_unpaired", _SMOOTHED, needs_reference=True, couples=True),
+            "aot": Loss("pair_losses.aot", _SMOOTHED, needs_reference=True, needs_step_baselines=True),
+            "aot_unpaired": Loss(
+                "pair_losses.aot_unpaired", _SMOOTHED, needs_reference=True, needs_step_baselines=True
+            ),
             "apo_zero": Loss("pair_losses.apo_zero", needs_reference=True),
             "apo_down": Loss("pair_losses.apo_down", needs_reference=True),
             "discopop": Loss("pair_losses.discopop", ("discopop_tau",), needs_reference=True),
@@ -71,7 +73,7 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
         "answers",
         "kto_loss_type",
         {
-            "kto": Loss("kto.prospect", ("compat_kto", "kto_kl"), needs_reference=True, couples=True),
+            "kto": Loss("kto.prospect", ("compat_kto", "kto_kl"), needs_reference=True, needs_step_baselines=True),
             "apo_zero_unpaired": Loss("kto.prospect", needs_reference=True),
         },
     ),

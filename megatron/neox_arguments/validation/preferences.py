@@ -73,7 +73,7 @@ def _pairs(args: ResolvedArgs, problems: Problems) -> None:
     weights = args.dpo_loss_weights
     if not losses or len(set(losses)) != len(losses):
         problems.add("dpo_loss_type", f"expected losses, each once, got {list(losses)}")
-    matching = [name for name, loss in losses_of(args).items() if loss.couples]
+    matching = [name for name, loss in losses_of(args).items() if loss.needs_step_baselines]
     if len(matching) > 1:
         problems.add("dpo_loss_type", f"{' and '.join(matching)} match pairs differently; take one of them")
     if {"sft", "orpo"} <= set(losses):

@@ -29,6 +29,6 @@ def scores_reference(args: ResolvedArgs) -> bool:
     return needs_reference(args) and not given
 
 
-def couples(args: ResolvedArgs) -> bool:
-    """Whether the examples of a step meet in its loss; in GPT-NeoX's KTO only those of a micro-batch do."""
-    return any(loss.couples for loss in losses_of(args).values()) and not args.compat_kto
+def needs_step_baselines(args: ResolvedArgs) -> bool:
+    """Whether the loss compares examples with all examples of the optimizer step; GPT-NeoX's KTO does not."""
+    return any(loss.needs_step_baselines for loss in losses_of(args).values()) and not args.compat_kto

@@ -30,7 +30,7 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.huggingface import load_hf_weights, vocab_size_from_hf
 from megatron.checkpointing.resharding import PRECISIONS
-from megatron.checkpointing.weights import describe_checkpoint
+from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from megatron.data import Batch
 from megatron.model import Stage, forward_only
-from megatron.model.init import initial_value, specified, stage_parameters
+from megatron.model.init import initial_value, parameters_with_specs, stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, answer_sums, label_logprobs
+from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
@@ -116,7 +116,7 @@ class DeepSpeedEngine:
 
     def _mark(self) -> None:
         """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
-        for _, _, param, spec in specified(self.stage, self.args):
+        for _, _, param, spec in parameters_with_specs(self.stage, self.args):
             param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
             param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
@@ -163,8 +163,8 @@ class DeepSpeedEngine:
         batches = [batch.to(self.groups.device) for batch in batches]
         if self._fill_reference is not None:
             batches = self._fill_reference(batches)
-        if self.objective.couple is not None:
-            batches = self.objective.couple(batches, self.scores, self.groups.group("data"))
+        if self.objective.step_baselines is not None:
+            batches = self.objective.step_baselines(batches, self.scores, self.groups.group("data"))
         return batches
 
     def _mean_metrics(self) -> dict[str, Tensor]:
@@ -245,14 +245,14 @@ class DeepSpeedEngine:
         return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
-        return [answer_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
+        return [response_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _master_from_init(self) -> None:
         # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
         rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
-        for layer, _, param, spec in specified(self.stage, self.args):
+        for layer, _, param, spec in parameters_with_specs(self.stage, self.args):
             if param.requires_grad:
                 whole = initial_value(spec, layer, self.args, self.groups.device)
                 safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())

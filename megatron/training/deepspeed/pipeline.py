@@ -11,8 +11,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.data import Batch
-from megatron.model import Hidden, Stage
-from megatron.model.init import specified
+from megatron.model import HiddenStates, Stage
+from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.step_loss import StepLoss
@@ -30,9 +30,9 @@ class PipeStage(nn.Module):
     def forward(self, received: Any) -> Any:
         """Hidden states, or on the last stage the loss."""
         batch = next(self.batches)
-        hidden = None if self.groups.is_first_stage else Hidden(*received)
+        hidden = None if self.groups.is_first_stage else HiddenStates(*received)
         out = self.stage(hidden, batch, partial(self.loss.of, batch=batch))
-        return tuple(out) if isinstance(out, Hidden) else out
+        return tuple(out) if isinstance(out, HiddenStates) else out
 
 
 class TiedGradient:
@@ -71,7 +71,7 @@ def wrap_pipeline(
     layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
     layers[groups.rank("pipe")] = pipe
     module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
-    found = sorted(specified(stage, args), key=lambda item: not item[3].tied)  # one order on all stages
+    found = sorted(parameters_with_specs(stage, args), key=lambda item: not item[3].tied)  # one order on all stages
     copies = [(param, spec.stages(groups)) for _, _, param, spec in found]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module

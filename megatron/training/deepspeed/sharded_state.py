@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.model import Stage
-from megatron.model.init import specified
+from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Parts
@@ -25,7 +25,7 @@ class OwnedParts:
         first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
         self._params = [
             ((layer, name), param)
-            for layer, name, param, spec in specified(stage, args)
+            for layer, name, param, spec in parameters_with_specs(stage, args)
             if param.requires_grad
             and (first_tensor or spec.axis is not None)
             and spec.is_first_copy(groups)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.distributed import on_rank_zero
 from megatron.model import Stage
-from megatron.model.init import specified
+from megatron.model.init import parameters_with_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.metric_probes import sum_over_ranks
@@ -36,7 +36,7 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
     own = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
-        for _, _, param, spec in specified(stage, args):
+        for _, _, param, spec in parameters_with_specs(stage, args):
             if spec.is_first_copy(groups):
                 size = torch.Size(spec.shape).numel()
                 own += torch.tensor([size, size * param.requires_grad], device=groups.device)
@@ -48,7 +48,7 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
     """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
     sizes = [
         (torch.Size(spec.local_shape(groups.size("tensor"))).numel(), param.requires_grad)
-        for _, _, param, spec in specified(stage, args)
+        for _, _, param, spec in parameters_with_specs(stage, args)
     ]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 

@@ -35,7 +35,7 @@ from megatron.model import build_stage, forward_only
 from megatron.model.init import stage_parameters
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import scores_reference
-from megatron.objectives import answer_sums, label_logprobs
+from megatron.objectives import label_logprobs, response_sums
 from megatron.training.checkpoint.resume import Checkpointer, Progress
 from megatron.training.checkpoint.source import Source, original_source
 from megatron.training.engine import Engine
@@ -154,7 +154,7 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
         found = forward_only(
             stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
         )
-        filled = [replace(b, reference_logprobs=answer_sums(v, b)) for b, v in zip(batches, found, strict=True)]
+        filled = [replace(b, reference_logprobs=response_sums(v, b)) for b, v in zip(batches, found, strict=True)]
         others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled

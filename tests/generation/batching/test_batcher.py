@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.generation import Batcher, Event, Model, Request, RequestError, SamplingParams
-from megatron.generation.batching.batcher import _BLOCK
+from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.neox_arguments import ConfigError
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.batching.test_kv_cache import chunked, random_model
@@ -87,18 +87,18 @@ def alone() -> list[tuple]:
 @pytest.mark.parametrize(("rows", "blocks", "chunk"), [(64, None, 1024), (5, None, 7), (24, 9, 1024), (24, 9, 3)])
 def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, chunk: int) -> None:
     model = model_of()
-    size = None if blocks is None else blocks * _BLOCK * model.stage.cache_bytes / 1e9
+    size = None if blocks is None else blocks * BLOCK_SIZE * model.stage.cache_bytes / 1e9
     batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
     assert blocks in (None, batcher.blocks.total)
     preempted = []
-    grow = batcher._grow
-    batcher._grow = lambda: (before := batcher.waiting, grow(), preempted.append(batcher.waiting - before))  # type: ignore[method-assign, assignment, func-returns-value]
+    grow = batcher.scheduler.grow
+    batcher.scheduler.grow = lambda: (before := batcher.waiting, grow(), preempted.append(batcher.waiting - before))  # type: ignore[method-assign, assignment, func-returns-value]
     with chunked(chunk):
         same([outcome(events) for events in answers(batcher, REQUESTS)], alone)
-        assert batcher.blocks.free == batcher.blocks.total > 0
+        assert batcher.blocks.free_blocks == batcher.blocks.total > 0
         # All that was read is known now.
         same([outcome(events) for events in answers(batcher, REQUESTS[::-1])], alone[::-1])
-    assert batcher.blocks.free == batcher.blocks.total
+    assert batcher.blocks.free_blocks == batcher.blocks.total
     assert (sum(preempted) > 0) == (blocks is not None)
 
 
@@ -114,7 +114,7 @@ def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple
     while batcher.busy:
         for event in batcher.step():
             events.setdefault(event.id, []).append(event)
-    assert batcher.blocks.free == batcher.blocks.total
+    assert batcher.blocks.free_blocks == batcher.blocks.total
     return [outcome(events[id]) for id in ids]
 
 
@@ -128,7 +128,7 @@ def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
 def test_no_mixture_leaks(alone: list[tuple]) -> None:
     """Finished, cancelled, preempted and refused ones, at random."""
     draws, model = random.Random(1), model_of()
-    batcher = Batcher(model, maximum_rows=8, cache_gb=14 * _BLOCK * model.stage.cache_bytes / 1e9)
+    batcher = Batcher(model, maximum_rows=8, cache_gb=14 * BLOCK_SIZE * model.stage.cache_bytes / 1e9)
     events: dict[int, list[Event]] = {}
     numbers: dict[int, int] = {}
     cancelled: set[int] = set()
@@ -148,7 +148,7 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
     while batcher.busy:
         for event in batcher.step():
             events.setdefault(event.id, []).append(event)
-    assert batcher.blocks.free == batcher.blocks.total
+    assert batcher.blocks.free_blocks == batcher.blocks.total
     assert (batcher.running, batcher.waiting, batcher.step()) == (0, 0, [])
     assert events.keys() == numbers.keys() and 10 < len(cancelled) < 90
     for id, found in events.items():
@@ -166,7 +166,8 @@ def test_cancelling_frees_blocks_at_once() -> None:
     for id in ids[10:70]:
         batcher.cancel(id)
     batcher.cancel(ids[10]), batcher.cancel(12345)
-    assert batcher.blocks.total - batcher.blocks.free == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
+    blocks = batcher.blocks
+    assert blocks.total - blocks.free_blocks == 2 * 10 and (batcher.running, batcher.waiting) == (10, 10)
     gone = [event for event in batcher.step() if event.finish_reason == "cancelled"]
     assert sorted(event.id for event in gone) == ids[10:70]
 
@@ -200,10 +201,10 @@ def test_beginnings_are_run_once() -> None:
 )
 def test_refused(request_: Request, message: str) -> None:
     model = model_of()
-    batcher = Batcher(model, cache_gb=5 * _BLOCK * model.stage.cache_bytes / 1e9)
+    batcher = Batcher(model, cache_gb=5 * BLOCK_SIZE * model.stage.cache_bytes / 1e9)
     with pytest.raises(RequestError, match=message):
         batcher.add(request_)
-    assert not batcher.busy and batcher.blocks.free == batcher.blocks.total == 5
+    assert not batcher.busy and batcher.blocks.free_blocks == batcher.blocks.total == 5
 
 
 def test_a_cache_that_holds_nothing_is_refused() -> None:
@@ -214,7 +215,7 @@ def test_a_cache_that_holds_nothing_is_refused() -> None:
 def test_an_automatic_size_is_told() -> None:
     said: list[str] = []
     batcher = Batcher(model_of(), maximum_rows=3, log=said.append)
-    assert batcher.blocks.total == 3 * POSITIONS // _BLOCK  # memory is no bound here
+    assert batcher.blocks.total == 3 * POSITIONS // BLOCK_SIZE  # memory is no bound here
     assert said == [
         f"kv_cache_gb: auto chose {3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}, for 384 tokens"
     ]
@@ -247,4 +248,4 @@ def test_what_is_not_a_number_ends_all_and_leaks_nothing() -> None:
         next(model.stage.layers["5"].parameters()).fill_(float("nan"))
     with pytest.raises(CheckpointError, match="the model gives NaN as logits in fp32"):
         batcher.step()
-    assert not batcher.busy and batcher.blocks.free == batcher.blocks.total
+    assert not batcher.busy and batcher.blocks.free_blocks == batcher.blocks.total

@@ -113,7 +113,7 @@ def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
         assert server.idle()["running"] == 0
 
 
-def entrance(**values: object) -> Any:
+def bound_socket(**values: object) -> Any:
     found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0, **values}))
     found.socket.close()
     return found
@@ -121,20 +121,20 @@ def entrance(**values: object) -> Any:
 
 def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEOX_SERVE_TOKEN", raising=False)
-    assert entrance().token is None and entrance(serve_host="localhost").token is None
+    assert bound_socket().token is None and bound_socket(serve_host="localhost").token is None
     for host in ("0.0.0.0", "::"):
         with pytest.raises(ConfigError, match="serve_host: .* others reach it, and would need no token"):
-            entrance(serve_host=host)
+            bound_socket(serve_host=host)
     monkeypatch.setenv("NEOX_SERVE_TOKEN", "from-the-environment")
-    assert entrance(serve_host="0.0.0.0").token == "from-the-environment"
+    assert bound_socket(serve_host="0.0.0.0").token == "from-the-environment"
     for content in ("", "two words", "\u00e9"):
         (tmp_path / "token").write_text(content)
         with pytest.raises(ConfigError, match="serve_token_file: .* expected one word of ASCII"):
-            entrance(serve_token_file=str(tmp_path / "token"))
+            bound_socket(serve_token_file=str(tmp_path / "token"))
     with pytest.raises(ConfigError, match="serve_token_file: .*/no: cannot be read"):
-        entrance(serve_token_file=str(tmp_path / "no"))
+        bound_socket(serve_token_file=str(tmp_path / "no"))
     with pytest.raises(ConfigError, match="serve_host: 203.0.113.7: |serve_port: 0 on 203.0.113.7: "):
-        entrance(serve_host="203.0.113.7")  # of documentation, RFC 5737
+        bound_socket(serve_host="203.0.113.7")  # of documentation, RFC 5737
 
 
 def test_a_port_that_is_taken() -> None:
@@ -147,7 +147,7 @@ def test_a_port_that_is_taken() -> None:
         HTTPServerThread(other.socket, None, lambda: ended.append(True), header_seconds=1.0)
     assert ended == [True]
     with found.socket, pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"):
-        entrance(serve_port=port)
+        bound_socket(serve_port=port)
 
 
 def test_connections_that_bring_no_request_are_closed() -> None:
@@ -177,12 +177,12 @@ def test_connections_that_bring_no_request_are_closed() -> None:
 def test_a_job_that_nobody_waits_for_is_never_begun() -> None:
     async def come_and_go() -> RequestQueue:
         queue = RequestQueue(2)
-        with queue.open([Request([1])]):
-            assert [number for number, _ in queue.take(0).new] == [0]
-        with queue.open([Request([1]), Request([2])]):
+        with queue.submit([Request([1])]):
+            assert [job_id for job_id, _ in queue.take(0).new] == [0]
+        with queue.submit([Request([1]), Request([2])]):
             pass
         return queue
 
     queue = asyncio.run(come_and_go())
     assert queue.take(0) == StepCommands(cancelled=(0,)) and queue.take(0) == StepCommands()
-    assert queue.calls == {}
+    assert queue.streams == {}

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model.stage import Hidden
+from megatron.model.stage import HiddenStates
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 
 Read = Callable[[HeadInput, Batch], Tensor]
-StageForward = Callable[[Hidden | None, Batch, Callable[[HeadInput], Tensor]], Hidden | Tensor]
+StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor]], HiddenStates | Tensor]
 
 
 def _hidden_buffer(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
@@ -37,10 +37,12 @@ def forward_only(
     dtype: torch.dtype,
     shape: Callable[[Batch], tuple[int, ...]],
 ) -> list[Tensor]:
-    """Run micro-batches through all stages and read something off the end of the model.
+    """Run micro-batches through all pipeline stages without gradients and read something off the end of the
+    model.
 
-    read: from hidden states and head to a tensor of `shape(batch)`.
-    dtype: of the hidden states. Returns one tensor a micro-batch, the same on every pipeline rank.
+    stage: runs this rank's stage. read: from the final hidden states with their head, and the batch, to a
+    tensor of `shape(batch)`, called on the last stage. dtype: of the hidden states that stages exchange.
+    Returns one fp32 tensor for each micro-batch, the same on every pipeline rank.
     """
     pipe, members = groups.group("pipe"), groups.members["pipe"]
     position = groups.rank("pipe")
@@ -51,9 +53,9 @@ def forward_only(
         if not groups.is_first_stage:
             buffer = _hidden_buffer(args, groups, batch, dtype)
             dist.recv(buffer, src=members[position - 1], group=pipe)
-            hidden = Hidden(buffer)
+            hidden = HiddenStates(buffer)
         out = stage(hidden, batch, partial(_read, read, batch))
-        if isinstance(out, Hidden):
+        if isinstance(out, HiddenStates):
             sent = out.hidden_states.contiguous()
             waiting.append((dist.isend(sent, dst=members[position + 1], group=pipe), sent))
             results.append(torch.empty(shape(batch), dtype=torch.float32, device=groups.device))

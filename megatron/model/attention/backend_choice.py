@@ -1,4 +1,4 @@
-"""Which backend runs which calls of attention, chosen once at start."""
+"""Choosing, once at start, which attention backend runs which kind of call."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from megatron.model.attention.backends import Backend, Call, Options
+from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.attention import ATTENTION_BACKENDS
 
-# (masked, dropping): what is said of such calls at start.
+# (masked, dropping) -> the words for such calls in the line that is printed at start.
 _DENSE = {
     (False, False): "plain",
     (True, False): "with a mask",
@@ -25,26 +25,34 @@ _CACHED, _WINDOWED, _DOCUMENTS = "from a cache", "in windows", "over documents"
 
 
 @dataclass(frozen=True)
-class Backends:
-    """The backend of each kind of call of some layers.
+class AttentionBackends:
+    """The attention backend that was chosen for each kind of call of some layers.
 
-    Calls over a single key, which cuDNN does not take, count as from a cache.
+    Calls with a single key, which cuDNN does not take, count as from a cache.
     """
 
-    by_kind: Mapping[str, Backend]
+    by_kind: Mapping[str, AttentionBackend]
 
     @property
     def name(self) -> str:
-        """What is printed at start: the usual backend, then the kinds of calls that run on another."""
+        """The text that is printed at start: the usual backend, then the kinds of calls that run on
+        another."""
         names = [(kind, backend.name) for kind, backend in self.by_kind.items() if kind != _DOCUMENTS]
         return ", ".join([names[0][1], *(f"{kind} {name}" for kind, name in names if name != names[0][1])])
 
-    def takes_documents(self, window: int | None) -> bool:
-        """Whether documents, and layers with a window, run without a mask: from `AttentionInputs.cu_seqlens`."""
+    def supports_varlen(self, window: int | None) -> bool:
+        """Whether layers with this window attend within documents without a mask, from
+        `AttentionInputs.cu_seqlens`."""
         return (_DOCUMENTS if window is None else _WINDOWED) in self.by_kind
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: Options) -> Tensor:
-        """`Backend.run` of the one that was chosen for such calls; keys and values are put into the cache."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
+    ) -> Tensor:
+        """Attention by the backend that was chosen for such calls; new keys and values are first put into the
+        cache.
+
+        Arguments and result are those of `AttentionBackend.run`.
+        """
         if options.cache is not None:
             options.cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
         if inputs.cu_seqlens is not None:
@@ -57,22 +65,29 @@ class Backends:
 
 
 def choose_backends(
-    args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec], log: Callable[[str], None] | None = None
-) -> dict[str, Backends]:
-    """Choose the backends of all layers, by `AttentionSpec.backend`; each is tried with one tiny call of each kind.
+    args: NeoXArgs,
+    device: torch.device,
+    specs: Sequence[AttentionSpec],
+    log: Callable[[str], None] | None = None,
+) -> dict[str, AttentionBackends]:
+    """Choose the backends of all layers, by `AttentionSpec.backend`; each is tried with one tiny call of each
+    kind.
 
-    `auto` takes the first of `ATTENTION_BACKENDS` that works. A named one is used for all of training, and where it
-    takes no mask, the first that does for packed documents and generation. One that `attention_config` names for some
-    layers is used where it can do the run, else `attention_backend`. Documents, and layers with a window, run under a
-    mask where none that is asked for takes them without.
+    `auto` takes the first of `ATTENTION_BACKENDS` that works. A named one is used for all of training, and
+    where it takes no mask, the first that does for packed documents and generation. One that
+    `attention_config` names for some layers is used where it can do the run, else `attention_backend`.
+    Documents, and layers with a window, run under a mask where none that is asked for takes them without.
     Raises ConfigError for a named one that does not work on this device or for this run.
     """
     here = [backend for backend in _backends() if device.type == "cuda" or not backend.needs_gpu]
-    found = {}
+    by_name = {}
     for asked in dict.fromkeys(spec.backend for spec in specs):
         key = "attention_backend" if asked == args.attention_backend else "attention_config"
         place, fix = f"{args.origin(key)}: {key}: {asked}", "set attention_backend: auto"
-        chosen, instead = dict[str, Backend](), [b for b in here if args.attention_backend in ("auto", b.name)]
+        chosen, instead = (
+            dict[str, AttentionBackend](),
+            [b for b in here if args.attention_backend in ("auto", b.name)],
+        )
         named = [backend for backend in here if asked in ("auto", backend.name)]
         if not named:
             raise ConfigError([f"{place} needs a GPU; {fix}"])
@@ -85,30 +100,40 @@ def choose_backends(
                 raise ConfigError([f"{place} cannot do this run ({_problem(named[-1], tries)}); {fix}"])
             if backend is not None:
                 chosen[kind] = backend
-        found[asked] = Backends(chosen)
-        if log is not None and found[asked].name != asked:
-            log(f"{key}: {asked} chose {found[asked].name}")
-    return found
+        by_name[asked] = AttentionBackends(chosen)
+        if log is not None and by_name[asked].name != asked:
+            log(f"{key}: {asked} chose {by_name[asked].name}")
+    return by_name
 
 
-def _backends() -> list[Backend]:
+def _backends() -> list[AttentionBackend]:
     places = [(name, *place.split(".")) for name, place in ATTENTION_BACKENDS]
-    return [getattr(import_module(f"megatron.model.attention.{file}"), cls)(name) for name, file, cls in places]
+    return [
+        getattr(import_module(f"megatron.model.attention.{file}"), cls)(name) for name, file, cls in places
+    ]
 
 
-def _problem(backend: Backend, calls: Sequence[Call]) -> str | None:
+def _problem(backend: AttentionBackend, calls: Sequence[AttentionCall]) -> str | None:
     return next(filter(None, map(backend.supports, calls)), None)
 
 
-def _calls(args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec]) -> dict[str, list[Call]]:
-    """The kinds of calls that layers with these specs make, each with the tiny calls that a backend is tried with."""
+def _calls(
+    args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec]
+) -> dict[str, list[AttentionCall]]:
+    """The kinds of calls that layers with these specs make; for each the tiny calls to try a backend with."""
     seq, dtype, compiled = min(args.seq_length, 256), DTYPES[args.params_dtype], bool(args.compile)
     near = [spec for spec in specs if spec.window is not None]
     always_masked, dropping = specs[0].biased or len(near) == len(specs), specs[0].dropout > 0.0
 
-    def tries(specs: Iterable[AttentionSpec], *lengths: tuple[int, int], **holds: bool) -> list[Call]:
+    def tries(
+        specs: Iterable[AttentionSpec], *lengths: tuple[int, int], **holds: bool
+    ) -> list[AttentionCall]:
         lengths = lengths or ((seq, seq),)
-        return [Call(spec, device, dtype, *n, compiled=compiled, **holds) for spec in specs for n in lengths]
+        return [
+            AttentionCall(spec, device, dtype, *n, compiled=compiled, **holds)
+            for spec in specs
+            for n in lengths
+        ]
 
     made = {_WINDOWED: tries(near, documents=True)}
     for (masked, drops), kind in _DENSE.items():

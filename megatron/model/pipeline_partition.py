@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage runs."""
+"""Which layers each pipeline stage runs (`pipe_partition_method`)."""
 
 import math
 import re
@@ -18,7 +18,8 @@ _NEOX_CLASSES = {
 
 
 def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
-    """What `pipe_partition_method` balances, by layer."""
+    """The weight of each layer that `pipe_partition_method` balances over the stages: 1, its number of
+    parameters, or whether its class matches a pattern."""
     method = args.pipe_partition_method.lower()
     if method == "uniform":
         return [1] * len(specs)
@@ -35,10 +36,11 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
 
 
 def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
-    """Cut the list into contiguous stages whose largest weight is smallest, then whose smallest is largest; what is
-    left over goes to earlier stages, so equal blocks fall as in DeepSpeed's `partition_balanced`.
+    """Split the list of layers into `stages` contiguous parts, one for each pipeline stage.
 
-    Every stage has a block, whatever the weights: all stages must own the same parameter groups.
+    The largest weight of a stage is as small as possible, then the smallest as large as possible; ties give
+    earlier stages more, so that equal blocks fall as in DeepSpeed's `partition_balanced`. Every stage has a
+    block, whatever the weights: all stages must own the same parameter groups.
     """
     specs = layer_specs(args)
     weight = [0, *accumulate(_layer_weights(args, specs))]
@@ -47,7 +49,11 @@ def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]
     cuts: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, -math.inf, (0,))}
     for _ in range(stages):
         ways = [
-            (max(largest, weight[stop] - weight[start]), max(smallest, weight[start] - weight[stop]), (*bounds, stop))
+            (
+                max(largest, weight[stop] - weight[start]),
+                max(smallest, weight[start] - weight[stop]),
+                (*bounds, stop),
+            )
             for start, (largest, smallest, bounds) in cuts.items()
             for stop in range(start + 1, len(specs) + 1)
             if blocks[stop] > blocks[start]
