@@ -18,7 +18,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import fits
 from megatron.data.preprocessing.encode_job import Job
-from megatron.data.preprocessing.readers import Row, Shard
+from megatron.data.preprocessing.shards import InputRow, Shard
 
 SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input
 BATCH_BYTES = 1 << 18  # of text given to the tokenizer at once: fits a core's cache
@@ -33,8 +33,11 @@ class BadRow(DataError):
 
 
 @dataclass
-class Part:
-    """Of one shard: bytes of its files, and what is counted."""
+class ShardCounts:
+    """What one shard, or a whole job, adds up to: bytes read, rows skipped, and for each output its sizes.
+
+    The names of the fields are those in the journal of a job.
+    """
 
     text_bytes: int = 0
     disk_bytes: int = 0
@@ -44,23 +47,28 @@ class Part:
     empty: list[int] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of_outputs(cls, outputs: int, disk_bytes: int = 0) -> "ShardCounts":
+        """Zeros for so many outputs."""
+        return cls(0, disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
 
-def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> Part:
+
+def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> ShardCounts:
     """In a worker: write `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`."""
-    part = Part(0, shard.disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
+    part = ShardCounts.of_outputs(outputs, shard.disk_bytes)
     dtypes, counts = job.dtypes(), Counter[str]()
     handles = [[open(f"{stem}.{i}.{kind}", "wb") for kind in ("bin", "len")] for i in range(outputs)]
     bad = open(f"{stem}.bad.jsonl", "wb")
-    prepared: list[tuple[Row, Any]] = []
+    prepared: list[tuple[InputRow, Any]] = []
     size = 0
 
-    def refuse(row: Row, problem: DataError) -> None:
+    def refuse(row: InputRow, problem: DataError) -> None:
         if on_error == "stop":
             raise BadRow(str(problem)) from problem
         part.skipped += 1
         bad.write(_bad_row(row, problem))
 
-    def write(batch: list[tuple[Row, Any]]) -> None:
+    def write(batch: list[tuple[InputRow, Any]]) -> None:
         try:
             columns, counted = job.encode([item for _, item in batch])
         except DataError as problem:
@@ -111,7 +119,7 @@ def _store(values: np.ndarray, lengths: np.ndarray, dtype: np.dtype, data: IO[by
     sizes.write(lengths.astype("<i4").data)
 
 
-def _bad_row(row: Row, problem: DataError) -> bytes:
+def _bad_row(row: InputRow, problem: DataError) -> bytes:
     content = row.content.decode("utf-8", "backslashreplace") if isinstance(row.content, bytes) else row.content
     if not isinstance(content, str):
         content = json.dumps(content, default=str)

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.checkpointing import replace_file
 from megatron.data import DataError, IndexedDataset
 from megatron.data.files import sync
-from megatron.data.indexed_dataset import Documents, index_path, publish, write_index
+from megatron.data.indexed_dataset import DocumentBlock, index_path, publish, write_index
 from megatron.data.storage import open_dataset
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
@@ -132,7 +132,7 @@ def _begun(dataset: IndexedDataset, final: Path, fingerprint: str) -> tuple[Path
 
 
 def _finish(growing: Path, final: Path, dataset: IndexedDataset, fingerprint: str) -> None:
-    def documents() -> Iterator[Documents]:
+    def documents() -> Iterator[DocumentBlock]:
         # Boundaries as in the data: empty documents too.
         yield dataset.sizes, np.asarray(dataset.doc_idx[1:])
 
