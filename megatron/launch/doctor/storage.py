@@ -95,10 +95,10 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
 def open_files_check(limits: tuple[int, int] | None = None) -> Check:
     """Files that a process may hold open: every data file and every connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
-    limits = f"{_limit(soft)} (may be raised to {_limit(hard)})"
+    limit_text = f"{_limit(soft)} (may be raised to {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < 4096:
-        return warning("open files", limits, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
-    return Check("open files", "ok", limits)
+        return warning("open files", limit_text, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
+    return Check("open files", "ok", limit_text)
 
 
 def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
