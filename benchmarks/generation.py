@@ -1,10 +1,12 @@
-"""Generation on this machine beside `transformers.generate`, in one run: the same random Llama, greedy choice.
+"""Generation on this machine beside `transformers.generate`, in one run: the same random Llama, greedy
+choice.
 
-Prompts of mixed length are continued 16 (`--rows`) at a time, each up to a length of its own; the logarithms of
-lengths are uniform: many short texts, few long ones. transformers runs them in padded batches, each until its last row
-has all its tokens: at its best batches of texts sorted by how many tokens they will get, as if that were known before,
-and as they come. Here a row makes place for the next prompt. All alternate, the median counts; texts are held against
-each other. With --equal all texts get equally many tokens, so that only the speed of a step counts.
+Prompts of mixed length are continued 16 (`--rows`) at a time, each up to a length of its own; the logarithms
+of lengths are uniform: many short texts, few long ones. transformers runs them in padded batches, each until
+its last row has all its tokens: at its best batches of texts sorted by how many tokens they will get, as if
+that were known before, and as they come. Here a row makes place for the next prompt. All alternate, the
+median counts; texts are held against each other. With --equal all texts get equally many tokens, so that only
+the speed of a step counts.
 """
 
 import argparse
@@ -55,7 +57,7 @@ def theirs(size: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def ours(model: Any) -> Model:
-    """The same weights."""
+    """Our model with the same weights."""
     config = model.config.to_dict()
     keys, tensors = from_hf(config, model.state_dict().__getitem__, padded_vocab_size=config["vocab_size"])
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[model.dtype]

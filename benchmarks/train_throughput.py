@@ -1,8 +1,8 @@
 """Speed of a training step: the engine, bare torch and transformers, on one shape and batch, in one process.
 
-The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device gives at
-that moment, and are compared within a round: what else the machine does then falls on all alike. docs/benchmarks.md
-says what the columns mean.
+The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device
+gives at that moment, and are compared within a round: what else the machine does then falls on all alike.
+docs/benchmarks.md says what the columns mean.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
 
 
 class Round(NamedTuple):
-    """One contestant's turn. seconds: of a step; ceiling: FLOP/s of the matrix product measured just before."""
+    """One turn of a contestant. seconds: of a step; ceiling: FLOP/s of the matrix product measured just
+    before it."""
 
     seconds: float
     ceiling: float
 
 
 class ThroughputRow(NamedTuple):
-    """Medians over rounds. *_flops: a second; of_ceiling: share of the round's ceiling; beside_bare: speed."""
+    """A contestant's medians over rounds. *_flops: FLOP/s; of_ceiling: share of the round's ceiling;
+    beside_bare: relative speed."""
 
     name: str
     seconds: float
@@ -116,7 +118,8 @@ def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
 
 
 def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step) -> Step:
-    """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has them."""
+    """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has
+    them."""
     params = list(model.parameters())
     masters = params if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
@@ -156,7 +159,7 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
 
 
 def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:
-    """The same shape and loop with transformers' model, and its number of parameters."""
+    """A step of the same shape and loop with transformers' model, and its number of parameters."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {
@@ -211,7 +214,7 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -259,7 +262,7 @@ def measure(
 
 
 def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[ThroughputRow]:
-    """Medians; the comparisons are made within rounds first."""
+    """The medians of each contestant; comparisons are made within rounds first."""
     from megatron.training.metrics.flops import model_flops, neox_flops
 
     tokens, flops, neox = args.train_batch_size * args.seq_length, model_flops(args), neox_flops(args, 3)
@@ -287,7 +290,7 @@ def table(rows: list[ThroughputRow]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, shapes filled in."""
+    """Parse the command line and fill in the shapes."""
     has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")

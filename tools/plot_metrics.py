@@ -1,4 +1,5 @@
-"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, and say where validation began and ended."""
+"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, and say where validation began and
+ended."""
 
 import argparse
 import json
@@ -8,7 +9,7 @@ from typing import Any
 
 
 def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """(consumed tokens, values) of the rows that have `name`."""
+    """The consumed tokens and the values of the rows of a metrics file that have the metric `name`."""
     chosen = [row for row in rows if name in row]
     return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
 

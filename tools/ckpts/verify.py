@@ -1,4 +1,5 @@
-"""Check checkpoints whole: every file's size and SHA-256, and every tensor's dtype and shape, against manifest.json.
+"""Check checkpoints whole: every file's size and SHA-256, and every tensor's dtype and shape, against
+manifest.json.
 
     python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in it
     python tools/ckpts/verify.py checkpoints/run/global_step1000
@@ -21,7 +22,7 @@ from tools.ckpts.flags import place  # noqa: E402
 
 
 def check(path: Path) -> str:
-    """A line on a checkpoint that is whole. Raises CheckpointError."""
+    """Check a checkpoint and return a line of text about it. Raises CheckpointError where it is not whole."""
     from megatron.checkpointing import CheckpointError, read_manifest, verify
 
     manifest = read_manifest(path)

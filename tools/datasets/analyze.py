@@ -2,8 +2,9 @@
 
     python tools/datasets/analyze.py pairs.jsonl --tokenizer folder/of/tokenizer --max-length 8192
 
-Reads texts, conversations (messages, conversations), prompt + completion, and preference pairs (chosen, rejected, with
-or without prompt) from what preprocess_data.py reads: JSONL, Parquet, Arrow, folders, a name on the HuggingFace hub.
+Reads texts, conversations (messages, conversations), prompt + completion, and preference pairs (chosen,
+rejected, with or without prompt) from what preprocess_data.py reads: JSONL, Parquet, Arrow, folders, a name
+on the HuggingFace hub.
 Only tokenises: never touches a GPU.
 """
 
@@ -43,7 +44,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def load(path: str, template: str | None) -> ChatTokenizer:
-    """Of a `tokenizer.json`, the folder it lies in where that says more about it."""
+    """Load a tokenizer; of a `tokenizer.json` from its folder where that says more about it."""
     file = Path(path)
     if not file.is_file() or file.with_name("tokenizer_config.json").is_file():
         return load_chat_tokenizer(str(file.parent) if file.is_file() else path, template)

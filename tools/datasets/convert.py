@@ -42,7 +42,7 @@ def tables(files: Sequence[InputFile]) -> Iterator[Any]:
 
 
 def _schema(rows: list[dict]) -> Any:
-    """Of all columns of all rows: the library looks at the first row only."""
+    """The schema of all columns of all rows; the library would look at the first row only."""
     import pyarrow
 
     names = dict.fromkeys(name for row in rows for name in row)
@@ -50,7 +50,8 @@ def _schema(rows: list[dict]) -> Any:
 
 
 def convert(source: str, target: Path, split: str | None = None, subset: str | None = None) -> int:
-    """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row group."""
+    """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row
+    group."""
     try:
         import pyarrow
         from pyarrow import parquet

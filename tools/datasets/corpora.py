@@ -1,6 +1,7 @@
 """The corpora that GPT-NeoX's prepare_data.py knows by name, and where each was published.
 
-Many of these addresses are dead or contested by now: a file put into `<data-dir>/<name>/` by any other way is used.
+Many of these addresses are dead or contested by now: a file put into `<data-dir>/<name>/` by any other way is
+used.
 """
 
 import http.client
@@ -48,7 +49,7 @@ SOURCES = {
 
 
 def parts(address: str) -> list[str]:
-    """The addresses behind one with numbered parts."""
+    """All addresses that an address with numbered parts stands for."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", address)
     if numbers is None:
         return [address]

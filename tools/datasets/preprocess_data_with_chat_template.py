@@ -1,11 +1,13 @@
 """Tokenise conversations and preference pairs for training, with labels for what the model writes.
 
-    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
+    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats
+    \\
         --tokenizer-path DIR_OR_HUB --jsonl-keys messages --workers 8
 
-A key holds messages (role/content, or ShareGPT's from/value), or the rest of a `prompt` beside it (completion, chosen,
-rejected: messages or plain text). Columns `tools` and `chat_template_kwargs` go to the template. Flags and file names
-are GPT-NeoX's; where the tokens differ from its, tests/data/preprocessing/test_chat_golden.py says why.
+A key holds messages (role/content, or ShareGPT's from/value), or the rest of a `prompt` beside it
+(completion, chosen, rejected: messages or plain text). Columns `tools` and `chat_template_kwargs` go to the
+template. Flags and file names are GPT-NeoX's; where the tokens differ from its,
+tests/data/preprocessing/test_chat_golden.py says why.
 """
 
 import argparse
@@ -74,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> ChatJob:
-    """The job of the flags. Raises DataError for flags that exclude each other."""
+    """The preprocessing job that the flags describe. Raises DataError for flags that exclude each other."""
     if options.only_last and options.loss_scope not in (None, "last_turn"):
         raise DataError(f"--only-last is --loss-scope last_turn, not {options.loss_scope}; remove one")
     maps = []
