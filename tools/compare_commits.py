@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "data" / "golden" / "dataset"
 PIPES, TENSORS = "pipe_parallel_size", "model_parallel_size"
 BF16 = {"precision": "bfloat16"}
-# Ranks and keys. What else must not change rides on some: dropout, recomputation, compilation, a curriculum's
-# shapes.
+# Ranks and keys. What else must not change rides on some: dropout, recomputation, compilation, a curriculum's shapes.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "alone-bf16": (1, BF16),
@@ -182,8 +181,10 @@ def _kept(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digests(path: Path) -> str:
-    """The digests of all tensors of a file by their keys. The file is of our own run, so it may hold
-    DeepSpeed's classes."""
+    """The digests of all tensors of a file by their keys.
+
+    The file is of our own run, so it may hold DeepSpeed's classes.
+    """
     total = hashlib.sha256()
     for place, tensor in _tensors("", torch.load(path, map_location="cpu", weights_only=False)):
         total.update(f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode())

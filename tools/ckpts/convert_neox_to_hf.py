@@ -1,12 +1,10 @@
 """Write a checkpoint, ours or GPT-NeoX's of any layout and generation, in HuggingFace's format.
 
-    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml
-    \\
+    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml \\
         --output_dir hf/run --precision bf16
 
-Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this
-project's forward pass; a difference above the bound is refused. After an interruption the same command is
-given again.
+Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this project's
+forward pass; a difference above the bound is refused. After an interruption the same command is given again.
 """
 
 import argparse
@@ -39,8 +37,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> "LogitComparison | None":
-    """Convert as the options say; returns how near the result's logits are (None: not checked). Raises
-    CheckpointError, ConfigError."""
+    """Convert as the options say; returns the comparison of logits, None without a check.
+
+    Raises CheckpointError, ConfigError.
+    """
     import torch
 
     from megatron.checkpointing.huggingface import export_hf

@@ -1,5 +1,4 @@
-"""What the preprocess commands have in common: flags of input and work, progress, the report, errors in one
-line."""
+"""What the preprocess commands have in common: flags of input and work, progress, the report, errors in one line."""
 
 import argparse
 import sys
@@ -40,8 +39,7 @@ def add_choice_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None = None) -> None:
-    """Add --tokenizer-type, which is required without a default, --vocab-file, --merge-file and
-    --eod-token."""
+    """Add --tokenizer-type, which is required without a default, --vocab-file, --merge-file and --eod-token."""
     kinds, words = (KINDS, default) if default else (None, "a tokenizer_type of the configuration")
     parser.add_argument("--tokenizer-type", choices=kinds, default=default, required=default is None, help=words)
     parser.add_argument(
@@ -76,8 +74,7 @@ def text_job(options: argparse.Namespace, keys: Sequence[str]) -> EncodeJob:
 
 
 def add_work_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the output and of the work: --output-prefix, --dataset-impl, --workers, --on-error,
-    --log-interval."""
+    """Add --output-prefix, --dataset-impl, --workers, --on-error and --log-interval."""
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="mmap; no other is written")
@@ -126,8 +123,7 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
 
 
 def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgress], None]:
-    """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time
-    left."""
+    """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time left."""
     start, first, printed = time.monotonic(), PreprocessProgress(), 0
     terminal = sys.stdout.isatty()
 
