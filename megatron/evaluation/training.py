@@ -1,4 +1,5 @@
-"""Evaluation in the middle of a run: at iteration 0 and every `eval_interval`, without a trace in the training."""
+"""Evaluation in the middle of a run: at iteration 0 and every `eval_interval`, without a trace in the
+training."""
 
 import time
 from collections.abc import Callable
@@ -21,8 +22,8 @@ class _Step(Protocol):
 
 
 class InTraining:
-    """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no task, and a
-    `save_best` that no task has, is refused before the first step (ConfigError)."""
+    """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no
+    task, and a `save_best` that no task has, is refused before the first step (ConfigError)."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -43,8 +44,8 @@ class InTraining:
         return step.iteration % args.eval_interval == 0 or step.iteration == args.train_iters
 
     def on_step_end(self, step: _Step) -> None:
-        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when a signal
-        ends the run is given up, so that the checkpoint is not late."""
+        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when
+        a signal ends the run is given up, so that the checkpoint is not late."""
         run, begun = self.run, time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
             found = evaluate(model, self._catalogue, run.logger, should_cancel=step.stopping, on_beat=self._beat)
@@ -64,12 +65,12 @@ class InTraining:
         shown = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)
         logger.info(f" evaluation results at iteration {step.iteration} | {shown or 'no task could be run'}")
         if args.eval_output_dir is not None or args.eval_log_samples:
-            from megatron.evaluation.metadata import describe, environment
+            from megatron.evaluation.metadata import add_metadata, machine_info
             from megatron.evaluation.results import write
 
             assert self._catalogue is not None
-            self._machine = self._machine or environment()
-            about: Any = {"source": str(args.save or ""), "begun": begun, "seconds": time.time() - begun}
-            describe(model, self._catalogue, found, self._machine, **about, bootstrap=0)
+            self._machine = self._machine or machine_info()
+            run_info: Any = {"source": str(args.save or ""), "begun": begun, "seconds": time.time() - begun}
+            add_metadata(model, self._catalogue, found, self._machine, **run_info, bootstrap=0)
             path: Path = write(args, found, f"step{step.iteration}")
             logger.info(f"evaluation results are in {path}")

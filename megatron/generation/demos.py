@@ -11,7 +11,7 @@ from megatron.distributed import on_rank_zero
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.model import Run
 from megatron.generation.prompts.chat import ChatTemplate, find_template
-from megatron.generation.prompts.files import Prompt, text_of
+from megatron.generation.prompts.files import Prompt, read_key_file
 from megatron.generation.prompts.questions import Question, all_tokens, read_questions
 from megatron.generation.samples import GeneratedSample, generate_samples
 from megatron.neox_arguments import NeoXArgs
@@ -36,7 +36,7 @@ class _Step(Protocol):
 
 def demo_questions(args: NeoXArgs) -> list[Question]:
     """The questions of `demo_prompts`. Raises ConfigError for what cannot be read."""
-    system = text_of(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
+    system = read_key_file(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
     try:
         return read_questions(str(args.demo_prompts), args.chat, system)
     except RequestError as problem:
