@@ -51,8 +51,9 @@ def build_tokenizer(args: NeoXArgs) -> Tokenizer:
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     """vocab_size rounded up to a multiple of `divisible_by` that tensor-parallel ranks can share out equally.
 
-    Rows of padding take part in the softmax, so their number must not hang on the layout: GPT-NeoX, which rounds to
-    divisible_by * tp, gives another loss for another tp. Its checkpoints say their size, which is then taken.
+    Rows of padding take part in the softmax, so their number must not hang on the layout: GPT-NeoX, which
+    rounds to divisible_by * tp, gives another loss for another tp. Its checkpoints say their size, which is
+    then taken.
     """
     multiple = math.lcm(divisible_by, tp)
     return -(-vocab_size // multiple) * multiple

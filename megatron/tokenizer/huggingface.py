@@ -1,4 +1,5 @@
-"""Tokenizers of the HuggingFace libraries: a `tokenizer.json`, GPT-2's two files, or a folder or name on the Hub."""
+"""Tokenizers of the HuggingFace libraries: a `tokenizer.json`, GPT-2's two files, or a folder or name on the
+Hub."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,7 +81,8 @@ class HFTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(HFTokenizer):
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. In the text `<|endoftext|>` is nothing special."""
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. In the text `<|endoftext|>` is nothing
+    special."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path, eod_token: str | None = None):
         self._vocab, self._merges = read_file(vocab_file), read_file(merge_file)
@@ -100,7 +102,8 @@ class GPT2BPETokenizer(HFTokenizer):
 
 
 class HFGPT2Tokenizer(HFTokenizer):
-    """What transformers' AutoTokenizer makes of a folder or a name on the Hub (`gpt2`), with `<|padding|>` (NeoX)."""
+    """What transformers' AutoTokenizer makes of a folder or a name on the Hub (`gpt2`), with `<|padding|>`
+    (NeoX)."""
 
     def __init__(self, vocab_file: str | Path | None = None, eod_token: str | None = None):
         name = str(vocab_file or "gpt2")

@@ -21,7 +21,8 @@ INSTALL = "(pip install 'neox[data]')"
 
 
 class SPMTokenizer(Tokenizer):
-    """A SentencePiece `.model`. eod: `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's own EOS."""
+    """A SentencePiece `.model`. eod: `eod_token`, else the piece `<|endoftext|>` (NeoX), else the model's own
+    EOS."""
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
         missing = TokenizerError(f"SPMTokenizer needs the sentencepiece package {INSTALL}")
