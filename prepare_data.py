@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, preprocess
-from megatron.data.preprocessing.readers import COMPRESSED, SUFFIXES
+from megatron.data.preprocessing.compression import COMPRESSED
+from megatron.data.preprocessing.readers import SUFFIXES
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools import quickstart_data
 from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES, fetch, parts

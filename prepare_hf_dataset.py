@@ -22,9 +22,10 @@ from typing import Any
 from megatron.data import DataError
 from megatron.data.files import sync, temporary
 from megatron.data.preprocessing import EncodeJob, preprocess
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, conversation, load_chat_tokenizer
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.conversations import conversation
 from megatron.data.preprocessing.inputs import InputFile, resolve
-from megatron.data.preprocessing.readers import Row, Shard
+from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import progress_line
@@ -92,7 +93,7 @@ class Texts:
             )
         return _load(self.hf_tokenizer)
 
-    def text(self, row: Row) -> str:
+    def text(self, row: InputRow) -> str:
         value = row.value()
         if isinstance(value, str) and len(self.columns) == 1:
             value = {self.columns[0]: value}

@@ -98,7 +98,7 @@ def ours(folder: str, batch: str) -> Any:
     size = batch if batch == "auto" else int(batch)
     args = NeoXArgs.from_dict({**hf_model_keys(folder), "eval_batch_size": size}).for_world(1)
     model = load_model(args, init_model_parallel(args, process, QUIET), build_tokenizer(args), QUIET)
-    known = ModelOperations(model).names()
+    known = ModelOperations(model).by_name()
     return NeoXLM(model, lambda name, *arguments: known[name](*arguments), EvaluationProgress(QUIET))
 
 

@@ -1,4 +1,4 @@
-"""The one Batch type that data hands to the model, and its making from token windows."""
+"""The one Batch type that data hands to the model, and how samples are collated into it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -122,7 +122,7 @@ def collate_samples(
 
 
 def collate_preferences(
-    items: Sequence[PreferenceSample],
+    samples: Sequence[PreferenceSample],
     length: int | None = None,
     *,
     packed: bool,
@@ -130,31 +130,31 @@ def collate_preferences(
     max_length: int | None = None,
     seed: int = 0,
 ) -> Batch:
-    """A batch of preferences: the rows of every sample, one after another, and their answers numbered on.
+    """A batch of preference samples: the rows of every sample, one after another, and their responses numbered on.
 
-    packed: rows hold several documents, which attention and positions keep apart. rotate: `kl` comes of the samples
-    themselves (`kto.rotate_responses`).
+    packed: rows hold several documents, which attention and positions keep apart. rotate: `kl_batch` is made of the
+    samples themselves (`kto.rotate_responses`), cut to max_length tokens. Raises ValueError for a `length`.
     """
     if length is not None:
         raise ValueError("answers are not cut to the lengths of a curriculum")
     if rotate:
-        items = rotate_responses(items, max_length)
-    rows = [row for item in items for row in item.rows]
+        samples = rotate_responses(samples, max_length)
+    rows = [row for sample in samples for row in sample.rows]
     batch = collate_samples(rows, reset_attention_mask=packed, reset_position_ids=packed, seed=seed)
-    before = np.cumsum([0] + [len(item.preference_labels) for item in items]).tolist()
-    numbers = [
+    before = np.cumsum([0] + [len(sample.preference_labels) for sample in samples]).tolist()
+    response_ids = [
         np.where(row >= 0, row + offset, -1)
-        for item, offset in zip(items, before, strict=False)
-        for row in item.response_ids
+        for sample, offset in zip(samples, before, strict=False)
+        for row in sample.response_ids
     ]
-    references = [item.reference_logprobs for item in items if item.reference_logprobs is not None]
-    kl = [item.kl_sample for item in items if item.kl_sample is not None]
+    references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    kl_samples = [sample.kl_sample for sample in samples if sample.kl_sample is not None]
     return replace(
         batch,
-        response_ids=torch.from_numpy(np.stack(numbers)[:, :-1].copy()),
-        preference_labels=torch.from_numpy(np.concatenate([item.preference_labels for item in items])),
+        response_ids=torch.from_numpy(np.stack(response_ids)[:, :-1].copy()),
+        preference_labels=torch.from_numpy(np.concatenate([sample.preference_labels for sample in samples])),
         reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
-        kl_batch=collate_preferences(kl, packed=packed, seed=seed) if kl else None,
+        kl_batch=collate_preferences(kl_samples, packed=packed, seed=seed) if kl_samples else None,
     )
 
 
@@ -186,8 +186,8 @@ def _document_starts(begins: np.ndarray) -> np.ndarray:
     rows, seq = begins.shape
     starts = np.full((rows, seq + 1), seq, dtype=np.int32)
     for row, first in enumerate(begins):
-        found = np.flatnonzero(first)
-        starts[row, : len(found)] = found
+        places = np.flatnonzero(first)
+        starts[row, : len(places)] = places
     return starts
 
 

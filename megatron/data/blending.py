@@ -26,8 +26,8 @@ UINT32_MAX = np.iinfo(np.uint32).max
 
 @dataclass(frozen=True)
 class BlendMaps:
-    """dataset_index [samples] the set of every sample; dataset_sample_index [samples] its number in that set;
-    drawn [sets] int64 samples taken of each."""
+    """dataset_index [samples]: the set of every sample; dataset_sample_index [samples]: its number in that set;
+    drawn [sets] int64: how many samples are taken of each set."""
 
     dataset_index: np.ndarray
     dataset_sample_index: np.ndarray
@@ -35,15 +35,16 @@ class BlendMaps:
 
 
 class BlendingKey(CacheKey):
-    """All that decides the maps of a blend of some kind."""
+    """The base of the keys of blends; the names of the fields are part of the names of cached files."""
 
     def build(self) -> BlendMaps:
+        """The maps that the fields decide."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class BlendKey(BlendingKey):
-    """All that decides the maps of a blend."""
+    """All that decides the maps of a blend of num_samples samples in the proportion of the weights."""
 
     weights: tuple[float, ...]
     num_samples: int
@@ -85,7 +86,7 @@ Phases = tuple[tuple[int, tuple[float, ...]], ...]  # (samples, weights), one af
 
 @dataclass(frozen=True)
 class PhasesKey(BlendingKey):
-    """All that decides the maps of blends that follow each other."""
+    """All that decides the maps of blends that follow each other, each with weights of its own."""
 
     phases: Phases
     phases_version: int = 1
@@ -95,7 +96,7 @@ class PhasesKey(BlendingKey):
 
 
 def normalized(weights: Sequence[float]) -> np.ndarray:
-    """Weights that sum to 1, float64; added from left to right as in NeoX."""
+    """The weights divided by their sum, float64; they are added from left to right as in NeoX."""
     values = np.asarray(weights, dtype=np.float64)
     return values / np.cumsum(values)[-1]
 
@@ -126,7 +127,10 @@ def build_phases(phases: Phases) -> BlendMaps:
 
 
 def interleave(samples: Sequence[int], shares: np.ndarray) -> BlendMaps:
-    """Each sample of sets of so many samples once, in the order of (its number + 1/2) / the share of its set."""
+    """Each sample of all sets once, in the order of (its number + 1/2) / the share of its set.
+
+    samples: how many each set has. shares [sets]: in any unit.
+    """
     counts = np.asarray(samples, dtype=np.int64)
     numbers = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort((numbers + 0.5) / np.repeat(shares, counts), kind="stable")
@@ -253,7 +257,7 @@ class BlendedDataset:
         return self.members[self.maps.dataset_index[index]][int(self.maps.dataset_sample_index[index])]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """As `PackedDataset.pieces`, the number of the member first."""
+        """(member, and what `pieces` of that member gives) of each document in sample `index`."""
         member = int(self.maps.dataset_index[index])
         for piece in self.members[member].pieces(int(self.maps.dataset_sample_index[index])):
             yield member, *piece
@@ -274,5 +278,5 @@ class RepeatedDataset:
         return self.dataset[index % len(self.dataset)]
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
-        """The documents that sample `index` is cut from, as the dataset under it gives them."""
+        """The documents that sample `index` is made from, as the dataset under it gives them."""
         return self.dataset.pieces(index % len(self.dataset))

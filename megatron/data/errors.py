@@ -1,4 +1,4 @@
-"""The one exception of the data room."""
+"""The one exception of the data package."""
 
 from megatron.neox_arguments.errors import UserError
 

@@ -39,7 +39,7 @@ def sha256(path: str | Path) -> str:
 
 
 def cached_sha256(path: str | Path, folder: Path) -> str:
-    """`sha256`, kept in a note in `folder` for as long as the file's size, times and inode are what they were.
+    """Hex SHA-256 of a file's content, kept in `folder` for as long as the file's size, times and inode stay the same.
 
     Nothing is kept of a file that changed in the last seconds: it might change again without another time.
     """
@@ -51,15 +51,15 @@ def cached_sha256(path: str | Path, folder: Path) -> str:
         known = json.loads(note.read_text())
         if known["path"] == str(path) and known["stat"] == now:
             return known["sha256"]
-    found = sha256(path)
+    digest = sha256(path)
     if time.time_ns() - max(now[1:3]) > _SETTLED:
         # Only time is lost without a note: a folder that cannot be written is told of where something must be.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = temporary(note)
-            unfinished.write_text(json.dumps({"path": str(path), "stat": now, "sha256": found}) + "\n")
+            unfinished.write_text(json.dumps({"path": str(path), "stat": now, "sha256": digest}) + "\n")
             os.replace(unfinished, note)
-    return found
+    return digest
 
 
 @cache
@@ -92,7 +92,10 @@ def map_file(path: str | Path, dtype: DTypeLike, offset: int = 0) -> np.ndarray:
 
 
 def map_npy(path: str | Path) -> np.ndarray:
-    """As `map_file`, of a `.npy` file. Raises ValueError for a file that is none."""
+    """The array of a `.npy` file, read-only and paged in as it is read (see `map_file`).
+
+    Raises ValueError for a file that is none, or that holds objects or an array in Fortran order.
+    """
     with open(path, "rb") as file:
         read_header = {
             (1, 0): np.lib.format.read_array_header_1_0,

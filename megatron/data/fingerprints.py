@@ -14,7 +14,7 @@ from megatron.neox_arguments import NeoXArgs
 
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
-LOOKED_AT = 64  # samples of an order, at most
+SAMPLES_HASHED = 64  # of an order, at most
 
 ORDER_KEYS = (
     "seq_length", "train_impl", "pack_impl", "allow_chopped", "truncate_documents", "drop_last",
@@ -48,14 +48,14 @@ def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
 def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
     `train_1`, ..., each with its normalised weight."""
-    found: dict[str, dict[str, Any]] = {}
+    fingerprints: dict[str, dict[str, Any]] = {}
     if args.dataset_impl == "pairwise":
         files = preference_files(args).items()
         listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
         return {name: fingerprint(path, args.data_impl) for name, path in listed}
     for name, prefixes in data_prefixes(args).items():
         if len(prefixes) == 1:
-            found[name] = {**fingerprint(prefixes[0], args.data_impl), **_beside_fingerprint(args, name, 0)}
+            fingerprints[name] = {**fingerprint(prefixes[0], args.data_impl), **_companion_fingerprints(args, name, 0)}
             continue
         members = [open_dataset(prefix, args.data_impl) for prefix in prefixes]
         weights: list[Any] = normalized(blend_weights(args, name, members)).tolist()
@@ -64,11 +64,12 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
             phases = zip(*(normalized(phase).tolist() for phase in schedule["weights"]), strict=True)
             weights = [{"until": list(schedule["until"]), "weights": list(phase)} for phase in phases]
         for i, (indexed, weight) in enumerate(zip(members, weights, strict=True)):
-            found[f"{name}_{i}"] = {**_fingerprint(indexed), **_beside_fingerprint(args, name, i), "weight": weight}
-    return found
+            companions = _companion_fingerprints(args, name, i)
+            fingerprints[f"{name}_{i}"] = {**_fingerprint(indexed), **companions, "weight": weight}
+    return fingerprints
 
 
-def _beside_fingerprint(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
+def _companion_fingerprints(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
     kinds = zip(("labels", "rewards"), companion_paths(args, name), strict=True)
     return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
 
@@ -86,19 +87,21 @@ def path_key(name: str, kind: str = "") -> str:
 def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
     """The keys that decide the order of samples, besides `data_fingerprint` and `seed`. epochs: `train_epochs`, which
     is not in args any more when a run begins; whether there is any decides, not how many."""
-    found = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
-    found["data_seed"] = data_seed(args)
+    keys = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
+    keys["data_seed"] = data_seed(args)
     if args.data_path:
-        found["split"] = args.split.replace(" ", "")
+        keys["split"] = args.split.replace(" ", "")
     if args.train_data_weight_schedule is not None:
-        found["train_batch_size"] = args.train_batch_size  # its borders are steps
-    return found
+        keys["train_batch_size"] = args.train_batch_size  # its borders are steps
+    return keys
 
 
 def order_sha256(dataset: SampleSet, samples: int) -> str:
-    """Of where evenly spaced ones of the first `samples` samples begin, the first and the last among them: in which
-    documents, at which tokens."""
-    digest, count = hashlib.sha256(), min(samples, LOOKED_AT)
+    """Hex SHA-256 of where up to 64 evenly spaced ones of the first `samples` samples begin: document and token.
+
+    The first and the last of these samples are among them.
+    """
+    digest, count = hashlib.sha256(), min(samples, SAMPLES_HASHED)
     for number in range(count):
         index = (samples - 1) * number // max(1, count - 1)
         digest.update(repr(next(iter(dataset.pieces(index)))).encode())

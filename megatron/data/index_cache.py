@@ -37,17 +37,21 @@ MapBuilders = Mapping["CacheKey", Callable[[], Any]]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A base for the fields that decide the arrays of one dataclass."""
+    """The base of dataclasses whose fields are all that decides some arrays. Their names are part of file names."""
 
     @property
     def digest(self) -> str:
+        """The first 32 hexadecimal digits of the SHA-256 of all fields."""
         return _digest(json.dumps(asdict(self), sort_keys=True))
 
 
 @dataclass(frozen=True, eq=False)
 class CachedMaps:
-    """A file of the cache, mapped once. places: type, shape and first byte of every array of a key, by its name;
-    checksums: the CRC-32 of every BLOCK bytes of `content`, which ends where the arrays do."""
+    """A file of the cache, mapped into memory.
+
+    places: for each key, the type, shape and first byte of every array by its name. checksums: the CRC-32 of every
+    BLOCK bytes of `content`, which ends where the arrays do.
+    """
 
     content: np.ndarray
     places: Mapping[CacheKey, Mapping[str, tuple[str, list[int], int]]]
@@ -63,9 +67,11 @@ class CachedMaps:
 
 
 def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
-    """See that one file of cache_dir holds the arrays of all keys, undamaged: the fields of what each builder returns.
+    """Make sure that one file of cache_dir holds the arrays of all keys, undamaged.
 
-    It is written under a temporary name, then renamed; what other processes have mapped stays what it was.
+    The arrays of a key are the fields of what its builder returns. A missing file is written under a temporary
+    name, then renamed; what other processes have mapped stays what it was.
+    Raises DataError where it cannot be written.
     """
     path = _path(cache_dir, builders)
     if path.is_file():
@@ -88,7 +94,10 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
 
 
 def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARED_FILE_SYSTEM_DELAY) -> CachedMaps:
-    """Map the file of `keys`, which some process has checked and made sure of; waits for it up to `wait` seconds."""
+    """Map the file of `keys`, of which some process has made sure; waits for it up to `wait` seconds.
+
+    Raises DataError for a file that does not appear, or that is damaged.
+    """
     path = _path(cache_dir, keys)
     deadline = time.monotonic() + wait
     while not path.is_file():
@@ -138,7 +147,7 @@ def _made(builders: list[Callable[[], Any]]) -> Iterator[Any]:
 
 
 def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
-    """What is wrong with a file; it is read whole."""
+    """What is wrong with a file, None if nothing is; it is read whole."""
     try:
         entry = _open(path, keys)
     except (OSError, ValueError) as problem:

@@ -4,7 +4,7 @@ The documents of a split are shuffled (all epochs together), laid end to end, an
 tokens that overlap by one; the windows are shuffled again by the same generator. Documents cross window borders.
 
 So the order depends on how many epochs are mixed. A run that is extended keeps the epochs it was begun with as they
-are; those that it needs besides are another stretch, shuffled by itself, laid behind them.
+are; those that it needs besides are another segment of the order, shuffled by itself and laid behind them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,12 @@ CHUNK = 1 << 20  # documents looked at in one go, so that little memory is neede
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """doc_idx [epochs * documents] sequence numbers; sample_idx [samples + 1, 2] = (place in doc_idx, token offset) of
-    every window's first token; shuffle_idx [samples] windows in training order."""
+    """Which tokens make which sample, as in GPT-NeoX.
+
+    doc_idx [epochs * documents]: sequence numbers in the order in which their tokens are laid end to end. sample_idx
+    [samples + 1, 2]: (place in doc_idx, token offset) of the first token of every window. shuffle_idx [samples]: the
+    windows in training order.
+    """
 
     doc_idx: np.ndarray
     sample_idx: np.ndarray
@@ -31,7 +35,10 @@ class IndexMaps:
 
 @dataclass(frozen=True)
 class Packing:
-    """The keys that decide how documents become samples; compat: `compat_pack_impl`."""
+    """The configuration keys that decide how documents become samples. compat: `compat_pack_impl`.
+
+    The names of the fields are part of the names of cached files.
+    """
 
     pack_impl: str = "packed"
     allow_chopped: bool = True
@@ -42,21 +49,22 @@ class Packing:
 
     @property
     def windows(self) -> bool:
-        """GPT-NeoX's windows of seq_length + 1 tokens that overlap by one."""
+        """Whether samples are GPT-NeoX's windows of seq_length + 1 tokens that overlap by one."""
         return self.pack_impl == "packed" and self.drop_last is None
 
     @property
     def joint(self) -> bool:
-        """Whether the number of samples decides the order of all of them; else more samples only continue it."""
+        """Whether the number of samples decides the order of all of them; otherwise more samples only continue it."""
         return self.windows or self.compat
 
     @property
     def whole_documents(self) -> bool:
+        """Whether a document is never continued in another row."""
         return self.pack_impl != "packed"
 
     @property
     def overlap(self) -> int:
-        """Tokens that a row goes on into the next one."""
+        """How many tokens the next row has in common with a row."""
         return 1 if self.windows or self.compat else 0
 
     def width(self, seq_length: int) -> int:
@@ -64,19 +72,19 @@ class Packing:
         return seq_length + 1 if self.windows or self.whole_documents else seq_length
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
-        """Tokens that are used of documents of these sizes."""
+        """Tokens that are used of documents of these sizes, [documents]."""
         return sizes if self.truncate_documents is None else np.minimum(sizes, self.truncate_documents)
 
 
-SegmentEnds = Mapping[str, tuple[tuple[int, ...], ...]]
+SegmentEnds = Mapping[str, tuple[tuple[int, ...], ...]]  # set name -> of each member, ends in samples
 
 
 @dataclass(frozen=True)
 class DataState:
-    """How far a run is in its data, from its checkpoint: what keeps the order of its samples when it is extended.
+    """How far a run is in its data, as its checkpoint says: what keeps the order of its samples when it is extended.
 
-    segment_ends: set name -> for each of its members where the stretches of its order end, in samples (see
-    `build_packed`); sets whose order only continues with more samples are not there. The default is a new run.
+    The default is a new run. segment_ends: for each member of a set, where the segments of its order end, in samples
+    (see `build_packed`); sets whose order only continues with more samples are not in it.
     """
 
     iteration: int = 0
@@ -84,14 +92,17 @@ class DataState:
     segment_ends: SegmentEnds = field(default_factory=dict)
 
     def segments(self, name: str, member: int) -> tuple[int, ...]:
-        """Of a member of a set; () where it is not known, or was not there."""
+        """The segment ends of a member of a set; () where the run had no such member, or does not know."""
         members = self.segment_ends.get(name, ())
         return members[member] if member < len(members) else ()
 
 
 @dataclass(frozen=True)
 class IndexKey(CacheKey):
-    """All that decides the maps of one part of one dataset. before: as `build_packed`."""
+    """All that decides the maps of sequences [first, last) of one dataset. before: as in `build_packed`.
+
+    The names of the fields are part of the names of cached files.
+    """
 
     index_sha256: str
     first: int
@@ -111,14 +122,14 @@ def epochs_for(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
 
 
 def whole_windows(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Windows in the epochs that num_samples windows take."""
+    """How many windows fit into the epochs that num_samples windows need."""
     return (epochs_for(tokens_per_epoch, seq_length, num_samples) * tokens_per_epoch - 1) // seq_length
 
 
 def segment_ends(before: Sequence[int], wanted: int, whole: Callable[[int], int]) -> tuple[int, ...]:
-    """Where the stretches of an order end, in samples: those of `before`, and one more where they are less than wanted.
+    """Where the segments of an order end, in samples: those of `before`, and one more if they are too few.
 
-    whole: so many samples are laid out for a number of them.
+    whole: rounds a number of samples up to what is laid out at once, as `whole_windows`.
     """
     ends: list[int] = []
     for end in map(whole, (*before, wanted)):
@@ -128,7 +139,7 @@ def segment_ends(before: Sequence[int], wanted: int, whole: Callable[[int], int]
 
 
 def segment_generators(seed: int, count: int) -> list[np.random.RandomState]:
-    """GPT-NeoX's generator, of the seed, for the first stretch of an order, and one of its own for each further."""
+    """A random generator for each segment of an order; that of the first one is GPT-NeoX's, of the seed alone."""
     return [np.random.RandomState(seed if number == 0 else [seed, number]) for number in range(count)]
 
 
@@ -141,11 +152,11 @@ def build_packed(
     seed: int,
     before: Sequence[int] = (),
 ) -> IndexMaps:
-    """Maps over sequences [first, last) whose lengths are sizes [n]; enough epochs for num_samples windows.
+    """Maps over sequences [first, last) whose lengths in tokens are sizes [n]; enough epochs for num_samples windows.
 
-    All windows that fit into these epochs are used; upstream's `len(dataset)` is one short of them. before: where
-    earlier stretches end, in windows; they are what they were, and the windows behind them begin with the tokens that
-    filled none.
+    All windows that fit into these epochs are used; upstream's `len(dataset)` is one short of them. before: where the
+    earlier segments of the order end, in windows: their windows stay what they were, and the windows behind them begin
+    with the tokens that filled none.
     """
     tokens_per_epoch = int(sizes[first:last].sum(dtype=np.int64))
     epochs = [0, *(epochs_for(tokens_per_epoch, seq_length, count) for count in (*before, num_samples))]
@@ -162,7 +173,7 @@ def build_packed(
 
 
 def _sample_idx(sizes: np.ndarray, doc_idx: np.ndarray, tokens: int, seq_length: int) -> np.ndarray:
-    """tokens: sum of the lengths of doc_idx."""
+    """`IndexMaps.sample_idx` of GPT-NeoX's windows. tokens: the sum of the lengths of the documents in doc_idx."""
     samples = (tokens - 1) // seq_length
     dtype = np.int32 if 2 * (samples + 1) < INT32_MAX and len(doc_idx) <= INT32_MAX else np.int64
     sample_idx = np.empty((samples + 1, 2), dtype)

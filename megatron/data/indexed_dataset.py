@@ -36,7 +36,7 @@ def data_path(prefix: str | Path) -> Path:
 
 
 def best_fitting_dtype(vocab_size: int | None) -> np.dtype:
-    """NeoX's and Megatron's rule: uint16 below 65,500 tokens, else int32."""
+    """The token type for a vocabulary, by NeoX's and Megatron's rule: uint16 below 65,500 tokens, else int32."""
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
@@ -128,10 +128,10 @@ class IndexedDataset:
             expected = int(ends[-1])
         if self.boundaries[0] != 0 or self.boundaries[-1] != len(self.sizes):
             raise DataError(f"{self.index_file}: its document boundaries do not cover its sequences; {remedy}")
-        found = self.data_file.stat().st_size
-        if found != expected:
+        size = self.data_file.stat().st_size
+        if size != expected:
             raise DataError(
-                f"{self.data_file}: {found} bytes, but {self.index_file} describes {expected}: "
+                f"{self.data_file}: {size} bytes, but {self.index_file} describes {expected}: "
                 f"the file is cut off or belongs to another index; {remedy}"
             )
 
@@ -152,14 +152,14 @@ def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
         falling = part[1:] < part[:-1]  # a difference could overflow
         if falling.any():
             raise _wrong_boundary(index_file, boundaries, first + int(np.argmax(falling)), n)
-        held = np.diff(part)
-        empty = np.pad(held == 0, 1)
-        off = (held == 2) & (empty[:-2] | empty[2:])
+        sequences = np.diff(part)  # of each document
+        empty = np.pad(sequences == 0, 1)
+        off = (sequences == 2) & (empty[:-2] | empty[2:])
         # At the edges of a chunk the neighbours are not all here: the chunk beside it judges them
-        own = slice(start - first, start - first + CHUNK)
-        sentences |= bool(((held > 1) & ~off)[own].any())
-        if shifted is None and off[own].any():
-            shifted = start + int(np.argmax(off[own]))
+        judged = slice(start - first, start - first + CHUNK)
+        sentences |= bool(((sequences > 1) & ~off)[judged].any())
+        if shifted is None and off[judged].any():
+            shifted = start + int(np.argmax(off[judged]))
     if shifted is not None and not sentences:
         raise DataError(
             f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, beside "
@@ -203,21 +203,21 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 def _float_type(index_file: Path, n: int) -> type:
-    """Whose numbering it is, the size of the data tells."""
+    """float32 or float64 for a code that two projects number differently; the size of the data tells which it is."""
     sizes = np.memmap(index_file, mode="r", dtype="<i4", offset=HEADER.size, shape=(n,)) if n else np.zeros(0)
     wide = data_path(str(index_file).removesuffix(".idx")).stat().st_size == 8 * int(sizes.sum(dtype=np.int64))
     return np.float64 if n and wide else np.float32
 
 
-Documents = tuple[np.ndarray, np.ndarray]  # lengths of sequences; ends of documents, counted in these sequences
+DocumentBlock = tuple[np.ndarray, np.ndarray]  # lengths of sequences; ends of documents, counted in these sequences
 
 
-def documents_of(lengths: np.ndarray) -> Documents:
-    """One sequence a document; a document of no tokens is a boundary without a sequence, as in NeoX."""
+def documents_of(lengths: np.ndarray) -> DocumentBlock:
+    """Documents of one sequence each, from their lengths; an empty one is a boundary without a sequence, as in NeoX."""
     return lengths[lengths > 0], np.cumsum(lengths > 0)
 
 
-def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[Documents]]) -> None:
+def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[DocumentBlock]]) -> None:
     """Write and sync an `.idx` at `path`. blocks: called anew for each table. Memory: one block."""
     sequences = documents = 0
     for sizes, ends in blocks():
@@ -309,6 +309,6 @@ class IndexedDatasetWriter:
         publish(self._temporary, index, self.prefix)
 
     def discard(self) -> None:
-        """Drop what was written."""
+        """Remove what was written so far."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ CHUNK = 1 << 24  # labels looked at in one go
 
 
 def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
-    """The labels of `text`; raises DataError when they are not as many, naming the first document."""
+    """The labels of `text`. Raises DataError, naming the first document, where they are not one for each token."""
     labels = open_dataset(prefix)
     if labels.dtype.kind != "i":
         raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels are int32, -100 where masked")
@@ -31,34 +31,36 @@ def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
 
 
 def open_rewards(prefix: str, text: IndexedDataset) -> IndexedDataset:
-    """The rewards of the documents of `text`; raises DataError when one is missing or not finite."""
+    """The rewards of the documents of `text`. Raises DataError where one is missing or not finite."""
     rewards = IndexedDataset(prefix)
     _check_documents(rewards, text, "rewards")
-    there = np.flatnonzero(rewards.sizes)
+    present = np.flatnonzero(rewards.sizes)
     finite = np.zeros(len(rewards), bool)
-    finite[there] = np.isfinite(rewards.tokens[rewards.pointers[there] // rewards.dtype.itemsize])
+    finite[present] = np.isfinite(rewards.tokens[rewards.pointers[present] // rewards.dtype.itemsize])
     bad = np.flatnonzero(~finite)
     if len(bad):
         raise DataError(f"{rewards.data_file}: document {bad[0]} has no finite reward ({len(bad)} such documents)")
     return rewards
 
 
-def _check_documents(beside: IndexedDataset, text: IndexedDataset, what: str) -> None:
-    if len(beside) != len(text):
+def _check_documents(companion: IndexedDataset, text: IndexedDataset, what: str) -> None:
+    if len(companion) != len(text):
         raise DataError(
-            f"{beside.data_file}: {what} of {len(beside)} documents, but {text.data_file} has {len(text)}: document "
-            f"{min(len(beside), len(text))} is only in one of them; make both again in one go"
+            f"{companion.data_file}: {what} of {len(companion)} documents, but {text.data_file} has {len(text)}: "
+            f"document {min(len(companion), len(text))} is only in one of them; make both again in one go"
         )
 
 
-def labelled(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
-    """Which of documents [first, last) have a label among their tokens [begin, end), boolean."""
+def has_label(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
+    """Which of documents [first, last) have a label among their tokens [begin, end), boolean [last - first]."""
     return first_labelled_token(labels, begin, first, last) < np.minimum(labels.sizes[first:last], end)
 
 
 def first_labelled_token(labels: IndexedDataset, begin: int = 1, first: int = 0, last: int | None = None) -> np.ndarray:
-    """The first token, from number `begin` on, that has a label, of each of documents [first, last); the document's
-    length where none has."""
+    """The first token from number `begin` on that has a label, for each of documents [first, last), int64.
+
+    Where no token has a label it is the length of the document. last: None for all.
+    """
     sizes = labels.sizes[first:last].astype(np.int64)
     ends, tokens = np.cumsum(sizes), sizes.copy()
     begins, done = ends - sizes, 0
@@ -73,18 +75,18 @@ def first_labelled_token(labels: IndexedDataset, begin: int = 1, first: int = 0,
 
 
 def unlisted_labels(prefix: str, key: str) -> str | None:
-    """A line on the labels that lie beside a set without being listed in `key`; None where there are none."""
+    """A line for the log on labels that lie beside a set but are not listed in `key`; None where there are none."""
     stem = prefix.removesuffix("_document")
-    for found in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
-        if stem != prefix and index_path(found).is_file() and data_path(found).is_file():
+    for label_prefix in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
+        if stem != prefix and index_path(label_prefix).is_file() and data_path(label_prefix).is_file():
             try:
-                tokens = IndexedDataset(found).tokens
+                tokens = IndexedDataset(label_prefix).tokens
             except DataError as problem:
                 return f"{prefix}: all tokens are trained; the labels beside them cannot be read ({problem})"
             masked = sum(int((tokens[at : at + CHUNK] < 0).sum()) for at in range(0, len(tokens), CHUNK))
             share = 100 * masked / max(1, len(tokens))
             return (
                 f"{prefix}: all tokens are trained; the labels beside them would mask {masked} of {len(tokens)} "
-                f"({share:.1f} %): list {found} in {key}"
+                f"({share:.1f} %): list {label_prefix} in {key}"
             )
     return None

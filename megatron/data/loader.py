@@ -32,7 +32,7 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
 
 @dataclass(frozen=True)
 class _MicroBatches(Dataset):
-    """A slice of sample numbers -> Batch; what the loader's workers run.
+    """A slice of sample numbers -> Batch: what the workers of the loader run.
 
     Bad data comes out as the error itself: raised in a worker, it would reach the user wrapped in a traceback.
     """
@@ -43,7 +43,10 @@ class _MicroBatches(Dataset):
     cut: bool = False
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
-        """item: sample numbers, and how many of their tokens are read (None: all), or with cut: in a row."""
+        """The batch of item: sample numbers, and how many tokens are read of each sample (None: all).
+
+        With `cut` all tokens are read, in rows of that many. Data that cannot be used comes back as DataError.
+        """
         samples, length = item
         try:
             rows = [self.dataset[index] for index in samples]
@@ -56,7 +59,7 @@ class _MicroBatches(Dataset):
 
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
-    """How this configuration makes a Batch of samples, their length and a seed."""
+    """The function by which this configuration makes a Batch of samples, their length and a seed."""
     if trains_preferences(args):
         return partial(
             collate_preferences,
@@ -151,25 +154,36 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
+_TRIES = 3  # of looking for what is wrong with the data, each of which the death of a worker may end
+
+
 def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
-    """The problem; or, where a worker has died, what is wrong with the data now: a file that is cut off while it is
-    mapped ends whoever reads it. Torch, which raises in the middle of whatever is under way, advises more memory; who
-    takes over a batch at that moment finds its end of a connection gone."""
+    """The error itself, or where a worker of the loader has died, what is wrong with the data now.
+
+    A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the middle of
+    whatever is under way, advises more memory then; a process that takes over a batch at that moment finds its end of
+    a connection gone.
+    """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
-        try:
-            data_fingerprint(args)  # opens all files anew
-        except DataError as found:
-            return found
+        for _ in range(_TRIES):
+            try:
+                data_fingerprint(args)  # opens all files anew
+                break
+            except DataError as data_error:
+                return data_error
+            except RuntimeError as interruption:  # torch's, which may come a second time, in the middle of this
+                if "DataLoader worker" not in str(interruption):
+                    raise
     return problem
 
 
 def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:
     for _step in range(steps):
         # No name is bound to the list: a suspended generator would keep the batches alive
-        yield [_good(next(micro_batches)) for _ in range(accumulation)]
+        yield [_or_raise(next(micro_batches)) for _ in range(accumulation)]
 
 
-def _good(item: Batch | DataError) -> Batch:
+def _or_raise(item: Batch | DataError) -> Batch:
     if isinstance(item, DataError):
         try:
             raise item

@@ -10,20 +10,25 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def data_log_lines(args: NeoXArgs) -> list[str]:
-    """Labels that lie beside a set but are not listed; documents that are cut or left out. Reads whole files."""
-    found: list[str] = []
+    """Lines on labels that lie beside a set but are not listed, and on documents that are cut or left out.
+
+    Reads whole files. Preference sets say this in `Datasets.log_lines` instead.
+    """
+    lines: list[str] = []
     if trains_preferences(args):
-        return found  # `Datasets.log_lines` has theirs
+        return lines
     for name, prefixes in data_prefixes(args).items():
         unlisted = companion_paths(args, name)[0] is None
         key = "train_label_data_paths (with train_data_paths)" if name == "all" else f"{name}_label_data_paths"
         for prefix in prefixes:
-            found += [note for note in (unlisted and unlisted_labels(prefix, key), _cut(args, prefix)) if note]
-    return found
+            lines += [
+                line for line in (unlisted and unlisted_labels(prefix, key), _cut_documents(args, prefix)) if line
+            ]
+    return lines
 
 
-def _cut(args: NeoXArgs, prefix: str) -> str | None:
-    """A line on the documents that are too long for a sample."""
+def _cut_documents(args: NeoXArgs, prefix: str) -> str | None:
+    """A line on the documents that are too long for a sample, None where there are none."""
     packing = packing_from_args(args)
     limits = [packing.truncate_documents] if packing.truncate_documents is not None else []
     if packing.whole_documents:
@@ -35,6 +40,6 @@ def _cut(args: NeoXArgs, prefix: str) -> str | None:
     count, over = int(np.count_nonzero(long)), int((sizes[long].astype(np.int64) - min(limits)).sum())
     if not count:
         return None
-    cut = packing.allow_chopped or min(limits) == packing.truncate_documents
-    what = f"cut there, {over} tokens in all" if cut else "left out (allow_chopped: false)"
+    are_cut = packing.allow_chopped or min(limits) == packing.truncate_documents
+    what = f"cut there, {over} tokens in all" if are_cut else "left out (allow_chopped: false)"
     return f"{prefix}: {count} of {len(sizes)} documents are longer than {min(limits)} tokens and are {what}"

@@ -34,8 +34,10 @@ class NpyDataset(IndexedDataset):
         self.shards = [_map(file) for file in self.data_files]
         kinds = {(shard.dtype, shard.shape[1]) for shard in self.shards}
         if len(kinds) != 1:
-            found = ", ".join(sorted(f"{dtype} [rows, {width}]" for dtype, width in kinds))
-            raise DataError(f"{folder}: shards of different kinds ({found}); a dataset has rows of one length and type")
+            present = ", ".join(sorted(f"{dtype} [rows, {width}]" for dtype, width in kinds))
+            raise DataError(
+                f"{folder}: shards of different kinds ({present}); a dataset has rows of one length and type"
+            )
         (self.dtype, self.width) = kinds.pop()
         rows = [len(shard) for shard in self.shards]
         self.first_rows = np.cumsum([0, *rows])

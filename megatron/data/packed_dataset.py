@@ -14,7 +14,7 @@ from megatron.data.slices import PromptMaskedLabels, SlicedDocuments
 
 @dataclass(frozen=True, eq=False)
 class TokenSample:
-    """One row of a batch, seq_length + 1 places wide."""
+    """One row of a batch: arrays of seq_length + 1 places."""
 
     tokens: np.ndarray  # int64; 0 in padding
     labels: np.ndarray  # int64, of the token in the same place; negative where it is not trained, as in padding
@@ -76,19 +76,19 @@ class PackedDataset:
         return TokenSample(tokens, labels, begins, self.labels is not None, reward, filled)
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """(document, its token to begin at, how many tokens) of a sample."""
+        """(document, its token to begin at, how many tokens) of each document in sample `index`."""
         row = int(self.maps.shuffle_idx[index])
         (place, offset), (last_place, last_offset) = self.maps.sample_idx[row : row + 2].tolist()
-        missing = self.packing.width(self.seq_length)
+        places_left = self.packing.width(self.seq_length)
         documents = self.maps.doc_idx[place : last_place + 1].tolist()
         for here, document in enumerate(documents, start=place):
             end = int(self.packing.lengths(self.indexed.sizes[document]))
             if here == last_place:
                 end = min(end, last_offset + self.packing.overlap)
-            count = min(end - offset, missing)
+            count = min(end - offset, places_left)
             if count > 0:
                 yield document, offset, count
-                missing -= count
+                places_left -= count
             offset = 0
 
     def _foreign_token(self, index: int, vocab_size: int) -> DataError:

@@ -12,12 +12,12 @@ import numpy as np
 
 from megatron.data.index_maps import UINT32_MAX, IndexMaps, Packing, build_packed, segment_generators
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.labels import labelled
+from megatron.data.labels import has_label
 from megatron.neox_arguments import NeoXArgs
 
 
 def packing_from_args(args: NeoXArgs) -> Packing:
-    """What the configuration says."""
+    """The `Packing` that the configuration asks for."""
     return Packing(
         args.pack_impl,
         args.allow_chopped,
@@ -39,10 +39,11 @@ def build_maps(
     labels: IndexedDataset | None = None,
     before: Sequence[int] = (),
 ) -> IndexMaps:
-    """Maps over sequences [first, last) whose lengths are sizes [n]; whole epochs, at least num_samples samples.
+    """Maps over sequences [first, last) whose lengths in tokens are sizes [n].
 
-    labels: documents without any are left out of samples of whole documents. No row at all is possible. before: as
-    `build_packed`, of an order that is `packing.joint`.
+    They are of whole epochs with at least num_samples samples; there may be no row at all. labels: documents without
+    any are left out of samples of whole documents. before: where the earlier segments of an order that is
+    `packing.joint` end, in samples (see `build_packed`).
     """
     lengths, width = packing.lengths(sizes), packing.width(seq_length)
     if packing.windows:
@@ -136,7 +137,7 @@ def _usable(
         keep &= lengths[first:last] <= width
     if labels is not None:
         # Nothing precedes the first token: its label is never predicted
-        keep &= labelled(labels, first, last, 1, min(width, packing.truncate_documents or width))
+        keep &= has_label(labels, first, last, 1, min(width, packing.truncate_documents or width))
     return first + np.flatnonzero(keep)
 
 
@@ -175,7 +176,7 @@ def _neox(
 ) -> IndexMaps:
     """GPT-NeoX's order of whole documents: it counts them from 0 wherever the split begins, and mixes the epochs.
 
-    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.) ends: of the stretches, in
+    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.) ends: of the segments, in
     samples; the documents of a further one go on from those of the one before, whose last row then has the token that
     follows it, as every other row.
     """
@@ -188,7 +189,7 @@ def _neox(
     overflow, room = packing.pack_impl == "pack_until_overflow", seq_length + 1
     keep = np.ones(documents, bool) if packing.allow_chopped else lengths[:documents] <= room
     if labels is not None:
-        keep &= labelled(labels, 0, documents, 0, room if overflow else seq_length)
+        keep &= has_label(labels, 0, documents, 0, room if overflow else seq_length)
     doc_idx: list[int] = []
     starts: list[int] = []
     if num_samples and keep.any():

@@ -1,4 +1,4 @@
-"""Documents that are parts of others: an answer cut to a length, a prompt with another one's answer."""
+"""Documents made of parts of others: a response cut to a length, or a prompt with the response to another one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from megatron.data.labels import MASKED
 
 @dataclass(frozen=True, eq=False)
 class DocumentSlices:
-    """A part of a document for each of n documents, arrays [n]: of which source, of which document of it, from which
-    token on, and how many."""
+    """One part of each of n documents, as arrays [n]: the source it is taken from, the document of that source, its
+    first token there, and how many tokens."""
 
     source: np.ndarray
     document: np.ndarray
@@ -22,7 +22,7 @@ class DocumentSlices:
 
 
 class SlicedDocuments:
-    """Reads like a set of documents; document d is `parts[0][d]`, then `parts[1][d]`, and so on, of `sources`."""
+    """Reads like an `IndexedDataset` whose document d is `parts[0][d]`, then `parts[1][d]`, and so on, of `sources`."""
 
     def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[DocumentSlices]):
         self.sources, self.parts = tuple(sources), tuple(parts)
@@ -33,6 +33,7 @@ class SlicedDocuments:
         return len(self.sizes)
 
     def get(self, index: int, offset: int, length: int) -> np.ndarray:
+        """`length` tokens of document `index` from its token `offset` on, in the stored type."""
         pieces, end = [], offset + length
         for part in self.parts:
             count = int(part.count[index])
@@ -44,7 +45,10 @@ class SlicedDocuments:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.int64)])
 
     def origin(self, index: int, place: int) -> tuple[Path, int, int]:
-        """(file, document, token) that token `place` of a document comes from."""
+        """(file, document, token) that token `place` of document `index` comes from.
+
+        Raises IndexError for a token behind its end.
+        """
         for part in self.parts:
             count = int(part.count[index])
             if place < count:
@@ -55,12 +59,13 @@ class SlicedDocuments:
 
 
 class PromptMaskedLabels:
-    """Labels where none are given: the tokens themselves, masked up to where a document's first trained one is."""
+    """Labels where none are given: the tokens themselves, masked for the first `prompts` [documents] tokens of each."""
 
     def __init__(self, documents: SlicedDocuments, prompts: np.ndarray):
         self.documents, self.prompts, self.data_file = documents, prompts, documents.data_file
 
     def get(self, index: int, offset: int, length: int) -> np.ndarray:
+        """The labels of `length` tokens of document `index` from its token `offset` on, int64."""
         labels = self.documents.get(index, offset, length).astype(np.int64)
         labels[: max(0, int(self.prompts[index]) - offset)] = MASKED
         return labels

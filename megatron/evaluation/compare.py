@@ -17,31 +17,31 @@ from megatron.mpu import DTYPES
 
 
 def compare(model: Model, loaded_tasks: LoadedTasks, ours: EvaluationResults, logger: logging.Logger) -> float:
-    """Print both scores of every metric and their difference (of values above 1, as a share); the largest one. On rank
-    0, alone.
+    """Log both scores of every metric and their difference (relative for values above 1); the largest
+    difference. Rank 0 calls it alone.
 
-    A checkpoint is exported into a temporary folder first. Raises CheckpointError for a model that no family of
-    HuggingFace has.
+    A checkpoint is exported into a temporary folder first. Raises CheckpointError for a model that no family
+    of HuggingFace has.
     """
-    theirs = EvaluationResults()
-    begun = time.perf_counter()
+    hf_results = EvaluationResults()
+    start_time = time.perf_counter()
     logger.info("the same tasks through lm-eval's hf backend")
     with _folder(model) as folder, quiet():
-        reference = _reference(folder, model)
+        language_model = _hf_language_model(folder, model)
         for tasks in (tasks for name, tasks in loaded_tasks.tasks.items() if name not in ours.failures):
-            theirs.add(run_task(reference, tasks, loaded_tasks, model.args, 0))
+            hf_results.add(run_task(language_model, tasks, loaded_tasks, model.args, 0))
     largest = 0.0
-    found, expected = ours.metrics(), theirs.metrics()
+    our_metrics, hf_metrics = ours.metrics(), hf_results.metrics()
     lines = [f"{'metric':<50} {'ours':>14} {'hf backend':>14} {'difference':>12}"]
-    for name in expected:
-        if name not in found:
+    for name in hf_metrics:
+        if name not in our_metrics:
             continue
-        difference = abs(found[name] - expected[name]) / max(1.0, abs(expected[name]))
+        difference = abs(our_metrics[name] - hf_metrics[name]) / max(1.0, abs(hf_metrics[name]))
         largest = max(largest, difference)
-        lines.append(f"{name:<50} {found[name]:>14.6f} {expected[name]:>14.6f} {difference:>12.2e}")
+        lines.append(f"{name:<50} {our_metrics[name]:>14.6f} {hf_metrics[name]:>14.6f} {difference:>12.2e}")
     for line in lines:
         logger.info(line)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_time
     logger.info(f"largest difference to lm-eval's hf backend: {largest:.2e} (it took {seconds:.1f} s)")
     return largest
 
@@ -53,19 +53,19 @@ def _folder(model: Model) -> Iterator[Path]:
     if is_hf(source):
         yield source
         return
-    with tempfile.TemporaryDirectory(prefix="compare-hf-") as place:
-        export_hf(source, model.args, Path(place) / "model", check=False)
-        yield Path(place) / "model"
+    with tempfile.TemporaryDirectory(prefix="compare-hf-") as temporary:
+        export_hf(source, model.args, Path(temporary) / "model", check=False)
+        yield Path(temporary) / "model"
 
 
-def _reference(folder: Path, model: Model) -> Any:
+def _hf_language_model(folder: Path, model: Model) -> Any:
     import transformers
     from lm_eval.models.huggingface import HFLM
 
     # Built here: the backend itself would take the ranks of this run for its own.
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[model.args.params_dtype])
+    hf_model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[model.args.params_dtype])
     size = model.args.eval_batch_size
     return HFLM(
-        pretrained=theirs.to(model.groups.device), tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        pretrained=hf_model.to(model.groups.device), tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
         batch_size=1 if size == "auto" else size, max_length=model.positions,
     )  # fmt: skip

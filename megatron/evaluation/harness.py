@@ -37,7 +37,8 @@ _PARTS = (
 
 @dataclass
 class EvaluationResults:
-    """results: as lm-eval gives and writes them; failures: tasks that could not be run, and why."""
+    """The results of tasks as lm-eval returns and writes them; failures: tasks that could not be run, and
+    why."""
 
     results: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -49,14 +50,15 @@ class EvaluationResults:
                 self.results.setdefault(part, {}).update(results[part] or {})
 
     def metrics(self) -> dict[str, float]:
-        """`<task>_<metric>` and its value, of tasks and groups; the filter is named unless it is lm-eval's `none`."""
-        found: dict[str, float] = {}
+        """`<task>_<metric>` and its value, of tasks and groups; the filter is named unless it is lm-eval's
+        `none`."""
+        metrics: dict[str, float] = {}
         for task, values in self.results.get("results", {}).items():
             for name, value in values.items():
                 metric, comma, kind = name.partition(",")
                 if comma and isinstance(value, int | float) and not isinstance(value, bool):
-                    found[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
-        return found
+                    metrics[f"{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+        return metrics
 
 
 def load_tasks_on_rank0(
@@ -66,7 +68,8 @@ def load_tasks_on_rank0(
     logger: logging.Logger,
     on_beat: Callable[[], None] = lambda: None,
 ) -> LoadedTasks | None:
-    """The tasks of `eval_tasks` on rank 0, None elsewhere; all ranks call it together, and wait without a time limit.
+    """The tasks of `eval_tasks` on rank 0, None elsewhere; all ranks call it together, and wait without a
+    time limit.
 
     Raises ConfigError on all of them for what is no task.
     """
@@ -91,11 +94,12 @@ def evaluate(
     should_cancel: Callable[[], bool] = lambda: False,
     on_beat: Callable[[], None] = lambda: None,
 ) -> EvaluationResults | None:
-    """Run the tasks of rank 0's loaded_tasks; the results there, None elsewhere. All ranks call it together.
+    """Run the tasks that rank 0 loaded; the results there, None elsewhere. All ranks call it together.
 
-    identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them; 0: no
-    standard errors at all. should_cancel: asked on rank 0 before each part of the requests; once it is true there is
-    no result. Raises ConfigError, on all ranks, for the first task that fails with `eval_failures: stop`.
+    identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them;
+    0: no standard errors at all. should_cancel: asked on rank 0 before each part of the requests; once it is
+    true there is no result. Raises ConfigError, on all ranks, for the first task that fails with
+    `eval_failures: stop`.
     """
 
     def work(call: RunOperation) -> EvaluationResults:
@@ -106,7 +110,7 @@ def evaluate(
             return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap, should_cancel)
 
     try:
-        return run_rank0_driver(model.groups, work, ModelOperations(model).names(), on_beat=on_beat)
+        return run_rank0_driver(model.groups, work, ModelOperations(model).by_name(), on_beat=on_beat)
     except EvaluationCancelled:
         return None
 
@@ -124,31 +128,31 @@ def _run(
     from megatron.evaluation.language_model import NeoXLM
 
     args = model.args
-    found = EvaluationResults(failures=dict(loaded_tasks.failures))
-    for name, why in found.failures.items():
+    evaluation = EvaluationResults(failures=dict(loaded_tasks.failures))
+    for name, why in evaluation.failures.items():
         _report(args, logger, name, why)
     language_model = NeoXLM(model, call, progress, loaded_tasks.template, should_cancel)
-    with _cached(language_model, args, identity) as answering:
+    with _cached(language_model, args, identity) as cached_model:
         for name, tasks in loaded_tasks.tasks.items():
             try:
-                found.add(run_task(answering, tasks, loaded_tasks, args, bootstrap))
+                evaluation.add(run_task(cached_model, tasks, loaded_tasks, args, bootstrap))
             except EvaluationCancelled:
                 raise
             except Exception as problem:  # of a task, which others wrote, or of the model on its requests
-                found.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
-                _report(args, logger, name, found.failures[name])
+                evaluation.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+                _report(args, logger, name, evaluation.failures[name])
     counts = language_model.counts
     if counts.too_long:
         done = f"{counts.skipped} of them were skipped" if counts.skipped else "their beginnings were left out"
         logger.info(f"{counts.too_long} requests were longer than the model's {model.positions} positions: {done}")
-    found.results["too_long"] = {"requests": counts.too_long, "skipped": counts.skipped}
-    return found
+    evaluation.results["too_long"] = {"requests": counts.too_long, "skipped": counts.skipped}
+    return evaluation
 
 
 def run_task(
     language_model: Any, tasks: dict[str, Any], loaded_tasks: LoadedTasks, args: NeoXArgs, bootstrap: int
 ) -> dict[str, Any]:
-    """Of a task, or the tasks of a group, what lm-eval's `evaluate` finds with one of its models."""
+    """What lm-eval's `evaluate` returns for a task, or the tasks of a group, on one of its models."""
     import lm_eval
 
     from megatron.evaluation.task_loading import seed_tasks
@@ -170,13 +174,13 @@ def run_task(
         for task in tasks["tasks"].values():
             task._instances = None  # requests and answers, which would stay until the next evaluation
     assert results is not None
-    found: dict[str, Any] = {**results, "task_hashes": {}}
+    with_hashes: dict[str, Any] = {**results, "task_hashes": {}}
     for task, rows in results["samples"].items():  # as lm-eval's EvaluationTracker has them
         joined = "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
-        found["task_hashes"][task] = hashlib.sha256(joined.encode()).hexdigest()
+        with_hashes["task_hashes"][task] = hashlib.sha256(joined.encode()).hexdigest()
     if not args.eval_log_samples:
-        del found["samples"]
-    return found
+        del with_hashes["samples"]
+    return with_hashes
 
 
 def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None:
@@ -187,14 +191,21 @@ def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None
 
 @contextmanager
 def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Iterator[Any]:
-    """The model behind a file of its answers: those of other weights, precision or texts never serve."""
+    """The model behind lm-eval's cache of its answers, a file for each identity, precision and length of
+    texts."""
     if args.eval_cache is None or identity is None:
         yield language_model
         return
     from lm_eval.api.model import CachingLM
 
-    facts = (identity, args.params_dtype, args.eval_overlong, language_model.max_length, language_model.tokenizer_name)
-    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    cache_key = (
+        identity,
+        args.params_dtype,
+        args.eval_overlong,
+        language_model.max_length,
+        language_model.tokenizer_name,
+    )
+    name = hashlib.sha256(repr(cache_key).encode()).hexdigest()[:16]
     folder = Path(args.eval_cache).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     cached = CachingLM(language_model, str(folder / f"{name}.db"))

@@ -1,4 +1,5 @@
-"""A model of ours as lm-eval's `LM`; on rank 0, in the thread that leads. Rules are those of its `hf` backend."""
+"""NeoXLM, a model as lm-eval's `LM`, in rank 0's lm-eval thread. Its rules are those of lm-eval's `hf`
+backend."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +23,11 @@ from megatron.mpu import mix_seed
 from megatron.neox_arguments import ConfigError
 
 MAXIMUM_TOKENS = 256  # of an answer, where a task does not say
-_FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
+_FIRST_BATCH, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
 # What text generation is told under another name here, or what says nothing about a causal model.
 _IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
-Scorable = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
+TokenizedRequest = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
 
 
 @dataclass
@@ -38,8 +39,8 @@ class Counts:
 
 
 class NeoXLM(TemplateLM):
-    """Requests go through `call("score", ...)` and `call("write", ...)`, a part at a time; answers are cached as they
-    come (`cache_hook`)."""
+    """Requests go through `call("score", ...)` and `call("generate", ...)`, a part at a time; answers are
+    cached as they come (`cache_hook`)."""
 
     def __init__(
         self,
@@ -79,17 +80,18 @@ class NeoXLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         assert self.template is not None
-        wish = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
+        options = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
         try:
-            return self.template.render(chat_history, **wish)
+            return self.template.render(chat_history, **options)
         except RequestError:  # some templates know no system; as the hf backend does it
             others = [message for message in chat_history if message["role"] != "system"]
-            return self.template.render(others, **wish)
+            return self.template.render(others, **options)
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """As the hf backend: what the tokenizer puts before every text is put there, but for a text that has it."""
+        """As the hf backend: what the tokenizer puts before every text is put there, but for a text that has
+        it."""
         if add_special_tokens is False or (add_special_tokens is None and self._begins(string)):
             return self._tokenizer.tokenize_bare(string)
         known = self._known.get(string)
@@ -117,13 +119,13 @@ class NeoXLM(TemplateLM):
         with self._tokenized(texts):
             return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(self, requests: Sequence[Scorable], **kwargs: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[TokenizedRequest], **kwargs: Any) -> list[tuple[float, bool]]:
         answers: dict[int, tuple[float, bool]] = {}
         self.progress.expect(len(requests))
         tokens = [(tuple(context) or (self.prefix_token_id,), tuple(rest)) for _, context, rest in requests]
         for part in self._parts(_longest_first(tokens)):
-            found = self.call("score", [tokens[i] for i in part])
-            for i, scored in zip(part, found, strict=True):
+            scores = self.call("score", [tokens[i] for i in part])
+            for i, scored in zip(part, scores, strict=True):
                 answers[i] = (sum(scored.logprobs), all(scored.greedy))
                 self.counts.too_long += bool(scored.truncated or scored.skipped)
                 self.counts.skipped += scored.skipped
@@ -134,15 +136,15 @@ class NeoXLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         texts = [request.args[0] for request in requests]
-        windows: list[Scorable] = []
+        windows: list[TokenizedRequest] = []
         owners: list[int] = []
         with self._tokenized(iter(texts)):
             for owner, text in enumerate(texts):
-                own = get_rolling_token_windows(
+                text_windows = get_rolling_token_windows(
                     token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
                     max_seq_len=self.max_length, context_len=1,
                 )  # fmt: skip
-                windows += [(None, *make_disjoint_window(window)) for window in own]
+                windows += [(None, *make_disjoint_window(window)) for window in text_windows]
                 owners += [owner] * (len(windows) - len(owners))
         totals = [0.0] * len(texts)
         for owner, (total, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
@@ -155,24 +157,26 @@ class NeoXLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         with self._tokenized(request.args[0] for request in requests):
-            given = [self._request(i, *request.args) for i, request in enumerate(requests)]
-        asked = {i: one for i, one in enumerate(given) if one is not None}
-        answers = {i: "" for i in range(len(given)) if i not in asked}
-        self.progress.expect(len(asked))
-        order = sorted(asked, key=lambda i: -len(asked[i].tokens))
+            generation_requests = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        runnable = {i: request for i, request in enumerate(generation_requests) if request is not None}
+        answers = {i: "" for i in range(len(generation_requests)) if i not in runnable}
+        self.progress.expect(len(runnable))
+        order = sorted(runnable, key=lambda i: -len(runnable[i].tokens))
         for part in self._parts([[i] for i in order]):
-            for i, text in zip(part, self.call("write", [asked[i] for i in part]), strict=True):
-                answers[i] = postprocess_generated_text(text, list(asked[i].stop), None)
+            for i, text in zip(part, self.call("generate", [runnable[i] for i in part]), strict=True):
+                answers[i] = postprocess_generated_text(text, list(runnable[i].stop), None)
                 self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         return [answers[i] for i in range(len(requests))]
 
-    def _request(self, number: int, context: str, wishes: dict[str, Any]) -> Request | None:
-        """None: it is too long, and skipped."""
-        told = dict(normalize_gen_kwargs(wishes, MAXIMUM_TOKENS))
-        unknown = sorted(name for name in told if name not in _IGNORED)
+    def _request(self, number: int, context: str, gen_kwargs: dict[str, Any]) -> Request | None:
+        """A generation request of lm-eval for the batcher; None: it is too long, and skipped. Raises
+        ValueError for gen_kwargs that are not known here, ConfigError for one that is too long with
+        `eval_overlong: refuse`."""
+        kwargs = dict(normalize_gen_kwargs(gen_kwargs, MAXIMUM_TOKENS))
+        unknown = sorted(name for name in kwargs if name not in _IGNORED)
         if unknown:
             raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not known here; take it out of the task")
-        maximum = int(told["max_gen_toks"])
+        maximum = int(kwargs["max_gen_toks"])
         room = self.max_length - maximum
         if room < 1:
             raise ValueError(
@@ -193,15 +197,15 @@ class NeoXLM(TemplateLM):
                 self.counts.skipped += 1
                 return None
         sampling = SamplingParams()
-        if told.get("do_sample"):
-            given = {name: told[name] for name in ("top_k", "top_p", "min_p") if told.get(name) is not None}
-            sampling = SamplingParams(temperature=float(told.get("temperature") or 1.0), **given)
+        if kwargs.get("do_sample"):
+            given = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name) is not None}
+            sampling = SamplingParams(temperature=float(kwargs.get("temperature") or 1.0), **given)
         return Request(
             tokens=tuple(tokens[-room:]),
             sampling=sampling,
             maximum_tokens=maximum,
             seed=mix_seed(self.model.args.seed, "evaluation", number),
-            stop=tuple(text for text in told["until"] if text),
+            stop=tuple(text for text in kwargs["until"] if text),
             stop_token_ids=(*self.model.stop_token_ids, self._tokenizer.eos),
         )
 
@@ -209,7 +213,7 @@ class NeoXLM(TemplateLM):
 
     def _parts(self, groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Numbers of requests to run at once: whole groups, so many as take some seconds."""
-        size, start = _FIRST_PART * self.model.groups.size("data"), 0
+        size, start = _FIRST_BATCH * self.model.groups.size("data"), 0
         while start < len(groups):
             part: list[int] = []
             while start < len(groups) and len(part) < size:

@@ -1,4 +1,4 @@
-"""What lm-eval says of a run beside its scores: the model, the settings, the tokenizer, the machine."""
+"""What lm-eval writes of a run beside its scores: the model, the settings, the tokenizer, the machine."""
 
 import hashlib
 import math
@@ -13,16 +13,17 @@ from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 
 
-def environment() -> dict[str, Any]:
-    """Of this machine, in lm-eval's words; takes a second or two."""
+def machine_info() -> dict[str, Any]:
+    """This machine, Python and package versions and the git hash, under lm-eval's names; takes a second or
+    two."""
     from lm_eval.loggers.utils import add_env_info
 
-    found: dict[str, Any] = {"git_hash": _git_hash()}
-    add_env_info(found)
-    return found
+    info: dict[str, Any] = {"git_hash": _git_hash()}
+    add_env_info(info)
+    return info
 
 
-def describe(
+def add_metadata(
     model: Model,
     loaded_tasks: LoadedTasks,
     evaluation: EvaluationResults,
@@ -33,10 +34,11 @@ def describe(
     seconds: float,
     bootstrap: int,
 ) -> None:
-    """Add to the results all that lm-eval's own command writes beside them, under its names, and what failed.
+    """Add to the results all that lm-eval's own command writes beside them, under its names, and the
+    failures.
 
-    machine: of `environment`. source: the name of the model. begun: seconds since 1970; seconds: that it took;
-    bootstrap: resamples of the standard errors.
+    machine: what `machine_info` returned. source: the name of the model. begun: seconds since 1970; seconds:
+    that the evaluation took; bootstrap: resamples of the standard errors.
     """
     from lm_eval.utils import sanitize_model_name
 
@@ -83,7 +85,7 @@ def describe(
 
 
 def _name(source: str) -> tuple[str, str | None]:
-    """Of a model, and its commit on the Hub if it is from there."""
+    """The model's name, and its commit where it is from the Hub's cache, else None."""
     path = Path(source).resolve()
     if path.parent.name != "snapshots":  # of the Hub's cache
         return source, None
@@ -91,14 +93,15 @@ def _name(source: str) -> tuple[str, str | None]:
 
 
 def _parameters(model: Model) -> int:
-    """Of the whole model, as HuggingFace counts: tied ones once, without rows that only pad the vocabulary."""
+    """Parameters of the whole model, as HuggingFace counts: tied ones once, without rows that only pad the
+    vocabulary."""
     args: NeoXArgs = model.args.replace(padded_vocab_size=model.columns or model.args.padded_vocab_size)
-    found = {
+    sizes = {
         (spec.name if spec.shared else (layer, spec.name)): math.prod(spec.shape)
         for layer, specs in layer_params(args).items()
         for spec in specs
     }
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def _tokenizer(model: Model) -> dict[str, Any]:
@@ -115,10 +118,10 @@ def _hash(text: str | None) -> str | None:
 
 
 def _git_hash() -> str | None:
-    """Of the working folder, as lm-eval has it."""
+    """The git commit of the working folder, as lm-eval records it; None without git."""
     try:
         return subprocess.run(
-            ["git", "describe", "--always"], capture_output=True, text=True, timeout=10, check=True
+            ["git", "add_metadata", "--always"], capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,5 @@
-"""How far an evaluation is: a bar on a terminal, elsewhere a line that looks like one at least every half minute."""
+"""How far an evaluation is: a bar on a terminal, elsewhere a line that looks like one at least every half
+minute."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ import time
 from tqdm import tqdm
 
 WHAT = "Running evaluation harness"  # GPT-NeoX's words, which people look for
-SAY_EVERY_S = 30.0  # whoever reads the log waits a minute
+LOG_INTERVAL_S = 30.0  # whoever reads the log waits a minute
 
 
 class EvaluationProgress:
     """Requests done of all that are known so far. A context manager; used by the thread that leads."""
 
-    def __init__(self, logger: logging.Logger, every: float = SAY_EVERY_S) -> None:
+    def __init__(self, logger: logging.Logger, every: float = LOG_INTERVAL_S) -> None:
         self._logger, self._every = logger, every
         self._total = self._done = 0
-        self._begun = time.perf_counter()
+        self._start_time = time.perf_counter()
         self._bar: tqdm | None = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=0, desc=WHAT, unit="request", file=sys.stderr, dynamic_ncols=True)
@@ -27,7 +28,7 @@ class EvaluationProgress:
 
     def __enter__(self) -> EvaluationProgress:
         if self._bar is None:
-            threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
+            threading.Thread(target=self._log_periodically, name="progress", daemon=True).start()
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -35,31 +36,31 @@ class EvaluationProgress:
         if self._bar is not None:
             self._bar.close()
         elif problem[0] is None and self._total:
-            self._say()
+            self._log()
 
     def expect(self, requests: int) -> None:
-        """So many requests more are known."""
+        """Say that `requests` more are to be done."""
         self._total += requests
         if self._bar is not None:
             self._bar.total = self._total
             self._bar.refresh()
 
     def update(self, requests: int) -> None:
-        """So many more are done."""
+        """Say that `requests` more are done."""
         self._done += requests
         if self._bar is not None:
             self._bar.update(requests)
 
     def line(self) -> str:
         """` 45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]` after what is done."""
-        seconds = time.perf_counter() - self._begun
+        seconds = time.perf_counter() - self._start_time
         return tqdm.format_meter(
             self._done, max(self._total, 1), seconds, ncols=100, prefix=WHAT, ascii=True, unit="request"
         )
 
-    def _say(self) -> None:
+    def _log(self) -> None:
         self._logger.info(self.line())
 
-    def _say_now_and_then(self) -> None:
+    def _log_periodically(self) -> None:
         while not self._closed.wait(self._every):
-            self._say()
+            self._log()

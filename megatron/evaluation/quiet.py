@@ -11,9 +11,10 @@ from tqdm import tqdm
 
 @contextmanager
 def quiet(bars: bool = False) -> Iterator[None]:
-    """No lines of lm-eval, which would stand among a run's own; no bars either, which would be drawn over its bar, and
-    fill a log with what a terminal wipes away (`bars`: those that begin within are shown, as of a download). Nor does
-    it start processes, which would be forks of one that holds a GPU. Bars that have begun go on."""
+    """No lines of lm-eval, which would stand among a run's own; no bars either, which would be drawn over its
+    bar, and fill a log with what a terminal wipes away (`bars`: those that begin within are shown, as of a
+    download). Nor does it start processes, which would be forks of one that holds a GPU. Bars that have begun
+    go on."""
     from lm_eval.api import metrics
 
     log, draw = logging.getLogger("lm_eval"), tqdm.__init__

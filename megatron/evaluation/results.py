@@ -1,4 +1,4 @@
-"""Results in files and as a table."""
+"""The results of an evaluation as files and as a table."""
 
 import itertools
 import json
@@ -38,7 +38,8 @@ def table(evaluation: EvaluationResults) -> list[str]:
 
 
 def output_folder(args: NeoXArgs) -> Path:
-    """Where results go; it is made now. Raises ConfigError, before an hour of work, when it cannot be written to."""
+    """Where results go; it is made now. Raises ConfigError, before an hour of work, when it cannot be written
+    to."""
     folder = Path(args.eval_output_dir or ".").expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,8 +52,9 @@ def output_folder(args: NeoXArgs) -> Path:
 
 
 def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
-    """`{prefix_}eval_results_NAME.json` in the output folder, and of each task `{prefix_}eval_samples_TASK_NAME.jsonl`
-    with `eval_log_samples`. Samples are no longer in the results afterwards."""
+    """`{prefix_}eval_results_NAME.json` in the output folder, and of each task
+    `{prefix_}eval_samples_TASK_NAME.jsonl` with `eval_log_samples`. Samples are no longer in the results
+    afterwards."""
     folder, prefix = output_folder(args), f"{args.eval_results_prefix}_" if args.eval_results_prefix else ""
     again = (f"{name}-{number}" for number in itertools.count(2))  # of the same second
     name = next(

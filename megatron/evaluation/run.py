@@ -61,10 +61,10 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
     def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and found is not None
-        from megatron.evaluation.metadata import describe, environment
+        from megatron.evaluation.metadata import add_metadata, machine_info
 
-        about: Any = {"source": source, "begun": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
-        describe(model, loaded_tasks, found, environment(), **about)
+        run_info: Any = {"source": source, "begun": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
+        add_metadata(model, loaded_tasks, found, machine_info(), **run_info)
         _finish(args, found, seconds, logger, track)
 
     run_rank0_driver(groups, finish, {}, on_beat=beat)

@@ -1,4 +1,5 @@
-"""Finding tasks: shipped ones, own folders, lm-eval's; what cannot be had is said with what to do."""
+"""Loading tasks: shipped ones, a user's own folders, lm-eval's. What cannot be loaded is named, with what to
+do."""
 
 import difflib
 import logging
@@ -14,7 +15,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.generation.prompts.chat import ChatTemplate, find_template
-from megatron.generation.prompts.files import text_of
+from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.best_metric import best_metric
@@ -31,8 +32,11 @@ _ABSENT = {"ConnectionError", "DatasetNotFoundError", "FileNotFoundError", "Offl
 
 @dataclass
 class LoadedTasks:
-    """tasks: by the name asked for, what lm-eval's `evaluate` takes; failures: names whose data cannot be had, and
-    why; template: of conversations, if tasks are asked as such; system_prompt: what stands before all."""
+    """The tasks of an evaluation, by the name asked for, as lm-eval's `evaluate` takes them.
+
+    failures: names whose data cannot be had, and why; template: of conversations, if
+    `eval_apply_chat_template`; system_prompt: what begins every prompt.
+    """
 
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -41,30 +45,31 @@ class LoadedTasks:
 
 
 def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] = lambda line: None) -> LoadedTasks:
-    """Load the tasks of `eval_tasks`, ready to be evaluated. log: told if the Hub is needed and does not answer.
+    """Load the tasks of `eval_tasks`, ready to be evaluated. log: told if the Hub is needed and does not
+    answer.
 
     Raises ConfigError for names that are none, with the nearest ones, and for YAML files with mistakes.
     """
     assert args.eval_tasks is not None
     manager, names = _manager(args, args.eval_tasks)
-    found = LoadedTasks(system_prompt=_system_prompt(args))
+    loaded_tasks = LoadedTasks(system_prompt=_system_prompt(args))
     if args.eval_apply_chat_template:
-        found.template = find_template(args, tokenizer)
+        loaded_tasks.template = find_template(args, tokenizer)
     with find_in_hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
         for name in names:
             try:
-                found.tasks[name] = dict(manager.load([name]))
+                loaded_tasks.tasks[name] = dict(manager.load([name]))
             except Exception as problem:  # of lm-eval, datasets, the Hub, Jinja: a task is data that others wrote
-                found.failures[name] = _why(name, manager, problem)
-    for loaded in found.tasks.values():
+                loaded_tasks.failures[name] = _why(name, manager, problem)
+    for loaded in loaded_tasks.tasks.values():
         for task in loaded["tasks"].values():
-            _settle(task, args.eval_num_fewshot)
-    return found
+            _set_num_fewshot(task, args.eval_num_fewshot)
+    return loaded_tasks
 
 
 def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
-    """Raise ConfigError for a `save_best` that none of the tasks has. Tasks that score with code of their own, groups
-    and tasks that could not be loaded may have any metric that begins with their name."""
+    """Raise ConfigError for a `save_best` that none of the tasks has. Tasks that score with code of their
+    own, groups and tasks that could not be loaded may have any metric that begins with their name."""
     metric = best_metric(args.save_best)[0] if args.save_best is not None else ""
     if not metric.startswith(_ROW):
         return
@@ -79,12 +84,13 @@ def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
     asked = metric.removeprefix(_ROW)
     if asked in known or any(asked.startswith(f"{name}_") for name in free):
         return
-    there = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
-    raise args.error("save_best", f"{metric}: this run has no such metric; its tasks have {there}")
+    available = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
+    raise args.error("save_best", f"{metric}: this run has no such metric; its tasks have {available}")
 
 
 def _metrics(task: Task) -> list[str] | None:
-    """Names of a task's results, as `Evaluation.metrics` has them; None where its own code decides on them."""
+    """Names of a task's results, as `EvaluationResults.metrics` has them; None where its own code decides on
+    them."""
     listed = task.config.metric_list or []
     own = type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
     if own or not all(isinstance(each["metric"], str) and not each.get("hf_evaluate") for each in listed):
@@ -103,10 +109,10 @@ def _system_prompt(args: NeoXArgs) -> str | None:
     """`eval_system_prompt`, or what is in its file. Raises ConfigError."""
     if args.eval_system_prompt_file is None:
         return args.eval_system_prompt
-    return text_of(args, "eval_system_prompt_file").rstrip("\n")
+    return read_key_file(args, "eval_system_prompt_file").rstrip("\n")
 
 
-def _settle(task: Task, examples: int | None) -> None:
+def _set_num_fewshot(task: Task, examples: int | None) -> None:
     """The number of examples, as lm-eval's `simple_evaluate` decides on it."""
     declared = task.get_config("num_fewshot")
     if examples is not None and declared != 0:
@@ -118,9 +124,9 @@ def _settle(task: Task, examples: int | None) -> None:
 def _manager(args: NeoXArgs, asked: Sequence[str]) -> tuple[TaskManager, list[str]]:
     folders = [SHIPPED, *_own_folders(args)]
     place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in asked if name.endswith(_YAML)]
-    gone = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
-    if gone or (gone := [f"{place}: {line}" for line in _broken([Path(name) for name in files])]):
-        raise ConfigError(gone)
+    missing = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
+    if missing or (missing := [f"{place}: {line}" for line in _broken([Path(name) for name in files])]):
+        raise ConfigError(missing)
     # lm-eval's own 15,000 tasks take seconds to look through: only where they are needed.
     local = TaskManager(include_path=list(folders), include_defaults=False, metadata=_metadata(args))
     names = _expand(asked, local)
@@ -154,7 +160,8 @@ def _metadata(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _expand(asked: Sequence[str], manager: TaskManager) -> list[str]:
-    """Patterns such as `arc_*` become the names that match, tags their tasks, so that one that fails is one alone."""
+    """Patterns such as `arc_*` become the names that match, tags their tasks, so that one that fails is one
+    alone."""
     names: list[str] = []
     for name in asked:
         matches = manager.match_tasks([name]) if any(sign in name for sign in "*?[") else []
@@ -199,7 +206,8 @@ def _unknown(args: NeoXArgs, names: Sequence[str], manager: TaskManager) -> Iter
 
 
 def _broken(folders: Sequence[Path]) -> Iterator[str]:
-    """Task files, of folders or given themselves, that cannot be read; lm-eval passes over them in silence."""
+    """Task files, of folders or given themselves, that cannot be read; lm-eval passes over them in
+    silence."""
     for folder in folders:
         for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
             try:
@@ -236,7 +244,8 @@ def _is_absent(problem: BaseException | None) -> bool:
 
 
 def _configs(name: str, manager: TaskManager) -> Iterator[Mapping[str, Any]]:
-    """What the file of a task says, or the files of all tasks of a group or tag; a file by its name is read."""
+    """What the file of a task says, or the files of all tasks of a group or tag; a file by its name is
+    read."""
     entry = manager.task_index.get(name)
     if entry is None:
         yield load_yaml(Path(name), resolve_func=False, recursive=True) if name.endswith(_YAML) else {}

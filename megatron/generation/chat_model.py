@@ -1,4 +1,4 @@
-"""Models by name, for asking them questions in one process: HuggingFace folders, names on the Hub,
+"""Models with their chat templates, by name and in one process: HuggingFace folders, names on the Hub,
 checkpoints."""
 
 import logging
@@ -20,12 +20,12 @@ from megatron.mpu import init_model_parallel, mix_seed
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.tokenizer import build_tokenizer
 
-_OF_FILES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
+_TOKENIZERS_FROM_FILES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
 
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model that is asked. name: as it was given."""
+    """A model and the chat template that its prompts go through. name: as the user gave it."""
 
     name: str
     model: Model
@@ -34,11 +34,12 @@ class ChatModel:
     def answer(
         self, questions: Sequence[Question], sampling: SamplingParams, maximum_tokens: int, seed: int
     ) -> list[Completion]:
-        """Answers in order; what one becomes depends on its place and the seed alone. Raises RequestError."""
-        room = self.model.positions - maximum_tokens
+        """An answer to each question, in order; each depends on its place and the seed alone. Raises
+        RequestError for a question that is too long or that the template refuses."""
+        max_prompt_tokens = self.model.positions - maximum_tokens
         return complete(
             self.model,
-            all_tokens(questions, self.model.tokenizer, self.template, room),
+            all_tokens(questions, self.model.tokenizer, self.template, max_prompt_tokens),
             sampling,
             maximum_tokens=maximum_tokens,
             seeds=[mix_seed(seed, "sample", i) for i in range(len(questions))],
@@ -64,13 +65,13 @@ def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
 def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
     if is_tag(path.name) and not (path / LATEST).exists():
         path, iteration = path.parent, step_of(path)
-    found = find_checkpoint(path, iteration)
-    args, _ = load_checkpoint_args(found)
+    checkpoint = find_checkpoint(path, iteration)
+    args, _ = load_checkpoint_args(checkpoint)
     tokenizer: dict[str, str] = {}
-    if args.tokenizer_type in _OF_FILES and not (args.vocab_file and Path(args.vocab_file).exists()):
-        tokenizer = tokenizer_keys(found / ("tokenizer" if (found / "tokenizer").is_dir() else HF_SUBFOLDER))
+    if args.tokenizer_type in _TOKENIZERS_FROM_FILES and not (args.vocab_file and Path(args.vocab_file).exists()):
+        tokenizer = tokenizer_keys(checkpoint / ("tokenizer" if (checkpoint / "tokenizer").is_dir() else HF_SUBFOLDER))
     return args.replace(
-        **tokenizer, load=str(path), iteration=step_of(found),
+        **tokenizer, load=str(path), iteration=step_of(checkpoint),
         model_parallel_size=1, pipe_parallel_size=1, sequence_parallel=False, train_batch_size=None,
         train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None, distributed_backend="auto",
     )  # fmt: skip
@@ -85,8 +86,11 @@ def load_chat_model(
     chat_template: str | None = None,
     precision: str | None = None,
 ) -> ChatModel:
-    """A model ready to be asked, in this process alone. Raises ConfigError, CheckpointError,
-    TokenizerError."""
+    """Load a model and its chat template, in this process alone.
+
+    iteration: of a folder of checkpoints; chat_template, precision: instead of the model's own. Raises
+    ConfigError, CheckpointError, TokenizerError.
+    """
     args = chat_model_args(name, iteration)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)

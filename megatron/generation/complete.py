@@ -1,4 +1,4 @@
-"""Prompts continued together."""
+"""Continuing a list of prompts, in batches, until all have ended."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def complete(
     the same arguments. Raises RequestError for a prompt that is empty or too long, CheckpointError when
     logits are not numbers.
     """
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids
     tokens = sum(map(len, prompts)) + maximum_tokens * len(prompts)
     batcher = Batcher(model, maximum_rows=min(maximum_rows, max(len(prompts), 1)), tokens=tokens)
@@ -63,9 +63,11 @@ def complete(
             texts[row] += event.text
             reported[row] += event.logprobs
             if event.finish_reason is not None:
-                own = ids[row][:-1] if ids[row][-1] in stop_token_ids else ids[row]
-                text = texts[row] if stop else model.tokenizer.detokenize(own)
-                seconds = time.perf_counter() - begun
-                done[row] = Completion(own, text, event.finish_reason == "stop", seconds, reported[row][: len(own)])
+                generated = ids[row][:-1] if ids[row][-1] in stop_token_ids else ids[row]
+                text = texts[row] if stop else model.tokenizer.detokenize(generated)
+                seconds = time.perf_counter() - start_time
+                done[row] = Completion(
+                    generated, text, event.finish_reason == "stop", seconds, reported[row][: len(generated)]
+                )
             on_event(event)
     return [one for one in done if one is not None]

@@ -1,4 +1,4 @@
-"""A HuggingFace model as a configuration: what `--hf-model` stands for."""
+"""The configuration keys of a HuggingFace model: what `--hf-model` on the command line stands for."""
 
 from pathlib import Path
 from typing import Any

@@ -9,13 +9,13 @@ from megatron.distributed import on_rank_zero
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate, Message, find_template
-from megatron.generation.prompts.files import NOT_STARTED, make_prompts, text_of
+from megatron.generation.prompts.files import NOT_STARTED, make_prompts, read_key_file
 from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 from megatron.mpu import mix_seed
 
 PROMPT = "Context prompt >>> "  # GPT-NeoX's
-_PATIENCE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
+_HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
 class TypedPrompts:
@@ -50,34 +50,40 @@ class TypedPrompts:
 
 
 class Conversation:
-    """Turns of a user and a model, as the prompts that a chat template makes of them."""
+    """The turns of a user and a model so far, and the prompts that a chat template makes of them."""
 
-    def __init__(self, template: ChatTemplate, system: str | None, room: int) -> None:
-        """room: tokens that a prompt may have."""
-        self.template, self.room = template, room
+    def __init__(self, template: ChatTemplate, system: str | None, max_prompt_tokens: int) -> None:
+        """system: the system prompt. max_prompt_tokens: tokens that a prompt may have."""
+        self.template, self.max_prompt_tokens = template, max_prompt_tokens
         self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[Message] = []
 
     def ask(self, text: str) -> tuple[list[int], str | None]:
-        """The prompt of a user's turn, and what is to be said of it. Raises RequestError for one that is too
-        long by itself, which is then forgotten."""
+        """The tokens of the prompt after a user's turn, and a warning where the oldest turns were dropped to
+        make room.
+
+        Raises RequestError for a turn that is too long by itself; it does not become part of the
+        conversation.
+        """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
-        forgotten = 0
-        while len(tokens := self.template.tokens([*self.system, *turns])) > self.room:
+        dropped_turns = 0
+        while len(tokens := self.template.tokens([*self.system, *turns])) > self.max_prompt_tokens:
             if len(turns) < 3:
                 raise RequestError(
-                    f"this turn has {len(tokens)} tokens with what stands before it, {self.room} would fit"
+                    f"this turn has {len(tokens)} tokens with what stands before it, {self.max_prompt_tokens} would fit"
                 )
             del turns[:2]
-            forgotten += 2
+            dropped_turns += 2
         self.turns = turns
         return (
             tokens,
-            f"WARNING: the first {forgotten} turns were left out; the conversation is too long" if forgotten else None,
+            f"WARNING: the first {dropped_turns} turns were left out; the conversation is too long"
+            if dropped_turns
+            else None,
         )
 
     def answer(self, text: str) -> None:
-        """What the model said."""
+        """Add the model's turn."""
         self.turns.append({"role": "assistant", "content": text})
 
 
@@ -88,7 +94,7 @@ def _conversation(model: Model) -> Conversation | None:
 
     def find() -> tuple[str, str, str | None]:
         template = find_template(args, model.tokenizer)
-        system = text_of(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
+        system = read_key_file(args, "system_prompt_file").strip() if args.system_prompt_file is not None else None
         return template.text, template.source, system
 
     text, source, system = on_rank_zero(model.groups, find)
@@ -96,10 +102,11 @@ def _conversation(model: Model) -> Conversation | None:
 
 
 def converse(model: Model) -> int:
-    """Answer prompts of rank 0's standard input on its standard output until they end; how many there were.
+    """Answer prompts from rank 0's standard input on its standard output until they end; returns how many
+    there were.
 
-    Each gets the text it would get in a file of these prompts. All ranks call it together. Raises ConfigError
-    where input ends before the first prompt and nobody is there to see why.
+    Each prompt gets the text it would get in a file of these prompts. All ranks call it together. Raises
+    ConfigError where input ends before the first prompt and nobody is there to see why.
     """
     args, groups = model.args, model.groups
     conversation = _conversation(model)
@@ -114,9 +121,9 @@ def converse(model: Model) -> int:
             sys.stdout.flush()
 
     def wait() -> str | None:
-        return typed.next(_PATIENCE_S if groups.world_size > 1 else None) if typed is not None else ""
+        return typed.next(_HEARTBEAT_S if groups.world_size > 1 else None) if typed is not None else ""
 
-    def refuse() -> None:
+    def refuse_empty_input() -> None:
         if not on_terminal:
             raise args.error(
                 "text_gen_type",
@@ -133,9 +140,9 @@ def converse(model: Model) -> int:
         if not text:
             write("\n" if on_terminal else "")
             if number == 0:
-                on_rank_zero(groups, refuse)
+                on_rank_zero(groups, refuse_empty_input)
             return number
-        ends, message = None, None
+        stop_token_ids, message = None, None
         if conversation is None:
             prompt = make_prompts([text], args, model.tokenizer)[0]
             tokens, message = prompt.tokens, prompt.message
@@ -145,19 +152,23 @@ def converse(model: Model) -> int:
             except RequestError as problem:
                 write(f"WARNING: {problem}\n")
                 continue
-            ends = (*model.stop_token_ids, *conversation.template.stop_token_ids)
+            stop_token_ids = (*model.stop_token_ids, *conversation.template.stop_token_ids)
         if message is not None:
             write(f"{message}\n")
         seed = mix_seed(args.seed, "sample", number)
-        batcher.add(Request(tokens, SamplingParams.from_args(args), args.maximum_tokens, seed, args.stop_strings, ends))
+        batcher.add(
+            Request(
+                tokens, SamplingParams.from_args(args), args.maximum_tokens, seed, args.stop_strings, stop_token_ids
+            )
+        )
         answer, count = "", 0
         while batcher.busy:
             for event in batcher.step():
                 write(event.text)
                 answer += event.text
                 count += len(event.tokens)
-        begun = count > 1 or bool(answer)
-        write("\n" if begun else f"{NOT_STARTED}\n")
+        started = count > 1 or bool(answer)
+        write("\n" if started else f"{NOT_STARTED}\n")
         if conversation is not None:
             conversation.answer(answer)
         number += 1

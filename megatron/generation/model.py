@@ -3,10 +3,9 @@ layout."""
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from megatron.checkpointing.huggingface import (
     read_companion_files,
     vocab_size_from_hf,
 )
-from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_each_rank
+from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import Model, Stage, build_stage, for_inference
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups
@@ -41,22 +40,6 @@ from megatron.tokenizer import Tokenizer, with_vocabulary
 __all__ = ["Model", "for_inference", "load_model"]
 
 _Load = Callable[..., Mapping[int, Mapping[str, Tensor]]]
-
-
-class Run(Protocol):
-    """What reading a model in the middle of a run needs of `megatron.training.Training`."""
-
-    @property
-    def args(self) -> NeoXArgs: ...
-    @property
-    def groups(self) -> ParallelGroups: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def logger(self) -> logging.Logger: ...
-    @property
-    def watchdog(self) -> Watchdog: ...
-    def inference(self) -> AbstractContextManager[Model]: ...
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
@@ -73,45 +56,49 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
     carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
-    columns, ends = exported_vocab_size(carried, tokenizer.vocab_size), declared_eos_ids(carried)
+    columns, eos_ids = exported_vocab_size(carried, tokenizer.vocab_size), declared_eos_ids(carried)
     if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
         args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = for_inference(with_vocabulary(args, tokenizer))
     check_model(saved, args, str(path))
     _verify_weights(path, groups)
-    # At once: what does not fit is told of all layers.
-    stage = _filled(args, groups, partial(load_weights, path, args), logger, at_once=True)
+    stage = _build_filled_stage(args, groups, partial(load_weights, path, args), logger, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
     dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=ends)
-    return _with_its_ends(model, logger)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=eos_ids)
+    return _log_stop_tokens(model, logger)
 
 
 def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
-    rows, said = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, tokenizer.vocab_size))
+    rows, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, tokenizer.vocab_size))
     args = for_inference(args.replace(padded_vocab_size=rows))
-    stage = _filled(args, groups, partial(load_hf_weights, path, args), logger, at_once=False)
-    logger.info(said)
+    stage = _build_filled_stage(args, groups, partial(load_hf_weights, path, args), logger, at_once=False)
+    logger.info(message)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
-    columns, ends = on_rank_zero(
+    columns, eos_ids = on_rank_zero(
         groups, lambda: (HFFolder(path).vocab_size, declared_eos_ids(read_companion_files(path)))
     )
     dtype, place = DTYPES[args.params_dtype], str(path)
-    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=ends)
-    return _with_its_ends(model, logger)
+    model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=eos_ids)
+    return _log_stop_tokens(model, logger)
 
 
-def _with_its_ends(model: Model, logger: logging.Logger) -> Model:
-    """The model, after saying what ends its texts where that is more than the end of document."""
+def _log_stop_tokens(model: Model, logger: logging.Logger) -> Model:
+    """The same model, after a line in the log where more than the end of document ends its texts."""
     if len(model.stop_token_ids) > 1:
         named = [f"{i} {model.tokenizer.special_tokens.get(i, '')}".rstrip() for i in model.stop_token_ids]
         logger.info(f"texts end at the tokens {', '.join(named)}")
     return model
 
 
-def _filled(args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging.Logger, *, at_once: bool) -> Stage:
-    """This rank's stage, every parameter with its value; all layers at once in memory, or one after the
-    other."""
+def _build_filled_stage(
+    args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging.Logger, *, at_once: bool
+) -> Stage:
+    """This rank's stage with the weights that `load` returns for a list of layers.
+
+    at_once: read all layers together, so that an error names what is wrong in any of them; else one layer
+    after the other, which needs less memory.
+    """
     stage = build_stage(args, groups, log=logger.info)
     stage.to(DTYPES[args.params_dtype]).eval()
     layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
@@ -129,7 +116,8 @@ def _filled(args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging
 
 
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """What a checkpoint says of its model: all of `model_keys` in ours, a few keys in GPT-NeoX's."""
+    """The model keys that a checkpoint records: all of `model_keys` in ours, a few in GPT-NeoX's. Raises
+    CheckpointError where it was trained with another tokenizer."""
     manifest = read_manifest(path)
     if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint()):
         raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
@@ -137,8 +125,9 @@ def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:
 
 
 def _verify_weights(path: Path, groups: ParallelGroups) -> None:
-    """Check the files that hold weights against the manifest, the work shared out over ranks."""
+    """Check the files that hold weights against the manifest, each rank some of them. Raises
+    CheckpointError."""
     manifest = read_manifest(path)
     names = sorted(name for name in manifest.files if name.startswith("layer_")) if manifest is not None else []
-    own = names[groups.world_rank :: groups.world_size]
-    run_on_all_ranks(groups, lambda: verify(path, own) if own else None)
+    local_names = names[groups.world_rank :: groups.world_size]
+    run_on_all_ranks(groups, lambda: verify(path, local_names) if local_names else None)

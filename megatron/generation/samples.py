@@ -31,11 +31,11 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A line of the output, GPT-NeoX's fields. text: without the context, None when the first token ended the
-    document or the prompt was skipped; length: of the text in tokens; finished: the document ended, or a stop
-    string came; duration_seconds: from the beginning of all samples to the last token of this one. With
-    `return_logprobs` also logprobs: of each token of the text its id and log-probability, and `top`, the most
-    likely ids with theirs."""
+    """A line of the output file, with GPT-NeoX's fields. text: without the context, None when the first token
+    ended the document or the prompt was skipped; length: of the text in tokens; finished: the document ended,
+    or a stop string came; duration_seconds: from the beginning of all samples to the last token of this one.
+    With `return_logprobs` also logprobs: of each token of the text its id and log-probability, and `top`, the
+    most likely ids with theirs."""
 
     context: str
     text: str | None
@@ -46,7 +46,7 @@ class GeneratedSample:
     logprobs: list[dict[str, Any]] | None = None
 
     def line(self) -> str:
-        """Of the output file."""
+        """This sample as a line of the output file."""
         fields = asdict(self)
         if self.logprobs is None:
             del fields["logprobs"]
@@ -54,7 +54,10 @@ class GeneratedSample:
 
 
 def generate(args: NeoXArgs, process: Process) -> None:
-    """Write the samples that the configuration asks for, on every rank."""
+    """Write the samples, scores or log-probabilities that `text_gen_type` asks for; every rank calls it.
+
+    Raises ConfigError, CheckpointError, TokenizerError, DataError.
+    """
     logger = configure_logging(process.rank)
     args = args.check_generation().for_inference(process.world_size)
     store = rendezvous_and_check(args, process, logger)
@@ -81,11 +84,11 @@ def generate(args: NeoXArgs, process: Process) -> None:
 def _write_samples(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> None:
     prompts, file = on_rank_zero(groups, lambda: (read_prompts(args, tokenizer), output_file(args)))
     model = load_model(args, groups, tokenizer, logger)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     samples = generate_samples(model, prompts, logger)
     text = "".join(one.line() for one in samples)
     on_rank_zero(groups, lambda: _write(args, file, text))
-    tokens, seconds = sum(one.length for one in samples), time.perf_counter() - begun
+    tokens, seconds = sum(one.length for one in samples), time.perf_counter() - start_time
     logger.info(f"{len(samples)} samples, {tokens} tokens in {seconds:.1f} s, are in {file}")
 
 
@@ -104,7 +107,7 @@ def _notes(args: NeoXArgs) -> list[str]:
 
 
 def output_file(args: NeoXArgs) -> Path:
-    """Where samples go. Raises ConfigError now, not after an hour, when they cannot be written there."""
+    """The file that samples go to. Raises ConfigError now, not after an hour, when it cannot be written."""
     file = Path(args.sample_output_file or "")
     ending = {"input-file": "output", "score": "scores"}.get(str(args.text_gen_type))
     if ending is not None and args.user_values.get("sample_output_file") is None:
@@ -144,30 +147,30 @@ def generate_samples(
     together."""
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
-    own = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]
+    local_prompts = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]
     logger.info(
         f"generating {len(prompts)} samples of at most {args.maximum_tokens} tokens, temperature {args.temperature:g}, "
         f"top_k {args.top_k}, top_p {args.top_p:g}, seed {args.seed}"
     )
 
     def run() -> dict[int, GeneratedSample]:
-        with _SampleProgress(len(own), args.maximum_tokens, logger, shown=groups.world_rank == 0) as progress:
+        with _SampleProgress(len(local_prompts), args.maximum_tokens, logger, shown=groups.world_rank == 0) as progress:
             completions = complete(
                 model,
-                [prompts[i].tokens for i in own],
+                [prompts[i].tokens for i in local_prompts],
                 SamplingParams.from_args(args),
                 maximum_tokens=args.maximum_tokens,
-                seeds=[mix_seed(args.seed, "sample", i) for i in own],
+                seeds=[mix_seed(args.seed, "sample", i) for i in local_prompts],
                 stop=args.stop_strings,
                 stop_token_ids=stop_token_ids,
                 logprobs=args.return_logprobs,
                 on_event=progress.update,
             )
-        done: dict[int, GeneratedSample] = {}
-        for i, completion in zip(own, completions, strict=True):
+        samples: dict[int, GeneratedSample] = {}
+        for i, completion in zip(local_prompts, completions, strict=True):
             text = completion.text if completion.tokens else None
             messages = [m for m in (prompts[i].message, None if text is not None else NOT_STARTED) if m]
-            done[i] = GeneratedSample(
+            samples[i] = GeneratedSample(
                 prompts[i].context,
                 text,
                 len(completion.tokens),
@@ -176,20 +179,20 @@ def generate_samples(
                 completion.seconds,
                 None if args.return_logprobs is None else [one._asdict() for one in completion.logprobs],
             )
-        return done
+        return samples
 
-    everyone = {
+    all_samples = {
         i: GeneratedSample(prompt.context, None, 0, False, prompt.message, 0.0)
         for i, prompt in enumerate(prompts)
         if not prompt.tokens
     }
-    for done in run_on_all_ranks(groups, run):
-        everyone |= done
-    return [everyone[i] for i in range(len(prompts))]
+    for samples in run_on_all_ranks(groups, run):
+        all_samples |= samples
+    return [all_samples[i] for i in range(len(prompts))]
 
 
 class _SampleProgress(ProgressBar):
-    """Counts tokens, and samples that have ended."""
+    """Progress in tokens, which also counts the samples that have ended."""
 
     def __init__(self, samples: int, maximum_tokens: int, logger: logging.Logger, shown: bool) -> None:
         super().__init__("", samples * maximum_tokens, "token", logger, shown=shown)
@@ -197,14 +200,14 @@ class _SampleProgress(ProgressBar):
         self.written: dict[int, int] = {}  # tokens of each sample
 
     def update(self, event: Event) -> None:
-        """Count what came to a sample."""
+        """Count the tokens that an event brought to a sample."""
         count = len(event.tokens)
         self.written[event.id] = self.written.get(event.id, 0) + count
         if event.finish_reason is not None:
             self.ended += 1
             self.bar.set_postfix_str(f"{self.ended}/{self.samples} samples", refresh=False)
             self.bar.total -= self.maximum_tokens - self.written[event.id]  # what it need not write
-        self.to(self.done + count)
+        self.advance_to(self.done + count)
 
     def line(self, speed: float) -> str:
         return f"{self.done} tokens, {self.ended} of {self.samples} samples, {speed:.1f} tokens/s"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
 from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
-from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
+from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
+from megatron.tokenizer.tiktoken_tokenizer import TiktokenTokenizer
 
 ONE_FILE: dict[str, tuple[Callable[[str, str | None], Tokenizer], str]] = {
     "HFTokenizer": (HFTokenizer, "the path of a tokenizer.json, or a folder with one"),
@@ -51,8 +52,9 @@ def build_tokenizer(args: NeoXArgs) -> Tokenizer:
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     """vocab_size rounded up to a multiple of `divisible_by` that tensor-parallel ranks can share out equally.
 
-    Rows of padding take part in the softmax, so their number must not hang on the layout: GPT-NeoX, which rounds to
-    divisible_by * tp, gives another loss for another tp. Its checkpoints say their size, which is then taken.
+    Rows of padding take part in the softmax, so their number must not hang on the layout: GPT-NeoX, which
+    rounds to divisible_by * tp, gives another loss for another tp. Its checkpoints say their size, which is
+    then taken.
     """
     multiple = math.lcm(divisible_by, tp)
     return -(-vocab_size // multiple) * multiple

@@ -18,7 +18,8 @@ class TokenizerError(UserError, ValueError):
 class Tokenizer(ABC):
     """vocab_size: ids are 0..vocab_size-1, before padding of the embedding; special_tokens: id -> name.
 
-    eod: id that ends a document; eos: that ends an answer, mostly the same; bos, pad: ids, or None without one.
+    eod: id that ends a document; eos: that ends an answer, mostly the same; bos, pad: ids, or None without
+    one.
     """
 
     vocab_size: int
@@ -44,7 +45,8 @@ class Tokenizer(ABC):
         return self.tokenize_batch([text])[0]
 
     def tokenize_bare(self, text: str) -> list[int]:
-        """Ids of a text that does not begin a document: without what the tokenizer puts around every text, as a BOS."""
+        """Ids of a text that does not begin a document: without what the tokenizer puts around every text, as
+        a BOS."""
         return self.tokenize(text)
 
     def fingerprint(self) -> str:

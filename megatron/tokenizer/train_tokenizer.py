@@ -2,7 +2,8 @@
 
     python megatron/tokenizer/train_tokenizer.py --json_input_dir data --tokenizer_output_path tokenizer.json -v 52000
 
-Unlike GPT-NeoX's it gives back every text as it was: no normalisation, no added space, and all 256 bytes are tokens.
+Unlike GPT-NeoX's it gives back every text as it was: no normalisation, no added space, and all 256 bytes are
+tokens.
 """
 
 import argparse
@@ -43,7 +44,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def read_texts(folder: Path) -> Iterator[str]:
-    """The `text` of every line of the JSONL files in `folder` (or of the one file), in the order of their names."""
+    """The `text` of every line of the JSONL files in `folder` (or of the one file), in the order of their
+    names."""
     files = [folder] if folder.is_file() else sorted(path for path in folder.glob("*") if path.name.endswith(ENDINGS))
     if not files:
         raise TokenizerError(f"--json_input_dir {folder}: no file there ends in {', '.join(ENDINGS)}")

@@ -54,7 +54,7 @@ def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
     folder = make_model(tmp_path_factory.mktemp("model"), bos=request.param)
     args = configuration(folder, ["x"], {"precision": "fp32"}).for_world(1)
     model = load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
-    known = ModelOperations(model).names()
+    known = ModelOperations(model).by_name()
     ours = NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
     return ours, HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
 

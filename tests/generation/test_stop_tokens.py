@@ -70,7 +70,7 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
 
 
 def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
-    known = ModelOperations(loaded(folder)).names()
+    known = ModelOperations(loaded(folder)).by_name()
     ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     given = [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS]

@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
-from megatron.data.inspection.row_lengths import measure, summary  # noqa: E402
+from megatron.data.inspection.row_lengths import measure_lengths, summary  # noqa: E402
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, read_template  # noqa: E402
 from megatron.data.preprocessing.inputs import resolve  # noqa: E402
-from megatron.data.preprocessing.readers import Row  # noqa: E402
+from megatron.data.preprocessing.shards import InputRow  # noqa: E402
 from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
 
@@ -36,14 +36,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def rows(options: argparse.Namespace) -> Iterator[Row]:
+def rows(options: argparse.Namespace) -> Iterator[InputRow]:
     for file in resolve([options.dataset], options.split, options.subset):
         for shard in file.shards(None):
             yield from shard.rows()
 
 
 def load(path: str, template: str | None) -> ChatTokenizer:
-    """Of a `tokenizer.json`, the folder it lies in where that says more about it."""
+    """Load a tokenizer; of a `tokenizer.json` from its folder where that says more about it."""
     file = Path(path)
     if not file.is_file() or file.with_name("tokenizer_config.json").is_file():
         return load_chat_tokenizer(str(file.parent) if file.is_file() else path, template)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any library looks
     try:
         chat = load(options.tokenizer, options.chat_template)
-        kind, lengths = measure(rows(options), chat, options.text_column)
+        kind, lengths = measure_lengths(rows(options), chat, options.text_column)
         if not kind:
             raise DataError(f"{options.dataset}: no rows")
         print(f"{options.dataset}: ", end="")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from megatron.data import DataError
 from megatron.data.files import temporary
-from megatron.data.inspection.file_groups import Column, find_columns
+from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import page, terminal
-from megatron.data.inspection.samples import Documents, Rows, View, grouped
+from megatron.data.inspection.samples import DisplayedSample, PackedRows, StoredDocuments, group_pairs
 from megatron.data.inspection.statistics import dataset_stats, histogram, table
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
@@ -65,13 +65,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def chosen(group: list[Column], options: argparse.Namespace) -> Iterator[list[View]]:
+def chosen(group: list[FileGroup], options: argparse.Namespace) -> Iterator[list[DisplayedSample]]:
     if options.seq_length is None:
-        source: Documents | Rows = Documents(group)
+        source: StoredDocuments | PackedRows = StoredDocuments(group)
     elif len(group) > 1:
         raise DataError(f"{options.prefix}: pairs are not packed into rows; leave --seq-length out")
     else:
-        source = Rows(group[0], options.seq_length, options.pack_impl, options.seed)
+        source = PackedRows(group[0], options.seq_length, options.pack_impl, options.seed)
     if options.start >= len(source) > 0:
         raise DataError(f"--start {options.start}: there are {len(source)} samples, from 0 on")
     which: Sequence[int] = range(options.start, min(len(source), options.start + options.samples))
@@ -89,8 +89,8 @@ def publish(path: Path, content: bytes) -> None:
 
 def show(options: argparse.Namespace) -> None:
     tokenizer = make_tokenizer(*tokenizer_of(options))
-    columns = find_columns(options.prefix)
-    views = [found for group in grouped(columns) for found in chosen(group, options)]
+    columns = find_file_groups(options.prefix)
+    views = [found for group in group_pairs(columns) for found in chosen(group, options)]
     stats, picture = [], None
     colour = options.color == "always" or (
         options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.preprocessing.chat_job import ChatJob  # noqa: E402
-from megatron.data.preprocessing.chat_rows import OVERLONG, SCOPES, UNTRAINED, ChatOptions  # noqa: E402
+from megatron.data.preprocessing.chat_options import OVERLONG, SCOPES, UNTRAINED, ChatOptions  # noqa: E402
 from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
 from tools.site import site_defaults  # noqa: E402
 
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> ChatJob:
-    """The job of the flags. Raises DataError for flags that exclude each other."""
+    """The preprocessing job that the flags describe. Raises DataError for flags that exclude each other."""
     if options.only_last and options.loss_scope not in (None, "last_turn"):
         raise DataError(f"--only-last is --loss-scope last_turn, not {options.loss_scope}; remove one")
     maps = []

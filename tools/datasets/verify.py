@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
-from megatron.data.inspection.file_groups import find_columns  # noqa: E402
-from megatron.data.inspection.verify import Checked, verify  # noqa: E402
+from megatron.data.inspection.file_groups import find_file_groups  # noqa: E402
+from megatron.data.inspection.verify import VerifiedDataset, verify  # noqa: E402
 from megatron.tokenizer import TokenizerError, make_tokenizer  # noqa: E402
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of  # noqa: E402
 
@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def describe(found: Checked, vocab_size: int | None) -> str:
+def describe(found: VerifiedDataset, vocab_size: int | None) -> str:
     line = f"{found.prefix}: {found.documents} documents, {found.tokens} values, {found.dtype}"
     if found.trained is not None:
         return f"{line}, {found.trained} trained, {found.tokens - found.trained} masked"
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if vocab_size is None and (options.vocab_file or options.tokenizer_type == "CharLevelTokenizer"):
             vocab_size = make_tokenizer(*tokenizer_of(options)).vocab_size
         for prefix in options.prefix:
-            for column in find_columns(prefix):
+            for column in find_file_groups(prefix):
                 for found in verify(column, vocab_size):
                     print(describe(found, vocab_size), flush=True)
     except (DataError, TokenizerError) as problem:

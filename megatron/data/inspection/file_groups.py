@@ -12,8 +12,8 @@ COMPANIONS = ("_label_document", "_reward_document")
 
 
 @dataclass(frozen=True)
-class Column:
-    """Prefixes of one text and of what lies beside it. name: which of its siblings it is (`chosen`, `text`)."""
+class FileGroup:
+    """The prefixes of one text, of its labels and of its rewards. name: which text it is (`text`, `chosen`, ...)."""
 
     name: str
     text: str
@@ -21,8 +21,8 @@ class Column:
     reward: str | None = None
 
 
-def find_columns(prefix: str | Path) -> list[Column]:
-    """The data of a prefix: of one pair of files or folder of `.npy`, or of all pairs an `--output-prefix` began.
+def find_file_groups(prefix: str | Path) -> list[FileGroup]:
+    """The file groups of a prefix: of one `.bin/.idx` pair or `.npy` folder, or of all pairs of an `--output-prefix`.
 
     A chosen text comes with the prompt and the rejected one. Raises DataError when there is nothing.
     """
@@ -34,21 +34,21 @@ def find_columns(prefix: str | Path) -> list[Column]:
     else:
         folder, stem = Path(given).parent, Path(given).name
         files = sorted(str(file) for file in folder.glob("*.idx") if file.name.startswith(f"{stem}_"))
-        found = [file.removesuffix(".idx") for file in files if file.endswith(f"{DOCUMENT}.idx")]
-        texts = [file for file in found if not file.endswith(COMPANIONS)]
+        prefixes = [file.removesuffix(".idx") for file in files if file.endswith(f"{DOCUMENT}.idx")]
+        texts = [file for file in prefixes if not file.endswith(COMPANIONS)]
         if not texts:
             raise DataError(f"{given}.idx: no such file, and no {given}_*_document.idx either; give a data path")
     return [
-        Column(
+        FileGroup(
             text.removesuffix(DOCUMENT).rsplit("_", 1)[-1],
             text,
-            *(companion(text, kind) for kind in COMPANIONS),
+            *(companion_prefix(text, kind) for kind in COMPANIONS),
         )
         for text in texts
     ]
 
 
-def companion(text: str, kind: str) -> str | None:
+def companion_prefix(text: str, kind: str) -> str | None:
     """The prefix of a text's labels or rewards: `X_label_document` beside `X_document`, or beside `X_text_document`
     as preprocess_data_with_mask.py names it."""
     base = text.removesuffix(DOCUMENT)

@@ -1,12 +1,12 @@
-"""Views as coloured text for a terminal, and as one HTML page that needs no other file."""
+"""Samples as coloured text for a terminal, and as one HTML page that needs no other file."""
 
 import base64
 import html
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.data.inspection.samples import KINDS, MASKED, PADDING, TRAINED, Decoder, View, spans
-from megatron.data.inspection.statistics import Stats, rewards_line, share
+from megatron.data.inspection.samples import KINDS, MASKED, PADDING, TRAINED, Decoder, DisplayedSample, text_spans
+from megatron.data.inspection.statistics import DatasetStats, rewards_line, share
 
 CODES = {"trained": "\x1b[32m", "masked": "\x1b[2m", "padding": "\x1b[90m"}
 SPECIAL, BOLD, END = "\x1b[7m", "\x1b[1m", "\x1b[0m"
@@ -15,31 +15,31 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line f
 
 def visible(text: str) -> str:
     """The text with control characters as pictures (U+2400 on), or U+FFFD."""
-    return CONTROL.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 32 else "\ufffd", text)
+    return CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
 
 
-def headline(view: View) -> str:
-    """`document 3 · chosen · 174 tokens · 54 trained, 120 masked · reward 0.5`"""
-    counts = [f"{view.count(kind)} {KINDS[kind]}" for kind in (TRAINED, MASKED, PADDING) if view.count(kind)]
-    tokens = sum(len(part.tokens) for part in view.parts)
-    found = [view.title, view.name, f"{tokens} tokens", ", ".join(counts)]
-    if view.reward is not None:
-        found.append(f"reward {view.reward:g}")
-    return " · ".join(item for item in found if item)
+def headline(sample: DisplayedSample) -> str:
+    """A line such as `document 3 · chosen · 174 tokens · 54 trained, 120 masked · reward 0.5`"""
+    counts = [f"{sample.count(kind)} {KINDS[kind]}" for kind in (TRAINED, MASKED, PADDING) if sample.count(kind)]
+    tokens = sum(len(part.tokens) for part in sample.parts)
+    items = [sample.title, sample.name, f"{tokens} tokens", ", ".join(counts)]
+    if sample.reward is not None:
+        items.append(f"reward {sample.reward:g}")
+    return " · ".join(item for item in items if item)
 
 
 def positions(first: int, count: int) -> str:
     return f"position {first}" if count == 1 else f"positions {first}–{first + count - 1}"
 
 
-def terminal(view: View, tokenizer: Decoder, colour: bool) -> str:
-    """Without colour, trained text stands between « and »."""
+def terminal(sample: DisplayedSample, tokenizer: Decoder, colour: bool) -> str:
+    """A sample as text for a terminal. Without colour, trained text stands between « and »."""
     bold, end = (BOLD, END) if colour else ("", "")
-    lines = [f"{bold}━━ {headline(view)}{end}"]
-    for part in view.parts:
+    lines = [f"{bold}━━ {headline(sample)}{end}"]
+    for part in sample.parts:
         lines.append(f"{bold}── {part.name}, {positions(part.first, len(part.tokens))}{end}")
         texts = []
-        for span in spans(part, tokenizer):
+        for span in text_spans(part, tokenizer):
             text = visible(span.text) or f"({span.tokens} padding tokens)"
             if colour:
                 # Anew on every line, as pagers forget colours at its end
@@ -78,25 +78,29 @@ th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem; text-align
 
 
 def page(
-    title: str, groups: Iterable[Sequence[View]], tokenizer: Decoder, stats: Sequence[Stats], picture: bytes | None
+    title: str,
+    groups: Iterable[Sequence[DisplayedSample]],
+    tokenizer: Decoder,
+    stats: Sequence[DatasetStats],
+    picture: bytes | None,
 ) -> Iterator[str]:
-    """Pieces of the page; each group of views stands side by side."""
+    """The pieces of an HTML page. groups: samples that stand side by side. picture: a PNG, None for none."""
     name = html.escape(title)
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
     yield f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{LEGEND}\n"
-    for found in stats:
-        yield from _stats(found)
+    for set_stats in stats:
+        yield from _stats(set_stats)
     if picture is not None:
         data = base64.b64encode(picture).decode()
         yield f'<p><img alt="histogram of document lengths" src="data:image/png;base64,{data}"></p>\n'
-    for views in groups:
+    for group in groups:
         yield '<div class="group">\n'
-        for view in views:
-            yield f"<article><h2>{html.escape(headline(view))}</h2>\n"
-            for part in view.parts:
+        for sample in group:
+            yield f"<article><h2>{html.escape(headline(sample))}</h2>\n"
+            for part in sample.parts:
                 where = f"{part.name} · {positions(part.first, len(part.tokens))}"
                 yield f'<section><header>{html.escape(where)}</header><p class="text">'
-                for span in spans(part, tokenizer):
+                for span in text_spans(part, tokenizer):
                     text = html.escape(visible(span.text)) or f"{span.tokens} padding tokens"
                     kind = f"{span.kind} special" if span.special else span.kind
                     hint = f"{positions(span.first, span.tokens)}, {span.kind}"
@@ -107,7 +111,7 @@ def page(
     yield "</body></html>\n"
 
 
-def _stats(stats: Stats) -> Iterator[str]:
+def _stats(stats: DatasetStats) -> Iterator[str]:
     yield f"<article><h2>{html.escape(stats.name)}</h2>\n"
     facts = {
         "documents": f"{stats.documents}",

@@ -10,9 +10,16 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.inspection.statistics import FITS, share
-from megatron.data.preprocessing.chat_rows import PAIR, question, shared_prompt
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, check_characters, conversation, template_settings
-from megatron.data.preprocessing.readers import Row
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
+from megatron.data.preprocessing.conversations import (
+    PAIR,
+    check_characters,
+    conversation,
+    prompt_message,
+    shared_prompt,
+    template_settings,
+)
+from megatron.data.preprocessing.shards import InputRow
 
 ROWS_AT_ONCE = 256
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -27,8 +34,11 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Texts:
-    """A row's texts: its prompt, empty without one, and it with each answer. special: the tokenizer adds its own."""
+class RowTexts:
+    """The texts of a row: its prompt, empty without one, and the prompt with each response.
+
+    special: whether the tokenizer adds its own special tokens.
+    """
 
     prompt: str
     wholes: tuple[str, ...]
@@ -36,7 +46,7 @@ class Texts:
 
 
 def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
-    """One of PARTS, by the columns that are there."""
+    """The kind of rows, one of PARTS, by the columns of the first row. Raises DataError for a row of no kind."""
     if all(side in row for side in PAIR):
         return "pairs"
     if "prompt" in row and "completion" in row:
@@ -51,10 +61,10 @@ def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
     )
 
 
-def texts_of(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatTokenizer) -> Texts:
-    """What is to be tokenised; DataError for a row of another kind."""
+def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatTokenizer) -> RowTexts:
+    """The texts of a row that are to be tokenised. Raises DataError for a row of another kind."""
     if kind == "texts":
-        return Texts("", (_text(row, text_column),), True)
+        return RowTexts("", (_text(row, text_column),), True)
     if kind == "conversations":
         name = next((name for name in CONVERSATIONS if name in row), CONVERSATIONS[0])
         messages = conversation(row.get(name), name)
@@ -70,7 +80,7 @@ def texts_of(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatToke
     if prompt is not None and not isinstance(prompt, str):
         prompt = conversation(prompt, "prompt")
     elif prompt is not None and not plain:
-        prompt = question(prompt, answers[0], names[0], "assistant")
+        prompt = prompt_message(prompt, answers[0], names[0], "assistant")
     if kind == "pairs" and (prompt is None or isinstance(prompt, str) != plain):
         prompt, *answers = shared_prompt(*answers)
     if not plain:
@@ -78,17 +88,19 @@ def texts_of(row: Mapping[str, Any], kind: str, text_column: str, chat: ChatToke
     if not isinstance(prompt, str):
         raise DataError(f'"{names[0]}" is text, and "prompt" beside it is not')
     end = chat.hf.eos_token or ""
-    return Texts(prompt, tuple(prompt + answer.removesuffix(end) + end for answer in answers), True)
+    return RowTexts(prompt, tuple(prompt + answer.removesuffix(end) + end for answer in answers), True)
 
 
-def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> Texts:
-    chat.need_template()
+def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat: ChatTokenizer) -> RowTexts:
+    chat.require_template()
     settings = template_settings(row)
     asked = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
     wholes = [chat.render([*prompt, *answer], *settings) for answer in answers]
-    ended = [chat.ends_itself(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)]
+    ended = [
+        chat.ends_with_stop_token(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)
+    ]
     end = chat.hf.eos_token or ""
-    return Texts(asked, tuple(w if done else w + end for w, done in zip(wholes, ended, strict=True)), False)
+    return RowTexts(asked, tuple(w if done else w + end for w, done in zip(wholes, ended, strict=True)), False)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
@@ -97,13 +109,15 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     return row[name]
 
 
-def measure(rows: Iterable[Row], chat: ChatTokenizer, text_column: str = "text") -> tuple[str, dict[str, np.ndarray]]:
+def measure_lengths(
+    rows: Iterable[InputRow], chat: ChatTokenizer, text_column: str = "text"
+) -> tuple[str, dict[str, np.ndarray]]:
     """(kind of the rows, part -> its tokens [rows] int32); whole: the prompt with the longer of the answers.
 
     Raises DataError, naming the row. Memory: 4 bytes a row and part.
     """
     kind = ""
-    found: dict[str, array] = {}
+    lengths: dict[str, array] = {}
     stream = iter(rows)
     while batch := list(islice(stream, ROWS_AT_ONCE)):
         texts = []
@@ -115,20 +129,20 @@ def measure(rows: Iterable[Row], chat: ChatTokenizer, text_column: str = "text")
                     raise DataError(f"is {type(value).__name__}, not an object with columns")
                 if not kind:
                     kind = kind_of_rows(value, text_column)
-                    found = {part: array("i") for part in PARTS[kind]}
-                texts.append(texts_of(value, kind, text_column, chat))
+                    lengths = {part: array("i") for part in PARTS[kind]}
+                texts.append(texts_to_measure(value, kind, text_column, chat))
                 for text in (texts[-1].prompt, *texts[-1].wholes):
                     check_characters(text)
             except DataError as problem:
                 raise DataError(f"{row.where()}: {problem}") from None
         for prompt, wholes in _counted(texts, chat):
             numbers = [prompt, *(max(0, whole - prompt) for whole in wholes), max(wholes)]
-            for part, number in zip(found, numbers if len(found) > 1 else wholes, strict=True):
-                found[part].append(number)
-    return kind, {part: np.array(values, dtype=np.int32) for part, values in found.items()}
+            for part, number in zip(lengths, numbers if len(lengths) > 1 else wholes, strict=True):
+                lengths[part].append(number)
+    return kind, {part: np.array(values, dtype=np.int32) for part, values in lengths.items()}
 
 
-def _counted(texts: Sequence[Texts], chat: ChatTokenizer) -> Iterator[tuple[int, list[int]]]:
+def _counted(texts: Sequence[RowTexts], chat: ChatTokenizer) -> Iterator[tuple[int, list[int]]]:
     backend = chat.hf.backend_tokenizer
     lengths: dict[tuple[str, bool], int] = {("", False): 0, ("", True): 0}
     for special in (False, True):
@@ -139,13 +153,13 @@ def _counted(texts: Sequence[Texts], chat: ChatTokenizer) -> Iterator[tuple[int,
         yield lengths[row.prompt, row.special], [lengths[whole, row.special] for whole in row.wholes]
 
 
-def suggested(lengths: np.ndarray) -> int:
+def suggested_length(lengths: np.ndarray) -> int:
     """The smallest power of two that holds ENOUGH of the rows."""
     return next((length for length in SUGGESTED if (lengths <= length).mean() >= ENOUGH), SUGGESTED[-1])
 
 
 def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_prompt_length: int) -> list[str]:
-    """The table for a terminal."""
+    """The table of lengths as lines for a terminal, last the flags that are suggested."""
     whole = lengths["whole"]
     of = " (prompt and longer answer)" if kind == "pairs" else ""
     lines = [f"{len(whole)} {kind}, {whole.sum(dtype=np.int64)} tokens{of}"]
@@ -156,10 +170,10 @@ def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_p
         lines.append(f"{part:<12}" + "".join(f"{n:>8}" for n in numbers) + " " * 17 + fits)
     cut = int((whole > max_length).sum())
     lines.append(f"--max-length {max_length}: {cut} rows ({share(cut, len(whole))}) would be cut")
-    flags = f"--max-length {suggested(whole)}"
+    flags = f"--max-length {suggested_length(whole)}"
     if "prompt" in lengths:
         cut = int((lengths["prompt"] > max_prompt_length).sum())
         lines.append(f"--max-prompt-length {max_prompt_length}: {cut} prompts ({share(cut, len(whole))}) would be cut")
-        flags += f" --max-prompt-length {suggested(lengths['prompt'])}"
+        flags += f" --max-prompt-length {suggested_length(lengths['prompt'])}"
     lines.append(f"suggested: {flags} (powers of two that hold {ENOUGH:.0%} of the rows)")
     return lines

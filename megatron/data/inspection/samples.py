@@ -1,4 +1,4 @@
-"""Samples for people: which text is trained, masked or padding, where documents begin, at which positions."""
+"""Samples as people look at them: which text is trained, masked or padding, and where documents begin."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.index_maps import Packing
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.inspection.file_groups import DOCUMENT, PAIR, Column
+from megatron.data.inspection.file_groups import DOCUMENT, PAIR, FileGroup
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
 from megatron.data.storage import open_dataset
 
-KINDS = ("masked", "trained", "padding")  # of a place in a sample; indices of View.kinds
+KINDS = ("masked", "trained", "padding")  # of a place in a sample; indices of DisplayedPart.kinds
 MASKED, TRAINED, PADDING = range(3)
 CONTEXT = 4  # tokens before a run that its text may depend on
 
 
 class Decoder(Protocol):
-    """What looking needs of a tokenizer."""
+    """What showing samples needs of a tokenizer."""
 
     vocab_size: int
 
@@ -31,8 +31,8 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A stretch of one document, or the padding, in a view. name: which; first: the position of its first token."""
+class DisplayedPart:
+    """A stretch of one document, or the padding, in a sample. first: the position of its first token."""
 
     name: str
     tokens: np.ndarray  # [n] ids
@@ -41,12 +41,12 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class View:
-    """One sample. name: which column of a pair, else empty; reward: None without rewards."""
+class DisplayedSample:
+    """One sample as it is shown. name: which side of a pair, else empty; reward: None without rewards."""
 
     title: str
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[DisplayedPart, ...]
     reward: float | None = None
 
     def count(self, kind: int) -> int:
@@ -54,8 +54,8 @@ class View:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Text of one kind. special: the name of a special token; first: position of its first token."""
+class TextSpan:
+    """Text of one kind. special: whether it is the name of a special token; first: position of its first token."""
 
     text: str
     kind: str
@@ -64,14 +64,14 @@ class Span:
     tokens: int
 
 
-class Documents:
-    """Item i: document i of each column as it is stored, [View]; several columns are a pair."""
+class StoredDocuments:
+    """Item i: document i of each file group as it is stored, one sample for each group; several groups are a pair."""
 
-    def __init__(self, columns: Sequence[Column]):
-        self.columns = columns
-        self._texts = [open_dataset(column.text) for column in columns]
-        self._labels = [_labels(*of) for of in zip(columns, self._texts, strict=True)]
-        self._rewards = [_rewards(*of) for of in zip(columns, self._texts, strict=True)]
+    def __init__(self, file_groups: Sequence[FileGroup]):
+        self.file_groups = file_groups
+        self._texts = [open_dataset(group.text) for group in file_groups]
+        self._labels = [_labels(*of) for of in zip(file_groups, self._texts, strict=True)]
+        self._rewards = [_rewards(*of) for of in zip(file_groups, self._texts, strict=True)]
         counts = {len(text.doc_idx) - 1 for text in self._texts}
         if len(counts) > 1:
             names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in self._texts)
@@ -81,75 +81,75 @@ class Documents:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> list[View]:
-        return [self._view(place, index) for place in range(len(self.columns))]
+    def __getitem__(self, index: int) -> list[DisplayedSample]:
+        return [self._sample(place, index) for place in range(len(self.file_groups))]
 
-    def _view(self, place: int, index: int) -> View:
+    def _sample(self, place: int, index: int) -> DisplayedSample:
         text, labels, rewards = self._texts[place], self._labels[place], self._rewards[place]
         first, last = map(int, text.doc_idx[index : index + 2])
         tokens = np.asarray(text.span(first, last))
         trained = np.ones(len(tokens), bool) if labels is None else labels.span(first, last) >= 0
-        name = self.columns[place].name if len(self.columns) > 1 else ""
-        parts = (Part(f"document {index}", tokens, np.where(trained, TRAINED, MASKED)),)
+        name = self.file_groups[place].name if len(self.file_groups) > 1 else ""
+        parts = (DisplayedPart(f"document {index}", tokens, np.where(trained, TRAINED, MASKED)),)
         reward = None if rewards is None or last == first else float(rewards.get(first, 0, 1)[0])
-        return View(f"document {index}", name, parts, reward)
+        return DisplayedSample(f"document {index}", name, parts, reward)
 
 
-class Rows:
-    """Item i: sample i as training sees it, [View], packed to `seq_length` (and the one token that is only predicted).
+class PackedRows:
+    """Item i: a list of one, sample i as training sees it: seq_length tokens, and one that is only predicted.
 
     The first place is never trained: nothing stands before it.
     """
 
-    def __init__(self, column: Column, seq_length: int, pack_impl: str, seed: int):
-        text = open_dataset(column.text)
+    def __init__(self, group: FileGroup, seq_length: int, pack_impl: str, seed: int):
+        text = open_dataset(group.text)
         if not len(text):
             raise DataError(f"{text.index_file}: no documents")
-        packing, labels = Packing(pack_impl=pack_impl), _labels(column, text)
+        packing, labels = Packing(pack_impl=pack_impl), _labels(group, text)
         maps = build_maps(text.sizes, 0, len(text), 1, seq_length, seed, packing, labels)
-        rewards = _rewards(column, text)
+        rewards = _rewards(group, text)
         self._set = PackedDataset("set", text, maps, seq_length, packing=packing, labels=labels, rewards=rewards)
 
     def __len__(self) -> int:
         return len(self._set)
 
-    def __getitem__(self, index: int) -> list[View]:
+    def __getitem__(self, index: int) -> list[DisplayedSample]:
         sample, parts, filled = self._set[index], [], 0
         kinds = np.where(sample.labels >= 0, TRAINED, MASKED)
         kinds[0] = MASKED
         for document, offset, count in self._set.pieces(index):
             of = slice(filled, filled + count)
             name = f"document {document}" + (f" from its token {offset}" if offset else "")
-            parts.append(Part(name, sample.tokens[of], kinds[of]))
+            parts.append(DisplayedPart(name, sample.tokens[of], kinds[of]))
             filled += count
         rest = len(sample.tokens) - filled
         if rest:
-            parts.append(Part("padding", sample.tokens[filled:], np.full(rest, PADDING)))
-        return [View(f"sample {index}", "", tuple(parts), sample.reward)]
+            parts.append(DisplayedPart("padding", sample.tokens[filled:], np.full(rest, PADDING)))
+        return [DisplayedSample(f"sample {index}", "", tuple(parts), sample.reward)]
 
 
-def _labels(column: Column, text: IndexedDataset) -> IndexedDataset | None:
-    return None if column.label is None else open_labels(column.label, text)
+def _labels(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
+    return None if group.label is None else open_labels(group.label, text)
 
 
-def _rewards(column: Column, text: IndexedDataset) -> IndexedDataset | None:
-    return None if column.reward is None else open_rewards(column.reward, text)
+def _rewards(group: FileGroup, text: IndexedDataset) -> IndexedDataset | None:
+    return None if group.reward is None else open_rewards(group.reward, text)
 
 
-def grouped(columns: Sequence[Column]) -> list[list[Column]]:
-    """The columns, those of a pair together."""
-    groups: dict[str, list[Column]] = {}
-    for column in columns:
-        base = column.text.removesuffix(column.name + DOCUMENT) if column.name in PAIR else column.text
-        groups.setdefault(base, []).append(column)
+def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
+    """The file groups, those of a pair together."""
+    groups: dict[str, list[FileGroup]] = {}
+    for group in file_groups:
+        base = group.text.removesuffix(group.name + DOCUMENT) if group.name in PAIR else group.text
+        groups.setdefault(base, []).append(group)
     return list(groups.values())
 
 
-def spans(part: Part, tokenizer: Decoder) -> Iterator[Span]:
+def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
     """The text of a part, cut where the kind changes and around special tokens. Padding is one span without text."""
     ids = part.tokens.tolist()
     if part.name == "padding":
-        yield Span("", KINDS[PADDING], False, part.first, len(ids))
+        yield TextSpan("", KINDS[PADDING], False, part.first, len(ids))
         return
     names = [_name(i, tokenizer) for i in ids]
     start = plain = 0  # plain: where the text since the last special token begins
@@ -159,7 +159,7 @@ def spans(part: Part, tokenizer: Decoder) -> Iterator[Span]:
             continue
         name = names[start]
         text = _text(ids[max(plain, start - CONTEXT) : start], ids[start:end], tokenizer) if name is None else name
-        yield Span(text, KINDS[part.kinds[start]], name is not None, part.first + start, end - start)
+        yield TextSpan(text, KINDS[part.kinds[start]], name is not None, part.first + start, end - start)
         plain = plain if name is None else end
         start = end
 

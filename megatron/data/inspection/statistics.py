@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.inspection.file_groups import Column
+from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.inspection.verify import blocks
 from megatron.data.labels import MASKED
 from megatron.data.packing import best_fit, until_overflow
@@ -19,12 +19,12 @@ FITS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Rows of `length` tokens. fit: share of documents not longer; the others are cut to it, but by `packed`.
+class PackingShares:
+    """How full rows of `length` tokens are. fit: share of documents not longer; others are cut to it, but by `packed`.
 
-    Shares of the rows that are text, when each holds one document (unpacked), whole documents in their order until the
-    next does not fit (pack_until_overflow), or best-fit decreasing (best_fit). packed: share of documents that a
-    border of rows cuts, where all are full.
+    unpacked, until_overflow, best_fit: the share of the rows that is text, when each row holds one document, whole
+    documents in their order until the next does not fit, or documents by best-fit decreasing. packed_cuts: the share of
+    documents that a border of rows cuts, where all rows are full.
     """
 
     length: int
@@ -36,8 +36,12 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Of one text. special: name -> how often; trained: share of tokens, None without labels."""
+class DatasetStats:
+    """Numbers about one dataset.
+
+    special: name of a special token -> how often it occurs. trained: share of tokens, None without labels. rewards:
+    value -> how many documents have it, None without rewards.
+    """
 
     name: str
     documents: int
@@ -45,7 +49,7 @@ class Stats:
     tokens: int
     percentiles: Mapping[int, int]
     mean: float
-    packing: tuple[Packing, ...]
+    packing: tuple[PackingShares, ...]
     duplicates: int
     special: Mapping[str, int]
     trained: float | None
@@ -54,25 +58,27 @@ class Stats:
     lengths: np.ndarray  # [documents] int64, in tokens
 
 
-def dataset_stats(column: Column, special_tokens: Mapping[int, str], candidates: Sequence[int] = FITS) -> Stats:
-    """One pass over the text and its labels. Memory: 24 bytes a document."""
-    text = open_dataset(column.text)
+def dataset_stats(
+    group: FileGroup, special_tokens: Mapping[int, str], candidates: Sequence[int] = FITS
+) -> DatasetStats:
+    """The numbers of a dataset, by one pass over its text and labels. Memory: 24 bytes a document."""
+    text = open_dataset(group.text)
     lengths = document_lengths(text)
-    trained, untrained = (None, 0) if column.label is None else _trained(open_dataset(column.label))
+    trained, untrained = (None, 0) if group.label is None else _trained(open_dataset(group.label))
     percentiles = np.percentile(lengths, PERCENTILES, method="higher") if len(lengths) else np.zeros(len(PERCENTILES))
-    return Stats(
-        name=column.text,
+    return DatasetStats(
+        name=group.text,
         documents=len(lengths),
         empty=int((lengths == 0).sum()),
         tokens=int(lengths.sum()),
         percentiles=dict(zip(PERCENTILES, map(int, percentiles), strict=True)),
         mean=float(lengths.mean()) if len(lengths) else 0.0,
-        packing=tuple(packing(lengths, length) for length in candidates) if lengths.sum() else (),
+        packing=tuple(packing_shares(lengths, length) for length in candidates) if lengths.sum() else (),
         duplicates=_duplicates(text),
         special=_counts(text, special_tokens),
         trained=trained,
         untrained_documents=untrained,
-        rewards=None if column.reward is None else _rewards(open_dataset(column.reward)),
+        rewards=None if group.reward is None else _rewards(open_dataset(group.reward)),
         lengths=lengths,
     )
 
@@ -83,13 +89,13 @@ def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     return np.diff(ends[dataset.doc_idx])
 
 
-def packing(lengths: np.ndarray, length: int) -> Packing:
-    """lengths [documents]: in tokens."""
+def packing_shares(lengths: np.ndarray, length: int) -> PackingShares:
+    """How full rows of `length` tokens are with documents of these lengths, [documents] in tokens."""
     whole = lengths[lengths > 0].astype(np.int64)
     cut = np.minimum(whole, length)
     ends = np.cumsum(whole)
     text = int(cut.sum())
-    return Packing(
+    return PackingShares(
         length=length,
         fit=float((whole <= length).mean()),
         unpacked=text / (len(cut) * length),
@@ -100,7 +106,7 @@ def packing(lengths: np.ndarray, length: int) -> Packing:
 
 
 def _trained(label: IndexedDataset) -> tuple[float, int]:
-    """Share of trained tokens, and documents without one."""
+    """(share of tokens that are trained, number of documents without one)."""
     tokens = trained = untrained = 0
     for first, last in blocks(label.sizes):
         counted = label.span(first, last) != MASKED
@@ -117,7 +123,7 @@ def _rewards(reward: IndexedDataset) -> dict[float, int]:
 
 
 def _duplicates(text: IndexedDataset) -> int:
-    """Documents whose tokens an earlier one has, all of them."""
+    """How many documents have the very tokens of an earlier one."""
 
     def digests() -> Iterator[int]:
         for start, end in zip(text.doc_idx[:-1].tolist(), text.doc_idx[1:].tolist(), strict=True):
@@ -125,8 +131,8 @@ def _duplicates(text: IndexedDataset) -> int:
                 content = np.ascontiguousarray(text.span(start, end)).tobytes()
                 yield int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
-    found = np.fromiter(digests(), dtype=np.uint64)
-    return len(found) - len(np.unique(found))
+    hashes = np.fromiter(digests(), dtype=np.uint64)
+    return len(hashes) - len(np.unique(hashes))
 
 
 def _counts(text: IndexedDataset, special_tokens: Mapping[int, str]) -> dict[str, int]:
@@ -139,7 +145,7 @@ def _counts(text: IndexedDataset, special_tokens: Mapping[int, str]) -> dict[str
     return {name: int(totals[i]) for i, name in sorted(special_tokens.items())}
 
 
-def table(stats: Stats) -> list[str]:
+def table(stats: DatasetStats) -> list[str]:
     """The numbers as lines for a terminal."""
     lines = [
         f"{stats.name}: {stats.documents} documents, {stats.tokens} tokens, mean {stats.mean:.1f}",

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import CHUNK, OLD_MAGIC, IndexedDataset, check_boundaries, data_path, index_path
-from megatron.data.inspection.file_groups import Column
+from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.labels import MASKED
 from megatron.data.storage import open_dataset
 
@@ -15,8 +15,9 @@ TOKENS = 1 << 22  # read in one go
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A dataset in which nothing is wrong. ids: lowest and highest, None without tokens; trained: labels not masked."""
+class VerifiedDataset:
+    """A dataset in which nothing is wrong. ids: lowest and highest token id, None without tokens; trained: labels that
+    are not masked, None for a dataset that holds no labels."""
 
     prefix: str
     documents: int
@@ -26,19 +27,19 @@ class Checked:
     trained: int | None = None
 
 
-def verify(column: Column, vocab_size: int | None = None) -> Iterator[Checked]:
+def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[VerifiedDataset]:
     """Check the text, then its labels, then its rewards. Raises DataError with the first bad document.
 
     vocab_size: ids must be below it; None: only not negative.
     """
-    text = _opened(column.text)
+    text = _opened(group.text)
     yield _check_ids(text, vocab_size)
-    if column.label is not None:
-        label = _opened(column.label)
+    if group.label is not None:
+        label = _opened(group.label)
         _check_same_documents(label, text)
         yield _check_labels(label, text)
-    if column.reward is not None:
-        reward = _opened(column.reward)
+    if group.reward is not None:
+        reward = _opened(group.reward)
         if len(reward.doc_idx) != len(text.doc_idx):
             raise DataError(
                 f"{reward.index_file}: {len(reward.doc_idx) - 1} documents, but {text.index_file} has "
@@ -48,7 +49,9 @@ def verify(column: Column, vocab_size: int | None = None) -> Iterator[Checked]:
             values = np.asarray(reward.span(first, last))
             if not np.isfinite(values).all():
                 raise _bad(reward, first, int(np.argmin(np.isfinite(values))), "is no finite reward", values)
-        yield Checked(reward.prefix, len(reward.doc_idx) - 1, int(reward.sizes.sum(dtype=np.int64)), reward.dtype.name)
+        yield VerifiedDataset(
+            reward.prefix, len(reward.doc_idx) - 1, int(reward.sizes.sum(dtype=np.int64)), reward.dtype.name
+        )
 
 
 def blocks(sizes: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -68,8 +71,8 @@ def document_of(dataset: IndexedDataset, sequence: int) -> int:
     return int(np.searchsorted(dataset.doc_idx, sequence, side="right")) - 1
 
 
-class _Index(IndexedDataset):
-    """Only the `.idx`, read but not judged."""
+class _UncheckedIndex(IndexedDataset):
+    """The `.idx` of a pair alone, read but not checked."""
 
     def __init__(self, prefix: str):
         self.prefix, self.index_file, self.data_file = prefix, index_path(prefix), data_path(prefix)
@@ -77,13 +80,13 @@ class _Index(IndexedDataset):
 
 
 def _opened(prefix: str) -> IndexedDataset:
-    """The dataset, its layout checked first in a way that names documents."""
+    """The dataset of a prefix. Raises DataError that names the first document that is wrong in its layout."""
     file = index_path(prefix)
     if file.is_file() and data_path(prefix).is_file():
         with open(file, "rb") as opened:
             old = opened.read(len(OLD_MAGIC)) == OLD_MAGIC
         if not old:
-            _check_layout(_Index(prefix))
+            _check_layout(_UncheckedIndex(prefix))
     return open_dataset(prefix)
 
 
@@ -112,7 +115,7 @@ def _check_layout(index: IndexedDataset) -> None:
         raise DataError(f"{index.data_file}: {size - end} bytes after the last document, which ends at byte {end}")
 
 
-def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> Checked:
+def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDataset:
     low, high = np.iinfo(np.int64).max, -1
     for first, last in blocks(dataset.sizes):
         ids = dataset.span(first, last)
@@ -125,15 +128,15 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> Checked:
             raise _bad(dataset, first, int(np.argmax(wrong)), f"is no token id{of}", ids)
     tokens = int(dataset.sizes.sum(dtype=np.int64))
     ids_seen = (low, high) if high >= 0 else None
-    return Checked(dataset.prefix, len(dataset.doc_idx) - 1, tokens, dataset.dtype.name, ids_seen)
+    return VerifiedDataset(dataset.prefix, len(dataset.doc_idx) - 1, tokens, dataset.dtype.name, ids_seen)
 
 
 def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
     for name in ("doc_idx", "sizes"):
-        ours, theirs = getattr(label, name), getattr(text, name)
-        n = min(len(ours), len(theirs))
-        differ = np.flatnonzero(ours[:n] != theirs[:n])
-        if len(differ) or len(ours) != len(theirs):
+        of_label, of_text = getattr(label, name), getattr(text, name)
+        n = min(len(of_label), len(of_text))
+        differ = np.flatnonzero(of_label[:n] != of_text[:n])
+        if len(differ) or len(of_label) != len(of_text):
             i = int(differ[0]) if len(differ) else n
             document = i - 1 if name == "doc_idx" else document_of(text, i)
             lengths = [_tokens(dataset, document) for dataset in (label, text)]
@@ -149,7 +152,7 @@ def _tokens(dataset: IndexedDataset, document: int) -> int | str:
     return int(dataset.sizes[dataset.doc_idx[document] : dataset.doc_idx[document + 1]].sum())
 
 
-def _check_labels(label: IndexedDataset, text: IndexedDataset) -> Checked:
+def _check_labels(label: IndexedDataset, text: IndexedDataset) -> VerifiedDataset:
     trained = 0
     for first, last in blocks(label.sizes):
         labels, ids = label.span(first, last), text.span(first, last)
@@ -161,11 +164,11 @@ def _check_labels(label: IndexedDataset, text: IndexedDataset) -> Checked:
             raise _bad(label, first, i, what, labels)
         trained += int(counted.sum())
     tokens = int(label.sizes.sum(dtype=np.int64))
-    return Checked(label.prefix, len(label.doc_idx) - 1, tokens, label.dtype.name, trained=trained)
+    return VerifiedDataset(label.prefix, len(label.doc_idx) - 1, tokens, label.dtype.name, trained=trained)
 
 
 def _bad(dataset: IndexedDataset, first: int, i: int, what: str, values: np.ndarray) -> DataError:
-    """Value i of the sequences from `first` on."""
+    """The error about value i of the sequences from `first` on: its document and token are named, then `what`."""
     sequence, before = first, 0
     while before + int(dataset.sizes[sequence]) <= i:
         before, sequence = before + int(dataset.sizes[sequence]), sequence + 1

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_masks import delimiter_labels
-from megatron.data.preprocessing.chat_rows import ChatOptions, Prepared, encode_rows, prepare
+from megatron.data.preprocessing.chat_options import ChatOptions
+from megatron.data.preprocessing.chat_rows import PreparedRow, prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.encode_job import Column, EncodeJob, joined
-from megatron.data.preprocessing.readers import Row
+from megatron.data.preprocessing.encode_job import EncodeJob, JoinedDocuments, join_documents
+from megatron.data.preprocessing.shards import InputRow
 
 TRAINED = "trained tokens"  # how this is called among the counts of a job
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
@@ -50,22 +52,22 @@ class ChatJob:
     def dtypes(self) -> tuple[np.dtype, ...]:
         return tuple(FLOAT32 if name.endswith("reward_document") else INT32 for name in self.names())
 
-    def prepare(self, row: Row) -> Prepared:
+    def prepare(self, row: InputRow) -> PreparedRow:
         return prepare(row.value(), self.tokenizer(), self.options, row.where)
 
-    def encode(self, prepared: Sequence[Prepared]) -> tuple[list[Column], dict[str, int]]:
+    def encode(self, prepared: Sequence[PreparedRow]) -> tuple[list[JoinedDocuments], dict[str, int]]:
         rows, counts = encode_rows(prepared, self.tokenizer(), self.options)
         kept = [row for row in rows if row is not None]
         columns = []
         for key in range(len(self.options.keys)):
             documents = list(chain.from_iterable(row.documents[key] for row in kept))
-            columns.append(joined([document.ids for document in documents], INT32))
+            columns.append(join_documents([document.ids for document in documents], INT32))
             if self.options.mask:
                 labels = [document.labels for document in documents if document.labels is not None]
-                columns.append(joined(labels, INT32))
+                columns.append(join_documents(labels, INT32))
                 counts[TRAINED] += sum(int((row >= 0).sum()) for row in labels)
             if self.options.reward_key:
-                columns.append(joined([np.array([row.reward], FLOAT32) for row in kept], FLOAT32))
+                columns.append(join_documents([np.array([row.reward], FLOAT32) for row in kept], FLOAT32))
         return columns, dict(counts)
 
     def describe(self) -> dict[str, Any]:
@@ -102,15 +104,15 @@ class DelimiterJob:
     def dtypes(self) -> tuple[np.dtype, ...]:
         return (INT32, INT32)
 
-    def prepare(self, row: Row) -> tuple[str, ...] | None:
+    def prepare(self, row: InputRow) -> tuple[str, ...] | None:
         return self.text.prepare(row)
 
-    def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[Column], dict[str, int]]:
+    def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[JoinedDocuments], dict[str, int]]:
         columns, counts = self.text.encode(prepared)
         ((ids, lengths),) = columns
         rows = np.split(ids.astype(INT32), np.cumsum(lengths)[:-1]) if len(lengths) else []
         masked = [delimiter_labels(row, self.delimiter) for row in rows]
-        labels = joined([labels for labels, _ in masked], INT32)
+        labels = join_documents([labels for labels, _ in masked], INT32)
         counts = {
             **counts,
             TRAINED: int((labels[0] >= 0).sum()),

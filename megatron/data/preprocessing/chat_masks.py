@@ -18,14 +18,15 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Message, Span, roles_of, texts_of
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
+from megatron.data.preprocessing.conversations import Message, message_texts, roles_of
 
 _WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A rendered conversation and the character ranges that are trained; unstopped: answers without a stop token."""
+class TrainedText:
+    """A rendered conversation and its character ranges that are trained. unstopped: answers without a stop token."""
 
     text: str
     spans: tuple[Span, ...]
@@ -41,16 +42,16 @@ def trained_spans(
     tools: list | None = None,
     variables: Mapping[str, Any] | None = None,
     unanswered: bool = False,
-) -> Trained:
+) -> TrainedText:
     """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails a check,
     and for a conversation without a message of `role`, unless `unanswered`.
 
     An answer that opens the conversation, without a prompt, is not trained unless the template marks it.
     """
-    render = _Renders(chat, tools, variables)
+    render = _TemplateRenderer(chat, tools, variables)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
-        return Trained(chat.render(messages, tools, variables), ())
+        return TrainedText(chat.render(messages, tools, variables), ())
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
     wanted = [i for i in answers if i == len(messages) - 1] if only_last else answers
@@ -64,11 +65,11 @@ def trained_spans(
             raise DataError(_unstable(index, prompt, text))
         render.check_answer(messages, index, text, span, marked, prompt)
         unstopped += check_stop(chat, text, span, messages[index], index)
-    return Trained(text, tuple(spans.values()), unstopped)
+    return TrainedText(text, tuple(spans.values()), unstopped)
 
 
-class _Renders:
-    """The renders of one row."""
+class _TemplateRenderer:
+    """Renders of the conversations of one row, which share tools and template variables."""
 
     def __init__(self, chat: ChatTokenizer, tools: list | None, variables: Mapping[str, Any] | None):
         self.chat, self.settings = chat, (tools, variables)
@@ -78,6 +79,7 @@ class _Renders:
         return self.chat.render(messages[:index], *self.settings, generation_prompt=True) if index else ""
 
     def marked(self, messages: Sequence[Message], answers: list[int], wanted: list[int]) -> tuple[str, dict[int, Span]]:
+        """The text, and the span of each wanted answer that the template marks with `{% generation %}`."""
         text, spans = self.chat.render_generations(messages, *self.settings)
         if len(spans) != len(answers):
             raise DataError(
@@ -87,6 +89,7 @@ class _Renders:
         return text, {index: span for index, span in zip(answers, spans, strict=True) if index in wanted}
 
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
+        """The text, and the span by which each answer lengthens its prompt."""
         text = self.chat.render(messages, *self.settings)
         spans = {}
         for index, prompt in prompts.items():
@@ -102,12 +105,13 @@ class _Renders:
     def check_answer(
         self, messages: Sequence[Message], index: int, text: str, span: Span, marked: bool, prompt: str
     ) -> None:
+        """Raise DataError unless the span of message `index` holds its answer, and nothing of other messages."""
         body = text[slice(*span)]
-        for said in texts_of(messages[index]):
-            if said.strip() not in body:
+        for part in message_texts(messages[index]):
+            if part.strip() not in body:
                 raise DataError(
                     f"message {index} cannot be verified: what is trained, {_short(body)}, does not hold its text "
-                    f"{_short(said.strip())}"
+                    f"{_short(part.strip())}"
                 )
         content = messages[index].get("content")
         around = None
@@ -137,17 +141,17 @@ class _Renders:
             self.chat.verified.add(around)
 
     def _around(self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str) -> tuple[str, str]:
-        """What the template puts around an answer; around one without words, what it puts around some words."""
-        said = messages[index]["content"].strip()
-        if not said and not marked:
+        """(what the template puts before an answer, what behind it); around other words where the answer is empty."""
+        answer = messages[index]["content"].strip()
+        if not answer and not marked:
             other = _other_words(messages[index], index)
             text, spans = self.compared([*messages[:index], other], {index: prompt})
-            said, body = other["content"], text[slice(*spans[index])]
-        lead, _, rest = body.partition(said) if said else ("", "", body)
+            answer, body = other["content"], text[slice(*spans[index])]
+        lead, _, rest = body.partition(answer) if answer else ("", "", body)
         return lead, rest
 
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
-        """The template's own words before an answer are the generation prompt's, thus not trained."""
+        """Raise DataError where the template writes words before an answer that its generation prompt lacks."""
         silent = prompt == self.chat.render(messages[:index], *self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
@@ -164,7 +168,7 @@ def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, ind
 
     Raises DataError when one stands right behind what is trained: the model would never learn to stop.
     """
-    if chat.ends_itself(text[slice(*span)], message):
+    if chat.ends_with_stop_token(text[slice(*span)], message):
         return False
     behind = text[span[1] :].lstrip()
     for token in chat.added:

@@ -1,9 +1,9 @@
-"""Conversations: the shapes they come in, and their text and tokens through a tokenizer's own chat template."""
+"""Conversations as text and tokens, through the chat template of a tokenizer."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -11,81 +11,21 @@ from typing import Any
 import numpy as np
 
 from megatron.data.errors import DataError
+from megatron.data.preprocessing.conversations import Message, message_texts
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.neox_arguments.optional_packages import import_optional
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # how `from` names the two speakers
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 
 
-def conversation(value: object, name: str) -> list[Message]:
-    """`role`/`content` messages from these or from ShareGPT's `from`/`value`. Raises DataError, naming the message."""
-    if not isinstance(value, list):
-        raise DataError(f'"{name}" is {type(value).__name__}, not a list of messages')
-    if not value:
-        raise DataError(f'"{name}" is an empty conversation')
-    return [_message(item, f'"{name}" message {number}') for number, item in enumerate(value)]
-
-
-def _message(item: object, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise DataError(f"{where} is {type(item).__name__}, not an object with role and content")
-    message = {key: value for key, value in item.items() if value is not None}  # as transformers; tables fill with None
-    if "from" in message and "role" not in message:
-        speaker = message.pop("from")
-        message["role"] = SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    if "value" in message and "content" not in message:
-        message["content"] = message.pop("value")
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise DataError(f"{where} has no role (found: {', '.join(map(str, item)) or 'nothing'})")
-    content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        raise DataError(f"{where} has no content (found: {', '.join(map(str, item))})")
-    if not isinstance(content, str | list | None):
-        raise DataError(f"{where}: content is {type(content).__name__}, not text")
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function") or {}, dict) for call in calls
-    ):
-        raise DataError(f"{where}: tool_calls is no list of objects with a function, an object too")
-    return message
-
-
-def texts_of(message: Message) -> list[str]:
-    """What a message says: its content, or the text parts of it, and the names of the tools it calls."""
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else content or []
-    texts = [part.get("text", "") if isinstance(part, dict) else part for part in parts]
-    calls = message.get("tool_calls") or []
-    names = [(call.get("function") or call).get("name") for call in calls]
-    return [text for text in [*texts, *names] if isinstance(text, str)]
-
-
-def template_settings(row: Mapping[str, Any]) -> tuple[list | None, dict[str, Any]]:
-    """(tools, template variables) of a row, from its columns `tools` (a list, or JSON of one) and
-    `chat_template_kwargs`."""
-    tools, variables = row.get("tools"), row.get("chat_template_kwargs")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as problem:
-            raise DataError(f'"tools" is not valid JSON ({problem.msg} at column {problem.colno})') from None
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f'"tools" is {type(tools).__name__}, not a list')
-    if variables is not None and not isinstance(variables, dict):
-        raise DataError(f'"chat_template_kwargs" is {type(variables).__name__}, not an object')
-    return tools or None, variables or {}
-
-
 class ChatTokenizer:
-    """A fast tokenizer of `transformers` and its chat template, whose idea of today is frozen.
+    """A fast tokenizer of `transformers` and its chat template, in which the date of today is frozen.
 
-    date: day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added tokens.
-    source: where the template is from, for messages to people.
+    date: the day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added
+    tokens. source: where the template is from, for messages to people.
     """
 
     def __init__(self, hf: Any, day: date, template: str | None = None, source: str | None = None):
@@ -112,7 +52,8 @@ class ChatTokenizer:
         self.adds_bos = self.bos is not None and hf.backend_tokenizer.encode("x").ids[:1] == [self.bos]
         self.verified: set[tuple[str, str]] = set()  # what stands around an answer, once checked: see chat_masks.py
 
-    def need_template(self) -> None:
+    def require_template(self) -> None:
+        """Raise DataError where there is no chat template."""
         if not self.hf.chat_template:
             raise DataError(
                 f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
@@ -175,27 +116,28 @@ class ChatTokenizer:
         encode = backend.encode_batch if ranges else backend.encode_batch_fast
         pairs = []
         for encoding in encode(list(texts), add_special_tokens=special):
-            held = np.asarray(encoding.offsets if ranges else [], dtype=np.int64).reshape(-1, 2)
+            offsets = np.asarray(encoding.offsets if ranges else [], dtype=np.int64).reshape(-1, 2)
             # A tokenizer may leave blanks out of its ranges: they belong to the token that follows
-            held[1:, 0] = np.minimum(held[1:, 0], np.maximum.accumulate(held[:-1, 1]))
-            pairs.append((np.asarray(encoding.ids, dtype=np.int32), held))
+            offsets[1:, 0] = np.minimum(offsets[1:, 0], np.maximum.accumulate(offsets[:-1, 1]))
+            pairs.append((np.asarray(encoding.ids, dtype=np.int32), offsets))
         return pairs
 
-    def ends_itself(self, text: str, last: Message) -> bool:
+    def ends_with_stop_token(self, text: str, last: Message) -> bool:
         """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token of the
         template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`, is none."""
         bare, eos = text.rstrip(), self.hf.eos_token
         if eos and bare.endswith(eos):
             return True
-        own = tuple(said.strip() for said in texts_of(last) if said.rstrip().endswith(self.added))
-        return bare.endswith(self.added) and not bare.endswith(own)
+        message_ends = tuple(part.strip() for part in message_texts(last) if part.rstrip().endswith(self.added))
+        return bare.endswith(self.added) and not bare.endswith(message_ends)
 
-    def need_eos(self) -> int:
+    def require_eos(self) -> int:
+        """The id of the eos_token. Raises DataError where the tokenizer has none."""
         if self.eos is None:
             raise DataError("the text does not end in a stop token, and the tokenizer has no eos_token to add")
         return self.eos
 
-    def one_bos(self, text: str, *, special: bool) -> None:
+    def check_single_bos(self, text: str, *, special: bool) -> None:
         """Raise DataError where a document would begin with two; special as in `encode`."""
         bos = self.hf.bos_token
         if not bos:
@@ -257,16 +199,3 @@ def _freeze(template: str, day: date) -> str:
             "the chat template gives strftime_now a format that is no plain text: its date cannot be frozen"
         )
     return frozen
-
-
-def check_characters(text: str) -> None:
-    """Raise DataError for text that no tokenizer can read."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError("the text holds half of a surrogate pair, which is no character") from None
-
-
-def roles_of(messages: Iterable[Message]) -> str:
-    """The roles that occur, for messages to people."""
-    return ", ".join(dict.fromkeys(message["role"] for message in messages))

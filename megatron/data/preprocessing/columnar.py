@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.errors import DataError
-from megatron.data.preprocessing import readers
-from megatron.data.preprocessing.readers import Row, Shard
+from megatron.data.preprocessing import shards
+from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.neox_arguments.optional_packages import import_optional
 
 ROWS_AT_ONCE = 64
@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Table(Shard):
-    """`length` rows of a table, from row `first` on."""
+    """`length` rows of a table, from row `first` on. columns: those that are read, None for all."""
 
     first: int
     length: int
@@ -28,9 +28,9 @@ class Table(Shard):
     def name(self, number: int) -> str:
         return f"{self.source}: row {self.first + number} (from 0)"
 
-    def _rows(self, batches: Iterator[Any]) -> Iterator[Row]:
+    def _rows(self, batches: Iterator[Any]) -> Iterator[InputRow]:
         values = (value for batch in batches for value in batch.to_pylist())
-        yield from (Row(value, self, number) for number, value in enumerate(values))
+        yield from (InputRow(value, self, number) for number, value in enumerate(values))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ParquetGroup(Table):
 
     group: int
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         from pyarrow import parquet
 
         with (
@@ -59,7 +59,7 @@ class ArrowBatches(Table):
     batch: int
     batches: int
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         batches = (batch for i, batch in enumerate(_batches(Path(self.source))) if i >= self.batch)
         wanted = (next(batches) for _ in range(self.batches))
         small = (
@@ -91,7 +91,7 @@ def arrow_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
         for index, batch in enumerate(_batches(path)):
             wanted = _checked(columns, batch.schema.names, path)
             rows, size, count = rows + batch.num_rows, size + batch.nbytes, count + 1
-            if size >= readers.CHUNK_BYTES:
+            if size >= shards.CHUNK_BYTES:
                 yield ArrowBatches(str(path), size, first, rows, wanted, start, count)
                 first, start, rows, size, count = first + rows, index + 1, 0, 0, 0
     if count:

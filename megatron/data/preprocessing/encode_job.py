@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import best_fitting_dtype
-from megatron.data.preprocessing.readers import Row, texts_of
+from megatron.data.preprocessing.shards import InputRow, row_texts
 from megatron.neox_arguments.optional_packages import import_optional
 
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
@@ -27,7 +27,7 @@ NEAR = 1 << 13  # characters at the end of a piece that are searched for such pl
 SEAMS_TRIED = 16  # of each kind
 SHIFTS = (0, 1, 3, 7)  # what hangs on where a text begins, as pairs in "xxxx", shows when it begins elsewhere
 
-Column = tuple[np.ndarray, np.ndarray]  # documents joined, and the length of each
+JoinedDocuments = tuple[np.ndarray, np.ndarray]  # documents joined, and the length of each
 
 
 class Job(Protocol):
@@ -41,10 +41,10 @@ class Job(Protocol):
 
     def dtypes(self) -> tuple[np.dtype, ...]: ...
 
-    def prepare(self, row: Row) -> Any | None:
+    def prepare(self, row: InputRow) -> Any | None:
         """What `encode` needs of one row, None for a row to leave out. Raises DataError, naming the row."""
 
-    def encode(self, prepared: Sequence[Any]) -> tuple[Sequence[Column], dict[str, int]]:
+    def encode(self, prepared: Sequence[Any]) -> tuple[Sequence[JoinedDocuments], dict[str, int]]:
         """The documents of some rows, for each output; and things to count in the report, by name."""
 
     def describe(self) -> dict[str, Any]:
@@ -85,13 +85,13 @@ class EncodeJob:
     def dtypes(self) -> tuple[np.dtype, ...]:
         return (best_fitting_dtype(self.tokenizer().vocab_size),) * len(self.keys)
 
-    def prepare(self, row: Row) -> tuple[str, ...] | None:
-        texts = texts_of(row, self.keys)
+    def prepare(self, row: InputRow) -> tuple[str, ...] | None:
+        texts = row_texts(row, self.keys)
         if self.ftfy:
             texts = tuple(fix_text(text) for text in texts)
         return texts if any(texts) else None  # a row without text is left out, as in NeoX
 
-    def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[Column], dict[str, int]]:
+    def encode(self, prepared: Sequence[tuple[str, ...]]) -> tuple[list[JoinedDocuments], dict[str, int]]:
         """An EOD follows every document that has tokens."""
         tokenizer, end = self.tokenizer(), [self.tokenizer().eod] if self.append_eod else []
         columns = []
@@ -101,7 +101,7 @@ class EncodeJob:
                 rows = [np.append(row, np.array(end, dtype)) if len(row) else row for row in rows]
             else:
                 rows = [row + end if end and len(row) else row for row in tokenizer.tokenize_batch(texts)]
-            columns.append(joined(rows, dtype))
+            columns.append(join_documents(rows, dtype))
         blank = sum(all(text.isspace() or not text for text in texts) for texts in prepared)
         return columns, {WHITE: blank} if blank else {}
 
@@ -117,7 +117,7 @@ class EncodeJob:
         }
 
 
-def joined(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) -> Column:
+def join_documents(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) -> JoinedDocuments:
     """Lists of ids as one array and their lengths. Raises DataError for an id that does not fit."""
     try:
         arrays = [np.array(row, dtype=dtype) for row in rows]
@@ -130,7 +130,9 @@ def joined(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) -> Colum
 def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
     """The ids of a text of any length, tokenised in pieces where that gives the same ids: a tokenizer holds some 120
     bytes for each byte of a text."""
-    return np.concatenate([joined(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)])
+    return np.concatenate(
+        [join_documents(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)]
+    )
 
 
 def pieces(text: str, tokenizer: Encoder) -> list[str]:
@@ -149,7 +151,7 @@ def pieces(text: str, tokenizer: Encoder) -> list[str]:
 def _seams(text: str, start: int, stop: int) -> Iterator[int]:
     """Places to cut text[start:stop], the best first, each kind from behind."""
     for kind in SEAMS:
-        last = deque((found.start() for found in kind.finditer(text[start:stop])), SEAMS_TRIED)
+        last = deque((match.start() for match in kind.finditer(text[start:stop])), SEAMS_TRIED)
         yield from (start + place for place in reversed(last))
     yield from range(stop, stop - SEAMS_TRIED, -1)  # writing without blanks: anywhere
 

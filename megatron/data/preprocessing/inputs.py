@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.data.errors import DataError
-from megatron.data.preprocessing import columnar, readers
-from megatron.data.preprocessing.readers import SUFFIXES, Row, Shard, file_shards, kind_of
-from megatron.data.preprocessing.splits import WHOLE, asked, rows_of, split_of
+from megatron.data.preprocessing import columnar
+from megatron.data.preprocessing.compression import COMPRESSED
+from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
+from megatron.data.preprocessing.shards import InputRow, Shard
+from megatron.data.preprocessing.splits import WHOLE, requested_splits, split_of, split_rows
 from megatron.neox_arguments.optional_packages import import_optional
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"
 # Kinds whose rows are here what they are in `datasets`; it copies all others into its cache, as Arrow
 READ_IN_PLACE = ("parquet", "arrow", "lines", "json")
-_ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *readers.COMPRESSED))
+_ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
 _FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)\n---", re.DOTALL)
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Rows [first, last) of a file that has `total`."""
 
     first: int
@@ -41,38 +43,38 @@ class InputFile:
     path: Path
     size: int
     modified: int
-    rows: Rows | None = None
+    rows: RowRange | None = None
 
     @classmethod
-    def of(cls, path: Path, rows: Rows | None = None) -> "InputFile":
+    def of(cls, path: Path, rows: RowRange | None = None) -> "InputFile":
         state = path.stat()
         return cls(path, state.st_size, state.st_mtime_ns, rows)
 
     @property
     def bytes_read(self) -> int:
-        """Of the file, about."""
+        """About how many bytes of the file are read."""
         return self.size if self.rows is None else self.size * (self.rows.last - self.rows.first) // self.rows.total
 
     def shards(self, columns: Sequence[str] | None) -> Iterator[Shard]:
-        """columns: those that are needed of a table; None for all."""
+        """The shards of the file. columns: those that are needed of a table; None for all."""
         whole = _shards(self.path, columns)
         return whole if self.rows is None else _cut(whole, self.rows)
 
 
 @dataclass(frozen=True)
-class Cut(Shard):
+class ShardSlice(Shard):
     """Rows [first, last) of a shard."""
 
     shard: Shard
     first: int
     last: int
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         return itertools.islice(self.shard.rows(), self.first, self.last)
 
 
 def _shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
-    match kind_of(path)[0]:
+    match file_kind(path)[0]:
         case "parquet":
             return columnar.parquet_shards(path, columns)
         case "arrow":
@@ -81,7 +83,7 @@ def _shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
             return file_shards(path)
 
 
-def _cut(shards: Iterator[Shard], rows: Rows) -> Iterator[Shard]:
+def _cut(shards: Iterator[Shard], rows: RowRange) -> Iterator[Shard]:
     before = 0
     for shard in shards:
         if before >= rows.last:
@@ -89,7 +91,7 @@ def _cut(shards: Iterator[Shard], rows: Rows) -> Iterator[Shard]:
         count = shard.count()
         first, last = max(rows.first - before, 0), min(rows.last - before, count)
         if first < last:
-            yield Cut(shard.source, shard.disk_bytes * (last - first) // count, shard, first, last)
+            yield ShardSlice(shard.source, shard.disk_bytes * (last - first) // count, shard, first, last)
         before += count
 
 
@@ -101,9 +103,9 @@ def resolve(
 ) -> list[InputFile]:
     """The files behind paths, globs, folders and names on the hub.
 
-    split: as `datasets` means it (`splits.asked`); None: there is only one. subset: the configuration of a dataset that
-    has several. `hub`: further arguments of `datasets.load_dataset`. Raises DataError for what cannot be read, and
-    where there is a choice that is not made.
+    split: in the words of `datasets` (see `splits.requested_splits`); None: the only one there is. subset: the
+    configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`.
+    Raises DataError for what cannot be read, and where there is a choice that is not made.
     """
     files: list[InputFile] = []
     for item in map(str, inputs):
@@ -114,15 +116,15 @@ def resolve(
             files += _folder(path, split, subset, hub)
         else:
             matches = [path] if path.is_file() else sorted(map(Path, glob.glob(item, recursive=True)))
-            found = [match for match in matches if match.is_file()]
-            if not found:
+            paths = [match for match in matches if match.is_file()]
+            if not paths:
                 raise DataError(f"{path}: no such file")
-            files += _named(found, split, subset, item)
+            files += _named(paths, split, subset, item)
     return files
 
 
 def _looks_like_hub(name: str) -> bool:
-    """`organisation/name`, where no folder of the first part's name lies here."""
+    """Whether a name is `organisation/name`, and no folder of the name `organisation` lies here."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).parent.exists()
 
 
@@ -136,18 +138,18 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or WHOLE)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
     readable = (path for path in folder.iterdir() if path.is_file() and path.name.endswith(_ENDINGS))
-    found = sorted(path for path in readable if path.name not in _ABOUT)
+    paths = sorted(path for path in readable if path.name not in _ABOUT)
     shards = (path for path in (folder / "data").glob("*") if path.name.endswith(_ENDINGS))
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
-    if as_on_the_hub or not found and any(path.is_dir() for path in folder.iterdir()):
+    if as_on_the_hub or not paths and any(path.is_dir() for path in folder.iterdir()):
         return _repository(folder, split, subset, hub)
-    if not found:
+    if not paths:
         raise DataError(f"{folder}: neither a dataset folder nor a folder with {', '.join(SUFFIXES)} files")
-    return _named(found, split, subset, folder)
+    return _named(paths, split, subset, folder)
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The files of one split that `save_to_disk` wrote."""
+    """The files of one split that `save_to_disk` wrote. Raises DataError where an index file chooses rows."""
     state = json.loads((folder / "state.json").read_text())
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(f"{folder}: rows are chosen by an index file; call flatten_indices() and save it again")
@@ -160,10 +162,10 @@ def _without_subsets(where: object, subset: str | None) -> None:
 
 
 def _named(files: Sequence[Path], split: str | None, subset: str | None, where: object) -> list[InputFile]:
-    """Files of one folder or glob, whose names may tell splits: they are not merged unless it is asked for."""
+    """Files of one folder or glob, whose names may tell splits; these are merged only where that is asked for."""
     _without_subsets(where, subset)
     for path in files:
-        kind_of(path)  # raises for one that is not read
+        file_kind(path)  # raises for one that is not read
     by_split: dict[str, list[Path]] = {}
     base = Path(os.path.commonpath([path.parent for path in files]))
     for path in files:
@@ -184,7 +186,7 @@ def _has_configurations(folder: Path) -> bool:
 
 
 def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[str, Any]) -> list[InputFile]:
-    """Of a folder as on the hub: `datasets` says which subsets and splits there are, and which files they have."""
+    """The files of a folder as on the hub: `datasets` says which subsets and splits there are, and their files."""
     datasets = _datasets(folder)
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
@@ -197,7 +199,7 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
         by_split = {str(name): [Path(file) for file in files] for name, files in (config.data_files or {}).items()}
         in_place = _plain(config) and all(_in_place(file) for files in by_split.values() for file in files)
         if not _has_configurations(folder):
-            _say_left_out(folder, {file for files in by_split.values() for file in files})
+            _log_left_out(folder, {file for files in by_split.values() for file in files})
         files_of = by_split.__getitem__ if in_place else partial(_converted, str(folder), subset, hub=hub)
         return _chosen(by_split, split, folder, files_of)
     except DataError:
@@ -206,8 +208,8 @@ def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[s
         raise DataError(f"{folder}: no dataset that the datasets package can read ({_reason(problem)})") from None
 
 
-def _say_left_out(folder: Path, read: Collection[Path]) -> None:
-    """One line where data lies beside the splits, under names that tell of none."""
+def _log_left_out(folder: Path, read: Collection[Path]) -> None:
+    """Log one line where data lies beside the splits, in files whose names tell of no split."""
     beside = (path for place in (folder, folder / "data") for path in place.glob("*") if path.name.endswith(_ENDINGS))
     resolved = {path.resolve() for path in read}
     left = sorted(path.name for path in beside if path.name not in _ABOUT and path.resolve() not in resolved)
@@ -230,7 +232,7 @@ def _plain(config: Any) -> bool:
 
 def _in_place(path: Path) -> bool:
     try:
-        return path.is_file() and kind_of(path)[0] in READ_IN_PLACE
+        return path.is_file() and file_kind(path)[0] in READ_IN_PLACE
     except DataError:
         return False
 
@@ -267,23 +269,24 @@ def _reason(problem: Exception) -> str:
 def _chosen(
     names: Collection[str] | None, split: str | None, where: object, files_of: Callable[[str], Sequence[Path]]
 ) -> list[InputFile]:
-    """The files of the splits that are asked for, or the rows of them. names: None where `files_of` knows them."""
-    found = []
-    for name, part in asked(split, names, where):
+    """The files, or rows of files, of the splits that are asked for. names: of all splits; None where only `files_of`
+    knows them. where: what messages name."""
+    chosen = []
+    for name, part in requested_splits(split, names, where):
         files = [_file(path) for path in files_of(name)]
         if part == name:
-            found += files
+            chosen += files
             continue
         counts = [sum(shard.count() for shard in file.shards(None)) for file in files]
-        first, last = rows_of(part, name, sum(counts))
+        first, last = split_rows(part, name, sum(counts))
         for file, count, end in zip(files, counts, itertools.accumulate(counts), strict=True):
             begin = end - count
             if max(first, begin) < min(last, end):
-                rows = Rows(max(first, begin) - begin, min(last, end) - begin, count)
-                found.append(InputFile.of(file.path, rows))
-    if not found:
+                rows = RowRange(max(first, begin) - begin, min(last, end) - begin, count)
+                chosen.append(InputFile.of(file.path, rows))
+    if not chosen:
         raise DataError(f"{where}: --split {split} has no rows")
-    return found
+    return chosen
 
 
 def _file(path: Path) -> InputFile:

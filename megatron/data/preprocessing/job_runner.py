@@ -28,11 +28,11 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.files import sha256, sync, temporary
-from megatron.data.indexed_dataset import Documents, data_path, documents_of, publish, write_index
-from megatron.data.preprocessing import readers
+from megatron.data.indexed_dataset import DocumentBlock, data_path, documents_of, publish, write_index
+from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve
-from megatron.data.preprocessing.workers import BadRow, Part, encode_shard, in_order
+from megatron.data.preprocessing.workers import BadRow, ShardCounts, encode_shard, in_order
 
 FORMAT = 1  # of the journal and its files
 JOURNAL_SECONDS = 2.0  # the most work that a crash can cost
@@ -42,7 +42,10 @@ LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the ver
 
 @dataclass
 class PreprocessProgress:
-    """What is done, of all the runs of a job. text_bytes: read as rows; disk_bytes: share of the input files."""
+    """How much of a job is done, by all of its runs. The names of the fields are those in its journal.
+
+    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards of earlier runs.
+    """
 
     shards: int = 0
     documents: int = 0
@@ -51,12 +54,12 @@ class PreprocessProgress:
     disk_bytes: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
-    resumed: int = 0  # shards that were there already
+    resumed: int = 0
 
 
 @dataclass(frozen=True)
-class Output:
-    """One written dataset. `empty`: documents without a single token, which are boundaries only, without an EOD."""
+class WrittenPair:
+    """One written `.bin/.idx` pair. empty: documents without a single token, which are boundaries without an EOD."""
 
     prefix: str
     documents: int
@@ -67,9 +70,9 @@ class Output:
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """All that a job made; counts: what it counted, by name."""
+    """All that a job made. counts: what it counted, by the words of its report."""
 
-    outputs: list[Output]
+    outputs: list[WrittenPair]
     progress: PreprocessProgress
     counts: dict[str, int]
 
@@ -98,11 +101,11 @@ def preprocess(
     if workers < 1:
         raise DataError(f"{workers} workers: at least 1 is wanted")
     with _work_folder(prefixes, job, files) as folder:
-        run = _Run(folder, job, files, prefixes, on_error)
+        run = _JobRun(folder, job, files, prefixes, on_error)
         if not run.journal["published"]:
             run.check_space(first=True)
             try:
-                run.shards(workers, progress)
+                run.encode_shards(workers, progress)
             except BrokenProcessPool:
                 raise DataError(f"a worker process died (out of memory?){run.how_to_go_on()}") from None
             except OSError as problem:
@@ -114,8 +117,8 @@ def preprocess(
         return run.finish(errors_file, metadata_file, arguments or {})
 
 
-class _Run:
-    """One run of a job in its folder."""
+class _JobRun:
+    """One run of a preprocessing job in its work folder, from its journal on."""
 
     def __init__(self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], on_error: str):
         self.folder, self.job, self.files, self.prefixes, self.on_error = folder, job, files, prefixes, on_error
@@ -125,20 +128,20 @@ class _Run:
             "published": False,
             "sizes": dict.fromkeys(self.names, 0),
             "progress": asdict(PreprocessProgress(total_bytes=sum(file.bytes_read for file in files))),
-            "part": asdict(Part(tokens=[0] * len(prefixes), documents=[0] * len(prefixes), empty=[0] * len(prefixes))),
+            "part": asdict(ShardCounts.of_outputs(len(prefixes))),
         }
         path = folder / "journal.json"
         if path.is_file():
             self.journal = json.loads(path.read_text())
         self.state = PreprocessProgress(**self.journal["progress"])
         self.state.resumed = self.state.shards
-        self.total = Part(**self.journal["part"])
+        self.total = ShardCounts(**self.journal["part"])
         self.start = time.monotonic() - self.state.seconds
         self.saved = time.monotonic()
         self.handles: dict[str, IO[bytes]] = {}
 
-    def shards(self, workers: int, progress: Callable[[PreprocessProgress], None]) -> None:
-        """Every shard that is not done yet."""
+    def encode_shards(self, workers: int, progress: Callable[[PreprocessProgress], None]) -> None:
+        """Encode every shard that is not done yet, and append its parts in the order of the input."""
         for left_over in self.folder.glob("part-*"):
             left_over.unlink(missing_ok=True)
         for name in self.names:  # cut back to what the journal vouches for
@@ -146,8 +149,8 @@ class _Run:
             self.handles[name].truncate(self.journal["sizes"][name])
             self.handles[name].seek(0, os.SEEK_END)
         progress(self.state)
-        shards = (shard for file in self.files for shard in file.shards(self.job.fields))
-        todo = itertools.islice(enumerate(shards), self.state.shards, None)
+        all_shards = (shard for file in self.files for shard in file.shards(self.job.fields))
+        todo = itertools.islice(enumerate(all_shards), self.state.shards, None)
         tasks = ((self.job, shard, self._part(number), self.on_error, len(self.prefixes)) for number, shard in todo)
         for part in in_order(encode_shard, tasks, workers):
             self._append(self.state.shards, part)
@@ -161,7 +164,7 @@ class _Run:
         # Named after this run: a worker of a killed one may still write for a moment
         return str(self.folder / f"part-{os.getpid()}-{number}")
 
-    def _append(self, number: int, part: Part) -> None:
+    def _append(self, number: int, part: ShardCounts) -> None:
         for name, handle in self.handles.items():
             with open(f"{self._part(number)}.{name}", "rb") as source:
                 shutil.copyfileobj(source, handle, 1 << 20)
@@ -222,7 +225,7 @@ class _Run:
     ) -> PreprocessResult:
         """Write the indexes, then give all files their names; may be called again where it was cut short."""
         outputs = [
-            Output(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
+            WrittenPair(prefix, self.total.documents[i], self.total.empty[i], self.total.tokens[i], str(self.dtypes[i]))
             for i, prefix in enumerate(self.prefixes)
         ]
         result = PreprocessResult(outputs, self.state, self.total.counts)
@@ -246,7 +249,7 @@ class _Run:
             os.replace(self.folder / "metadata.json", metadata_file)
         return result
 
-    def _check_result(self, outputs: list[Output]) -> None:
+    def _check_result(self, outputs: list[WrittenPair]) -> None:
         problem = ""
         for file in self.files:
             if not file.path.exists() or InputFile.of(file.path, file.rows) != file:
@@ -289,7 +292,7 @@ class _Run:
         }
 
 
-def _documents(path: Path) -> Iterator[Documents]:
+def _documents(path: Path) -> Iterator[DocumentBlock]:
     with open(path, "rb") as file:
         while block := file.read(4 * LENGTHS_AT_ONCE):
             yield documents_of(np.frombuffer(block, "<i4"))
@@ -302,7 +305,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
     Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go first.
     """
     versions = [[str(file.path), file.size, file.modified, file.rows] for file in files]
-    identity = [FORMAT, readers.CHUNK_BYTES, prefixes, job.describe(), versions]
+    identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), versions]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     target = data_path(prefixes[0]).absolute()
     folder = target.with_name(f".{Path(prefixes[0]).name}.parts-{digest}")
@@ -313,7 +316,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
                 if other != folder:
                     _remove(other)
         folder.mkdir(exist_ok=True)
-        held = _locked(folder, prefixes[0])
+        lock = _locked(folder, prefixes[0])
     except OSError as problem:
         raise DataError(f"{_os_error(problem, folder)}; choose another --output-prefix") from None
     done = False
@@ -323,7 +326,7 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Itera
     finally:
         if done or not (folder / "journal.json").exists():
             _remove(folder)
-        held.close()
+        lock.close()
 
 
 def _locked(folder: Path, prefix: str) -> IO[str]:

@@ -31,15 +31,15 @@ def split_of(path: Path, base: Path) -> str | None:
     return sharded[1] if sharded and of_repository else None
 
 
-def asked(split: str | None, names: Collection[str] | None, where: object) -> list[tuple[str, str]]:
+def requested_splits(split: str | None, names: Collection[str] | None, where: object) -> list[tuple[str, str]]:
     """The splits that `split` asks for among `names`: each as (name, its part of `split`, which may cut rows out).
 
     None asks for the only one; `names` None takes any. Raises DataError where there are several, or not the one.
     """
-    found = ", ".join(names or ())
+    present = ", ".join(names or ())
     if split is None and names is not None and len(names) > 1:
         raise DataError(
-            f"{where}: holds several splits ({found}); choose one with --split, or several as "
+            f"{where}: holds several splits ({present}); choose one with --split, or several as "
             f"--split {'+'.join(list(names)[:2])}"
         )
     whole = names is not None and (split is None or split == "all" and "all" not in names)
@@ -47,11 +47,11 @@ def asked(split: str | None, names: Collection[str] | None, where: object) -> li
     chosen = [(re.split(r"[\[(]", part)[0].strip(), part) for part in parts]
     for name, _ in chosen:
         if names is not None and name not in names:
-            raise DataError(f"{where}: no split {name}; there are {found} (--split)")
+            raise DataError(f"{where}: no split {name}; there are {present} (--split)")
     return chosen
 
 
-def rows_of(part: str, name: str, rows: int) -> tuple[int, int]:
+def split_rows(part: str, name: str, rows: int) -> tuple[int, int]:
     """[first, last) of the rows of a split that a part of `--split` asks for, `train[:10%]`, rounded as `datasets`."""
     if part == name:
         return 0, rows

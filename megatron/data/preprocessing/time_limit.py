@@ -40,15 +40,15 @@ def _by_signal(seconds: float) -> Iterator[None]:
         raise RenderTimeout(seconds)
 
     before = signal.signal(signal.SIGALRM, ended)
-    begun = time.monotonic()
-    theirs, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    started = time.monotonic()
+    others_left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if theirs:  # a timer of others goes on; one that was due in between rings now
-            signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - begun), 1e-6), interval)
+        if others_left:  # a timer of others goes on; one that was due in between rings now
+            signal.setitimer(signal.ITIMER_REAL, max(others_left - (time.monotonic() - started), 1e-6), interval)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import fits
 from megatron.data.preprocessing.encode_job import Job
-from megatron.data.preprocessing.readers import Row, Shard
+from megatron.data.preprocessing.shards import InputRow, Shard
 
 SHARDS_AHEAD = 2  # per worker: bounds memory, whatever the size of the input
 BATCH_BYTES = 1 << 18  # of text given to the tokenizer at once: fits a core's cache
@@ -29,12 +29,15 @@ Done = TypeVar("Done")
 
 
 class BadRow(DataError):
-    """A row that `skip` would leave out."""
+    """A bad row, which ends the job; `--on-error skip` would leave it out."""
 
 
 @dataclass
-class Part:
-    """Of one shard: bytes of its files, and what is counted."""
+class ShardCounts:
+    """What one shard, or a whole job, adds up to: bytes read, rows skipped, and for each output its sizes.
+
+    The names of the fields are those in the journal of a job.
+    """
 
     text_bytes: int = 0
     disk_bytes: int = 0
@@ -44,23 +47,31 @@ class Part:
     empty: list[int] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of_outputs(cls, outputs: int, disk_bytes: int = 0) -> "ShardCounts":
+        """Zeros for so many outputs."""
+        return cls(0, disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
 
-def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> Part:
-    """In a worker: write `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`."""
-    part = Part(0, shard.disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
+
+def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> ShardCounts:
+    """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a worker.
+
+    on_error: `stop` raises BadRow at the first bad row, `skip` leaves it out. outputs: how many the job has.
+    """
+    part = ShardCounts.of_outputs(outputs, shard.disk_bytes)
     dtypes, counts = job.dtypes(), Counter[str]()
     handles = [[open(f"{stem}.{i}.{kind}", "wb") for kind in ("bin", "len")] for i in range(outputs)]
     bad = open(f"{stem}.bad.jsonl", "wb")
-    prepared: list[tuple[Row, Any]] = []
+    prepared: list[tuple[InputRow, Any]] = []
     size = 0
 
-    def refuse(row: Row, problem: DataError) -> None:
+    def refuse(row: InputRow, problem: DataError) -> None:
         if on_error == "stop":
             raise BadRow(str(problem)) from problem
         part.skipped += 1
         bad.write(_bad_row(row, problem))
 
-    def write(batch: list[tuple[Row, Any]]) -> None:
+    def write(batch: list[tuple[InputRow, Any]]) -> None:
         try:
             columns, counted = job.encode([item for _, item in batch])
         except DataError as problem:
@@ -111,7 +122,7 @@ def _store(values: np.ndarray, lengths: np.ndarray, dtype: np.dtype, data: IO[by
     sizes.write(lengths.astype("<i4").data)
 
 
-def _bad_row(row: Row, problem: DataError) -> bytes:
+def _bad_row(row: InputRow, problem: DataError) -> bytes:
     content = row.content.decode("utf-8", "backslashreplace") if isinstance(row.content, bytes) else row.content
     if not isinstance(content, str):
         content = json.dumps(content, default=str)
@@ -138,7 +149,7 @@ def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], worker
 
 
 def _start_worker(parent: int) -> None:
-    """In a worker: one thread of the tokenizer, as the processes share the cores; and no life after the parent's."""
+    """Prepare a worker: its tokenizer uses one thread, as processes share the cores, and it ends with its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def follow() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 
 def documents(file: str, **others: Any) -> dict[str, Any]:
-    """The documents of a task, as `custom_dataset` gives them to lm-eval."""
+    """The documents of a task from JSON lines beside this file, in the form that lm-eval's `custom_dataset`
+    returns."""
     import json
 
     from datasets import Dataset

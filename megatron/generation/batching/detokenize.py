@@ -1,4 +1,4 @@
-"""Text of tokens as they come."""
+"""Text of tokens as they are generated: incremental detokenization and stop strings."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,8 @@ class IncrementalDetokenizer:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The piece that this token completes."""
+        """The text that this token completes; empty while a character is not whole, or a stop string may have
+        begun."""
         self.tokens.append(token)
         text = self.detokenize(self.tokens[self.start :])
         if text.endswith(_HALF):
@@ -29,7 +30,7 @@ class IncrementalDetokenizer:
         return self._show(text, final=False)
 
     def finish(self) -> str:
-        """All that was held back; half characters as they are."""
+        """The text that was held back, at the end; bytes that are no whole character become U+FFFD."""
         return "" if self.stopped else self._show(self.detokenize(self.tokens[self.start :]), final=True)
 
     def _show(self, text: str, final: bool) -> str:

@@ -44,7 +44,8 @@ class Forward:
 
 @dataclass(frozen=True)
 class RowOutput:
-    """Of one row. token: chosen, -1 where logits are not numbers; targets: of every column but the last."""
+    """What a forward gave for one row. token: the chosen one, -1 where logits are not numbers; logprob: the
+    token's; targets: log-probabilities of the targets of every column but the last."""
 
     token: int
     logprob: Logprob | None = None
@@ -52,8 +53,8 @@ class RowOutput:
 
 
 def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
-    """Run them in turn, on several pipeline stages at a time; what came of every row, the same on every rank.
-    All ranks of the model call it together."""
+    """Run forwards in turn, on several pipeline stages at a time; the outputs of every row of each, the same
+    on every rank. All ranks of the model call it together."""
     current = forwards[0]
 
     def batches() -> Iterator[Batch]:

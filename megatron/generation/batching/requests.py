@@ -1,4 +1,4 @@
-"""What is asked of a `Batcher`, and what it answers."""
+"""Requests to a `Batcher`, and the events that it answers with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ class RequestError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue.
+    """A prompt to continue, and how.
 
     tokens: of the prompt, at least one. maximum_tokens: to generate; 0 only with prompt_logprobs. seed: of
-    its draws; what it becomes depends on nothing beside it. stop: the text ends before the first of these
-    strings. stop_token_ids: ids that end the text, None: the model's. logprobs: so many most likely tokens
-    are reported beside each generated one, 0: its own log-probability alone, None: nothing. prompt_logprobs:
-    the same of the prompt's tokens. text: whether events hold text; stop strings need it. minimum_tokens:
-    written before an end or a stop string counts.
+    its own random generator, so that the result depends on nothing else in the batch. stop: the text ends
+    before the first of these strings. stop_token_ids: ids that end the text, None: the model's. logprobs: how
+    many most likely tokens are reported beside each generated one; 0: its own log-probability alone, None:
+    nothing. prompt_logprobs: the same of the prompt's tokens. text: whether events hold text; stop strings
+    need it. minimum_tokens: generated before a stop token or stop string counts.
     """
 
     tokens: Sequence[int]
@@ -48,13 +48,13 @@ class Logprob(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a step brought to a request.
+    """What a step brought to the request `id`.
 
     tokens: new ones, the one that ends the text among them. text: new, held back while it may be the
     beginning of a stop string or half a character; all texts of a request together are its text. logprobs:
-    one a token, if asked for. finish_reason: None while more may come; "stop" after an end token or a stop
-    string, "length" after maximum_tokens. prompt_logprobs: in the first event, if asked for; None for the
-    first token, which nothing stands before.
+    one a token, if asked for. finish_reason: None while more may come; "stop" after a stop token or stop
+    string, "length" after maximum_tokens, "cancelled". prompt_logprobs: in the first event, if asked for;
+    None for the first token, which has nothing before it.
     """
 
     id: int

@@ -12,13 +12,13 @@ from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, read_companion_files
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.generation.batching.requests import RequestError
-from megatron.generation.prompts.files import text_of
+from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-_ANSWER, _OTHER = "answer", "otherwise"
-_RARE: Mapping[str, Callable[[Message], bool]] = {
+_ANSWER, _PLACEHOLDER = "answer", "otherwise"
+_OFTEN_IGNORED: Mapping[str, Callable[[Message], bool]] = {
     "messages of role tool": lambda message: message["role"] == "tool",
     "messages of role developer": lambda message: message["role"] == "developer",
     "tool_calls": lambda message: "tool_calls" in message,
@@ -27,8 +27,8 @@ _RARE: Mapping[str, Callable[[Message], bool]] = {
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template as transformers reads it, and the tokenizer that its text is for. source: where it is
-    from."""
+    """A Jinja chat template as transformers renders it. tokenizer: whose special tokens it names; source: the
+    file or folder it is from, for messages."""
 
     text: str
     tokenizer: Tokenizer
@@ -45,7 +45,7 @@ class ChatTemplate:
         names: dict[str, Any] = {role: tokenizer.special_tokens.get(-1 if i is None else i) for role, i in ids.items()}
         try:
             with render_limit():
-                found: Any = render_jinja_template(
+                rendered: Any = render_jinja_template(
                     conversations=[[dict(message) for message in messages]],
                     chat_template=self.text,
                     add_generation_prompt=generation_prompt,
@@ -57,40 +57,43 @@ class ChatTemplate:
         except Exception as problem:  # a template is a program: it can raise anything
             reason = " ".join(str(problem).split()) or type(problem).__name__
             raise RequestError(f"the chat template refuses these messages: {reason}") from None
-        return found[0][0]
+        return rendered[0][0]
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt that asks for an answer. Raises RequestError."""
+        """The conversation as token ids, up to where an answer begins. Raises RequestError."""
         return self.tokenizer.tokenize_bare(self.render(messages))
 
     def check_no_message_ignored(self, messages: Sequence[Message]) -> None:
         """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or
         calls of tools: whether it does shows where other ones give the same text."""
         whole = None
-        for what, hears in _RARE.items():
-            if not any(hears(message) for message in messages):
+        for what, concerns in _OFTEN_IGNORED.items():
+            if not any(concerns(message) for message in messages):
                 continue
             whole = self.render(messages) if whole is None else whole
-            if self.render([_other(message) if hears(message) else message for message in messages]) == whole:
+            if (
+                self.render([_with_other_content(message) if concerns(message) else message for message in messages])
+                == whole
+            ):
                 raise RequestError(f"the chat template leaves out {what}, so that the model would not see them")
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the tokenizer's, and the special token that the template writes after
         one."""
-        found = {self.tokenizer.eod, self.tokenizer.eos}
+        stop_tokens = {self.tokenizer.eod, self.tokenizer.eos}
         try:
             whole = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], False)
         except RequestError:
-            return tuple(sorted(found))
+            return tuple(sorted(stop_tokens))
         after = self.tokenizer.tokenize_bare(whole.rpartition(_ANSWER)[2].lstrip())[:1]
-        return tuple(sorted(found | {token for token in after if token in self.tokenizer.special_tokens}))
+        return tuple(sorted(stop_tokens | {token for token in after if token in self.tokenizer.special_tokens}))
 
 
-def _other(message: Message) -> Message:
-    """The same message saying something else."""
-    calls = [{**call, "function": {**call["function"], "name": _OTHER}} for call in message.get("tool_calls", ())]
-    return {**message, **({"tool_calls": calls} if calls else {"content": message["content"] + _OTHER})}
+def _with_other_content(message: Message) -> Message:
+    """The same message with other content, or calls of another function."""
+    calls = [{**call, "function": {**call["function"], "name": _PLACEHOLDER}} for call in message.get("tool_calls", ())]
+    return {**message, **({"tool_calls": calls} if calls else {"content": message["content"] + _PLACEHOLDER})}
 
 
 def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:
@@ -102,17 +105,17 @@ def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, by
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(["chat templates need the transformers package: pip install 'neox[serve]'"])
     if args.chat_template is not None:
-        return ChatTemplate(text_of(args, "chat_template"), tokenizer, args.chat_template)
-    for source, files in _places(args, carried):
-        found = _template_of(files)
-        if found is not None:
-            return ChatTemplate(found, tokenizer, source)
+        return ChatTemplate(read_key_file(args, "chat_template"), tokenizer, args.chat_template)
+    for source, files in _template_sources(args, carried):
+        template = _template_of(files)
+        if template is not None:
+            return ChatTemplate(template, tokenizer, source)
     raise ConfigError(
         ["there is no chat template beside vocab_file or with the model that is loaded; set chat_template to a file"]
     )
 
 
-def _places(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+def _template_sources(args: NeoXArgs, carried: Mapping[str, bytes] | None) -> Iterator[tuple[str, Mapping[str, bytes]]]:
     if args.vocab_file is not None:
         vocab = Path(args.vocab_file)
         beside = vocab if vocab.is_dir() else vocab.parent
@@ -143,9 +146,11 @@ def _template_of(files: Mapping[str, bytes]) -> str | None:
             content: Any = json.loads(files.get(name, b"{}"))
         except ValueError:
             continue
-        found = content.get("chat_template") if isinstance(content, dict) else None
-        if isinstance(found, list):  # of {name, template}
-            found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
-        if isinstance(found, str):
-            return found
+        template = content.get("chat_template") if isinstance(content, dict) else None
+        if isinstance(template, list):  # of {name, template}
+            template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get(
+                "default"
+            )
+        if isinstance(template, str):
+            return template
     return None

@@ -1,4 +1,4 @@
-"""Prompts: texts and their tokens, from a file or from nothing."""
+"""Prompts to continue: the texts of a file, or empty ones, and their tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ NOT_STARTED = "WARNING: text generation did not start: the first token ended the
 
 @dataclass(frozen=True)
 class Prompt:
-    """A context, its tokens (at least one; none: it is skipped), and what is to be said of it."""
+    """A text to continue. tokens: at least one, or none for a prompt that is skipped; message: a warning for
+    the output."""
 
     context: str
     tokens: list[int]
@@ -25,21 +26,23 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
     holds no prompt, or with `eval_overlong: refuse` one that is too long."""
     texts = [""] * args.num_samples if args.text_gen_type == "unconditional" else _prompt_texts(args)
     prompts = make_prompts(texts, args, tokenizer)
-    long = [i for i, prompt in enumerate(prompts) if prompt.message is not None]
-    if not long:
+    too_long = [i for i, prompt in enumerate(prompts) if prompt.message is not None]
+    if not too_long:
         return prompts
     if args.eval_overlong == "refuse":
         raise args.error(
             "sample_input_file",
-            f"{len(long)} prompts, the first of them number {long[0] + 1}, are too long with maximum_tokens "
+            f"{len(too_long)} prompts, the first of them number {too_long[0] + 1}, are too long with maximum_tokens "
             f"{args.maximum_tokens} (eval_overlong: refuse); set eval_overlong to truncate_left or skip",
         )
-    done = "their beginnings are left out"
+    action = "their beginnings are left out"
     if args.eval_overlong == "skip":
-        done = "they are skipped"
-        for i in long:
+        action = "they are skipped"
+        for i in too_long:
             prompts[i] = Prompt(prompts[i].context, [], "skipped: too long (eval_overlong: skip)")
-    logging.getLogger("megatron").info(f"{len(long)} of {len(prompts)} prompts are too long for the model: {done}")
+    logging.getLogger("megatron").info(
+        f"{len(too_long)} of {len(prompts)} prompts are too long for the model: {action}"
+    )
     return prompts
 
 
@@ -47,16 +50,16 @@ def make_prompts(texts: Sequence[str], args: NeoXArgs, tokenizer: Tokenizer) -> 
     """A prompt of each text. One that leaves no place for `maximum_tokens` loses its beginning, and says so;
     an empty one begins a document."""
     positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
-    room = positions - args.maximum_tokens
+    max_prompt_tokens = positions - args.maximum_tokens
     prompts = []
     for text, tokens in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
         message = None
-        if len(tokens) > room:
+        if len(tokens) > max_prompt_tokens:
             message = (
-                f"WARNING: only the last {room} of the context's {len(tokens)} tokens were used; the model has "
-                f"{positions} positions and maximum_tokens is {args.maximum_tokens}"
+                f"WARNING: only the last {max_prompt_tokens} of the context's {len(tokens)} tokens were used; the "
+                f"model has {positions} positions and maximum_tokens is {args.maximum_tokens}"
             )
-        prompts.append(Prompt(text, tokens[-room:] or [tokenizer.eod], message))
+        prompts.append(Prompt(text, tokens[-max_prompt_tokens:] or [tokenizer.eod], message))
     return prompts
 
 
@@ -74,8 +77,9 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
     return texts
 
 
-def text_of(args: NeoXArgs, key: str) -> str:
-    """The content of the file that `key` names. Raises ConfigError."""
+def read_key_file(args: NeoXArgs, key: str) -> str:
+    """The text of the file that the configuration key `key` names. Raises ConfigError where it cannot be
+    read."""
     file = getattr(args, key)
     try:
         return Path(file).read_text(encoding="utf-8")

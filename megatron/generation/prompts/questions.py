@@ -1,4 +1,4 @@
-"""Questions from a file: texts, or conversations whose next answer is asked for."""
+"""Questions to a model, from a file: texts to continue, or conversations whose next answer is wanted."""
 
 import json
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ class Question:
     text: str
     messages: tuple[Message, ...] = ()
 
-    def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, room: int) -> list[int]:
-        """The prompt. Raises RequestError for one of more than `room` tokens, and what the template
-        refuses."""
+    def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int) -> list[int]:
+        """The prompt as token ids. Raises RequestError for one of more than `max_prompt_tokens`, and what the
+        template refuses."""
         if self.messages:
             assert template is not None
-            found = template.tokens(self.messages)
+            tokens = template.tokens(self.messages)
         else:
-            found = tokenizer.tokenize(self.text)
-        if len(found) > room:
-            raise RequestError(f"has {len(found)} tokens, {room} fit beside maximum_tokens")
-        return found
+            tokens = tokenizer.tokenize(self.text)
+        if len(tokens) > max_prompt_tokens:
+            raise RequestError(f"has {len(tokens)} tokens, {max_prompt_tokens} fit beside maximum_tokens")
+        return tokens
 
 
 def ask(text: str, system: str | None = None) -> Question:
@@ -39,7 +39,7 @@ def ask(text: str, system: str | None = None) -> Question:
 
 
 def read_text(file: str | Path) -> str:
-    """What a file says, as a system prompt or questions. Raises RequestError."""
+    """The text of a file, UTF-8. Raises RequestError where it cannot be read."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
@@ -53,18 +53,18 @@ def read_questions(file: str | Path, chat: bool, system: str | None = None) -> l
 
     Raises RequestError with file and line.
     """
-    path, found = Path(file), []
+    path, questions = Path(file), []
     for number, line in enumerate(read_text(path).split("\n"), 1):  # JSON may hold other separators of lines
         if not line.strip():
             continue
         try:
             entry: Any = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
-            found.append(_question(entry, chat, system))
+            questions.append(_question(entry, chat, system))
         except ValueError as problem:
             raise RequestError(f"{path}:{number}: {problem}") from problem
-    if not found:
+    if not questions:
         raise RequestError(f"{path}: holds no question")
-    return found
+    return questions
 
 
 def _question(entry: Any, chat: bool, system: str | None) -> Question:
@@ -88,13 +88,14 @@ def _is_message(message: Any) -> bool:
 
 
 def all_tokens(
-    questions: Sequence[Question], tokenizer: Tokenizer, template: ChatTemplate | None, room: int
+    questions: Sequence[Question], tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int
 ) -> list[list[int]]:
-    """Prompts of questions. Raises RequestError with the number of the first that cannot be asked."""
-    found = []
+    """The prompt of each question, as token ids. Raises RequestError with the number of the first that cannot
+    be asked."""
+    prompts = []
     for number, question in enumerate(questions, 1):
         try:
-            found.append(question.tokens(tokenizer, template, room))
+            prompts.append(question.tokens(tokenizer, template, max_prompt_tokens))
         except RequestError as problem:
             raise RequestError(f"question {number}: {problem}") from problem
-    return found
+    return prompts

@@ -30,10 +30,11 @@ _VALUES_AT_ONCE = 1 << 26  # of logits, when they are read in fp32
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """Of each token of a continuation: logprobs, in nats; greedy: whether no token was more likely.
+    """The log-probability of each token of a continuation, in nats. greedy: of each, whether no token was
+    more likely.
 
-    truncated: tokens at the beginning of the context that were left out; skipped: too long, and not run: logprobs are
-    -inf, greedy is False.
+    truncated: tokens at the beginning of the context that were left out; skipped: the request was too long
+    and not run, logprobs are -inf and greedy is False.
     """
 
     logprobs: list[float]
@@ -77,8 +78,8 @@ def score(
     def run() -> dict[int, tuple[list[float], list[bool]]]:
         return _run(model, shares[rank], forwards, ntk is not None, report)
 
-    everyone = {i: found for share in run_on_all_ranks(model.groups, run) for i, found in share.items()}
-    if any(value != value for logprobs, _ in everyone.values() for value in logprobs):
+    results = {i: found for share in run_on_all_ranks(model.groups, run) for i, found in share.items()}
+    if any(value != value for logprobs, _ in results.values() for value in logprobs):
         raise CheckpointError(
             f"the model gives NaN as logits in {model.args.params_dtype}: its weights are damaged or precision cannot "
             "hold its activations; load another `iteration`, or set precision"
@@ -86,7 +87,7 @@ def score(
     on_progress(len(requests))
     _report(fitting, requests, model.positions)
     return [
-        ContinuationScore(*everyone[i], fitting[i].truncated)
+        ContinuationScore(*results[i], fitting[i].truncated)
         if i in fitting
         else ContinuationScore([float("-inf")] * len(requests[i][1]), [False] * len(requests[i][1]), skipped=True)
         for i in range(len(requests))
@@ -104,11 +105,11 @@ def score_texts(
     """`score` for texts of several requests each. on_progress: told about the share that is done."""
     requests = [request for text in texts for request in text]
 
-    def told(done: int) -> None:
+    def report(done: int) -> None:
         on_progress(done / max(1, len(requests)))
 
-    found = iter(score(model, requests, overlong=overlong, budget=budget, on_progress=told))
-    return [[next(found) for _ in text] for text in texts]
+    scores = iter(score(model, requests, overlong=overlong, budget=budget, on_progress=report))
+    return [[next(scores) for _ in text] for text in texts]
 
 
 # -- length ------------------------------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ def _batch(rows: list[TreeRow], positioned: bool, on_gpu: bool) -> _Batch:
     targets: list[int] = []
     wanted: list[int] = []
     for number, row in enumerate(rows):
-        for _, own, labels in row.picks:
-            places += [len(wanted) + place for place in own]
+        for _, columns_read, labels in row.picks:
+            places += [len(wanted) + place for place in columns_read]
             targets += labels
         wanted += [number * width + column for column in row.wanted]
     tokens = padded("tokens", 0)
@@ -264,7 +265,8 @@ def _shape(batch: Batch) -> tuple[int, ...]:
 
 
 def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
-    """Of hidden states `[n, 1, hidden]`."""
+    """`[2, m]` of hidden states `[n, 1, hidden]`, m being the tokens to score: log-probabilities, and 1 where
+    no token is more likely."""
     assert isinstance(batch, _Batch) and batch.places is not None and batch.targets is not None
     groups, logits = model.groups, head.logits()[:, 0]
     size, group = logits.shape[1], groups.group("tensor")
@@ -279,9 +281,9 @@ def _read(model: Model, head: HeadInput, batch: Batch) -> Tensor:
         top, best = values.max(-1)
         tops.append(top)
         bests.append(best + first)
-    own = batch.targets - first
-    foreign = (own < 0) | (own >= columns)
-    label = logits[batch.places, own.masked_fill(foreign, 0)].float().masked_fill(foreign, float("-inf"))
+    local_targets = batch.targets - first
+    foreign = (local_targets < 0) | (local_targets >= columns)
+    label = logits[batch.places, local_targets.masked_fill(foreign, 0)].float().masked_fill(foreign, float("-inf"))
     total, top, best = torch.cat(sums), torch.cat(tops), torch.cat(bests)
     if group is not None:
         highest = torch.cat([total, top, label])

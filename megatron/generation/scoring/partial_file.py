@@ -11,21 +11,21 @@ _LENGTH = 16  # of a fingerprint
 
 
 def job_fingerprint(args: NeoXArgs, source: str, files: Iterable[Path]) -> str:
-    """Another one whenever the result would be another: configuration, weights, or inputs.
+    """A hash that differs whenever the result would: other configuration, weights, or inputs.
 
-    source: the checkpoint's folder; it and the inputs count by names, sizes and times of change.
+    source: the checkpoint's folder; its files and the inputs count by name, size and time of change.
     """
     folder = Path(source)
     every = [*sorted(path for path in folder.iterdir() if path.is_file()), *files]
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in every]
-    told = json.dumps([json.loads(args.to_json())["given"], states])
-    return hashlib.sha256(told.encode()).hexdigest()[:_LENGTH]
+    content = json.dumps([json.loads(args.to_json())["given"], states])
+    return hashlib.sha256(content.encode()).hexdigest()[:_LENGTH]
 
 
 def partial_file(final: Path, fingerprint: str) -> Path:
-    """Where `final` grows; those of other jobs are removed."""
-    own = final.with_name(f".{final.name}.{fingerprint}.partial")
+    """The file that `final` is written as until it is whole; those of other jobs are removed."""
+    partial = final.with_name(f".{final.name}.{fingerprint}.partial")
     for other in final.parent.glob(f".{final.name}.{'?' * _LENGTH}.partial"):
-        if other != own:
+        if other != partial:
             other.unlink(missing_ok=True)
-    return own
+    return partial

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.checkpointing import replace_file
 from megatron.data import DataError, IndexedDataset
 from megatron.data.files import sync
-from megatron.data.indexed_dataset import Documents, index_path, publish, write_index
+from megatron.data.indexed_dataset import DocumentBlock, index_path, publish, write_index
 from megatron.data.storage import open_dataset
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
@@ -66,17 +66,19 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
         logger.info(f"{final}: going on after {done} of {len(dataset)} documents")
     share = _TOKENS_AT_ONCE * groups.size("data")
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
-    with ProgressBar(final.name, total, "token", logger, done=int(ends[done]), shown=groups.world_rank == 0) as meter:
+    with ProgressBar(
+        final.name, total, "token", logger, done=int(ends[done]), shown=groups.world_rank == 0
+    ) as progress:
         while done < len(dataset):
             last = max(done + 1, int(np.searchsorted(ends, ends[done] + share, side="right")) - 1)
             texts = [dataset[i].astype(np.int64).tolist() for i in range(done, last)]
             _check_tokens(texts, model, path)
             windows = [_windows(tokens, model.positions) for tokens in texts]
-            told = partial(meter.to_share, int(ends[done]), int(ends[last] - ends[done]))
-            scored = score_texts(model, windows, overlong="refuse", budget=budget, on_progress=told)
+            report = partial(progress.advance_to_share, int(ends[done]), int(ends[last] - ends[done]))
+            scored = score_texts(model, windows, overlong="refuse", budget=budget, on_progress=report)
             on_rank_zero(groups, partial(_append, growing, texts, scored))
             done = last
-            meter.to(int(ends[done]))
+            progress.advance_to(int(ends[done]))
     on_rank_zero(groups, lambda: _finish(growing, final, dataset, fingerprint))
     logger.info(f"{final}: {len(dataset)} documents, {total} log-probabilities")
 
@@ -132,7 +134,7 @@ def _begun(dataset: IndexedDataset, final: Path, fingerprint: str) -> tuple[Path
 
 
 def _finish(growing: Path, final: Path, dataset: IndexedDataset, fingerprint: str) -> None:
-    def documents() -> Iterator[Documents]:
+    def documents() -> Iterator[DocumentBlock]:
         # Boundaries as in the data: empty documents too.
         yield dataset.sizes, np.asarray(dataset.doc_idx[1:])
 

@@ -55,15 +55,15 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
         logger.info(f"{file}: going on after {done} of {total} lines")
     inputs = islice(_lines(args, source), done, None) if groups.world_rank == 0 else iter(())
     budget = forward_budget(model, None if args.eval_batch_size == "auto" else args.eval_batch_size)
-    with ProgressBar("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as meter:
+    with ProgressBar("scoring", total, "line", logger, done=done, shown=groups.world_rank == 0) as progress:
         while done < total:
             texts = on_rank_zero(groups, lambda: _requests(inputs, model, _LINES_AT_ONCE * groups.size("data")))
-            told = partial(meter.to_share, done, len(texts))
-            scored = score_texts(model, texts, overlong=args.eval_overlong, budget=budget, on_progress=told)
+            report = partial(progress.advance_to_share, done, len(texts))
+            scored = score_texts(model, texts, overlong=args.eval_overlong, budget=budget, on_progress=report)
             lines = [_line(*text) for text in zip(texts, scored, strict=True)]
             on_rank_zero(groups, partial(_append, args, growing, lines))
             done += len(texts)
-            meter.to(done)
+            progress.advance_to(done)
     on_rank_zero(groups, lambda: _finish(args, growing, file))
     logger.info(f"{total} lines of scores are in {file}")
 

@@ -1,4 +1,5 @@
-"""Requests as rows of tokens: each context once, followed by what of its continuations has to be run."""
+"""Requests as rows of tokens, for tree attention: each context once, followed by its continuations as
+branches."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,11 @@ SHARED, PADDING = 0, -1
 
 @dataclass
 class TreeRow:
-    """A context and branches, which all see it but not each other.
+    """A context followed by branches, which all see the context but not each other.
 
-    tokens, positions, branches: of each column; branches are SHARED for the context, then 1, 2, .. . wanted:
-    for each column whose logits are needed, its place among them. picks: (request, places, labels): the
-    logits that the tokens of its continuation are read from.
+    tokens, positions, branches: one value a column; branches are SHARED for the context, then 1, 2, .. .
+    wanted: the columns whose logits are needed, each with its place among them. picks: (request, places,
+    labels) of each request: which of the wanted logits its tokens are read from, and the tokens.
     """
 
     tokens: list[int]
@@ -30,7 +31,7 @@ class TreeRow:
         return self.branches[-1] > 1
 
     def begin(self, inputs: Sequence[int], context: int) -> int:
-        """A new branch behind the context; the column of its first token."""
+        """Append a branch behind a context of `context` tokens; the column of its first token."""
         first, number = len(self.tokens), self.branches[-1] + 1
         self.tokens += inputs
         self.positions += range(context, context + len(inputs))
@@ -38,7 +39,7 @@ class TreeRow:
         return first
 
     def read(self, request: int, columns: Sequence[int], labels: Sequence[int]) -> None:
-        """What a request needs: the logits of `columns`, at `labels`."""
+        """Note that a request reads the logits of `columns`, at the tokens `labels`."""
         places = [self.wanted.setdefault(column, len(self.wanted)) for column in columns]
         self.picks.append((request, places, list(labels)))
 
@@ -93,11 +94,11 @@ def _branches(
     inputs: tuple[int, ...] | None = None
     owners: list[tuple[int, Sequence[int]]] = []
     for member in ordered:
-        own = tuple(member[1][:-1])
-        if inputs is None or inputs[: len(own)] != own:
+        member_inputs = tuple(member[1][:-1])
+        if inputs is None or inputs[: len(member_inputs)] != member_inputs:
             if inputs is not None:
                 yield inputs, owners
-            inputs, owners = own, []
+            inputs, owners = member_inputs, []
         owners.append(member)
     if inputs is not None:
         yield inputs, owners

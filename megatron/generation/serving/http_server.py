@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.generation.prompts.files import text_of
+from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import NeoXArgs
 
 TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
@@ -49,7 +49,7 @@ def open_server_socket(args: NeoXArgs) -> ServerSocket:
 def _find_token(args: NeoXArgs) -> str | None:
     if args.serve_token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
-    token = text_of(args, "serve_token_file").strip()
+    token = read_key_file(args, "serve_token_file").strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise args.error("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
     return token

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.inspection.row_lengths import suggested
+from megatron.data.inspection.row_lengths import suggested_length
 from tests.data.samples import DATASET
 from tools.datasets.analyze import main
 
@@ -136,5 +136,5 @@ def test_no_gpu_is_touched(tmp_path: Path):
 
 def test_suggestions():
     lengths = np.array([100] * 95 + [3000] * 5)
-    assert suggested(lengths) == 128 and suggested(lengths[1:]) == 4096, "95 of 100 fit, 94 of 99 do not"
-    assert suggested(np.array([1 << 21])) == 1 << 20
+    assert suggested_length(lengths) == 128 and suggested_length(lengths[1:]) == 4096, "95 of 100 fit, 94 of 99 do not"
+    assert suggested_length(np.array([1 << 21])) == 1 << 20

@@ -8,36 +8,45 @@ import pytest
 
 from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.batch import collate_samples
-from megatron.data.inspection.file_groups import Column, find_columns
+from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import terminal, visible
-from megatron.data.inspection.samples import KINDS, PADDING, TRAINED, Documents, Part, Rows, grouped, spans
+from megatron.data.inspection.samples import (
+    KINDS,
+    PADDING,
+    TRAINED,
+    DisplayedPart,
+    PackedRows,
+    StoredDocuments,
+    group_pairs,
+    text_spans,
+)
 from megatron.data.inspection.statistics import FITS, dataset_stats, histogram, table
 from megatron.tokenizer import HFTokenizer
-from megatron.tokenizer.others import SPMTokenizer
+from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset
 
 CHAT = DATASET / "chat_kto_conversation_document"
 HF = HFTokenizer(TOKENIZER)
 
 
-def text_of(part: Part, tokenizer) -> str:
-    return "".join(span.text for span in spans(part, tokenizer))
+def text_of(part: DisplayedPart, tokenizer) -> str:
+    return "".join(span.text for span in text_spans(part, tokenizer))
 
 
 def test_columns_are_found():
     def names(prefix: str) -> list[tuple[str, bool, bool]]:
-        return [(c.name, c.label is not None, c.reward is not None) for c in find_columns(DATASET / prefix)]
+        return [(c.name, c.label is not None, c.reward is not None) for c in find_file_groups(DATASET / prefix)]
 
     assert names("corpusA_text_document") == names("corpusA_text_document.bin") == [("text", False, False)]
     assert names("chat_kto") == [("conversation", True, True)]
     assert names("instruct") == [("text", True, False)], "preprocess_data_with_mask.py names labels without the key"
     pair = [("chosen", True, False), ("rejected", True, False)]
     assert names("pairs_chosen_document") == names("pairs_rejected_document") == pair
-    assert [len(group) for group in grouped(find_columns(DATASET / "pairs_chosen_document"))] == [2]
+    assert [len(group) for group in group_pairs(find_file_groups(DATASET / "pairs_chosen_document"))] == [2]
 
 
 def test_documents_are_shown_whole():
-    source = Documents(find_columns(CHAT))
+    source = StoredDocuments(find_file_groups(CHAT))
     labels, rewards = (np.fromfile(f"{CHAT}".replace("_document", f"_{kind}_document.bin"), "<i4") for kind in
                        ("label", "reward"))  # fmt: skip
     text = IndexedDataset(CHAT)
@@ -48,10 +57,10 @@ def test_documents_are_shown_whole():
         start = int(text.pointers[index]) // 4
         of = labels[start : start + len(text[index])]
         assert view.count(TRAINED) == (of != -100).sum()
-        trained = "".join(span.text for span in spans(part, HF) if span.kind == "trained")
+        trained = "".join(span.text for span in text_spans(part, HF) if span.kind == "trained")
         assert trained == HF.detokenize(of[of != -100]) + ("<|endoftext|>" if of[-1] != -100 else "")
-        assert [span.first for span in spans(part, HF)][0] == 0
-        assert sum(span.tokens for span in spans(part, HF)) == len(text[index])
+        assert [span.first for span in text_spans(part, HF)][0] == 0
+        assert sum(span.tokens for span in text_spans(part, HF)) == len(text[index])
 
 
 def test_text_survives_being_cut_into_spans(tmp_path: Path):
@@ -66,10 +75,10 @@ def test_text_survives_being_cut_into_spans(tmp_path: Path):
         ids = np.array(tokenizer.tokenize(text))
         for cut in range(1, len(ids)):
             kinds = np.where(np.arange(len(ids)) < cut, 0, 1)
-            shown = text_of(Part("document 0", ids, kinds), tokenizer)
+            shown = text_of(DisplayedPart("document 0", ids, kinds), tokenizer)
             assert "\ufffd" in shown or shown == text, cut
-    foreign = Part("document 0", np.array([HF.eod, 380, -1]), np.zeros(3, int))
-    assert [span.text for span in spans(foreign, HF)] == [
+    foreign = DisplayedPart("document 0", np.array([HF.eod, 380, -1]), np.zeros(3, int))
+    assert [span.text for span in text_spans(foreign, HF)] == [
         "<|endoftext|>", "<380: not in the vocabulary>", "<-1: not in the vocabulary>",
     ]  # fmt: skip
 
@@ -77,8 +86,8 @@ def test_text_survives_being_cut_into_spans(tmp_path: Path):
 @pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked", "best_fit"])
 def test_rows_are_what_is_trained(pack_impl: str):
     """Against the batch the model is given."""
-    column = find_columns(CHAT)[0]
-    rows = Rows(column, 300, pack_impl, seed=7)
+    column = find_file_groups(CHAT)[0]
+    rows = PackedRows(column, 300, pack_impl, seed=7)
     for index in range(len(rows)):
         (view,) = rows[index]
         kinds = np.concatenate([part.kinds for part in view.parts])
@@ -93,13 +102,13 @@ def test_rows_are_what_is_trained(pack_impl: str):
 
 def test_rows_begin_where_documents_do(tmp_path: Path):
     write_dataset(tmp_path / "x_document", [5, 3, 4])
-    (view,) = Rows(Column("x", str(tmp_path / "x_document")), 11, "packed", seed=1)[0]
+    (view,) = PackedRows(FileGroup("x", str(tmp_path / "x_document")), 11, "packed", seed=1)[0]
     assert sorted(len(part.tokens) for part in view.parts) == [3, 4, 5]
     assert "".join(sorted(part.name for part in view.parts)) == "document 0document 1document 2"
 
 
 def test_terminal():
-    (view,) = Documents(find_columns(CHAT))[0]
+    (view,) = StoredDocuments(find_file_groups(CHAT))[0]
     plain = terminal(view, HF, colour=False)
     assert plain.startswith("━━ document 0 · 174 tokens · 75 trained, 99 masked · reward 1\n")
     assert "── document 0, positions 0–173\n[system] The quiet copper" in plain and "«<|endoftext|>»" in plain
@@ -110,7 +119,7 @@ def test_terminal():
 
 
 def test_stats(tmp_path: Path):
-    stats = dataset_stats(find_columns(CHAT)[0], HF.special_tokens)
+    stats = dataset_stats(find_file_groups(CHAT)[0], HF.special_tokens)
     text, labels = (
         np.fromfile(f"{name}.bin", "<i4") for name in (CHAT, f"{CHAT}".replace("_document", "_label_document"))
     )
@@ -128,7 +137,7 @@ def test_stats(tmp_path: Path):
     with IndexedDatasetWriter(tmp_path / "x_label_document", np.int32) as writer:
         for i, document in enumerate(documents):
             writer.add_document(np.array(document if i % 2 else [-100] * len(document), np.int32))
-    stats = dataset_stats(find_columns(tmp_path / "x_document")[0], {})
+    stats = dataset_stats(find_file_groups(tmp_path / "x_document")[0], {})
     assert (stats.documents, stats.empty, stats.duplicates, stats.untrained_documents) == (8, 1, 1, 4)
     assert Counter(stats.lengths.tolist()) == Counter(map(len, documents))
     row = stats.packing[FITS.index(1024)]

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.data import DataError, IndexedDatasetWriter
 from megatron.data.indexed_dataset import check_boundaries
-from megatron.data.inspection.file_groups import find_columns
-from megatron.data.inspection.verify import Checked, blocks, verify
+from megatron.data.inspection.file_groups import find_file_groups
+from megatron.data.inspection.verify import VerifiedDataset, blocks, verify
 from tests.data.samples import DATASET, TOKENIZER
 
 TOOL = Path(__file__).parents[3] / "tools" / "datasets" / "verify.py"
@@ -30,8 +30,8 @@ def chat(tmp_path: Path) -> Path:
     return tmp_path / TEXT
 
 
-def checked(prefix: Path, vocab_size: int | None = 380) -> list[Checked]:
-    return [found for column in find_columns(prefix) for found in verify(column, vocab_size)]
+def checked(prefix: Path, vocab_size: int | None = 380) -> list[VerifiedDataset]:
+    return [found for column in find_file_groups(prefix) for found in verify(column, vocab_size)]
 
 
 def poke(file: Path, offset: int, kind: str, value: int) -> None:

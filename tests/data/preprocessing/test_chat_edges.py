@@ -6,7 +6,9 @@ from datetime import date
 import pytest
 
 from megatron.data import DataError
-from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
+from megatron.data.preprocessing.chat_documents import encode_rows
+from megatron.data.preprocessing.chat_options import ChatOptions
+from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from tests.data.preprocessing.chat_tokenizers import (
     ADDED,

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset
-from megatron.data.preprocessing.chat_rows import ChatOptions, encode_rows, prepare
+from megatron.data.preprocessing.chat_documents import encode_rows
+from megatron.data.preprocessing.chat_options import ChatOptions
+from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import preprocess_data_with_chat_template as tool

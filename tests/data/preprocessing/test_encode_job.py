@@ -75,7 +75,7 @@ def test_the_golden_lazy_file_holds_our_tokens_in_twice_the_bytes(tmp_path: Path
 
 
 def test_many_chunks_keep_their_order_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron.data.preprocessing.readers.CHUNK_BYTES", 500)
+    monkeypatch.setattr("megatron.data.preprocessing.shards.CHUNK_BYTES", 500)
     inputs = [DATASET / "corpusA.jsonl", DATASET / "corpusB.jsonl"]
     for workers in (1, 2, 3):
         run(inputs, tmp_path / str(workers), workers=workers, tokenizer=BPE, append_eod=True)

@@ -16,9 +16,10 @@ from huggingface_hub import DatasetCard, DatasetCardData
 from pyarrow import parquet
 
 from megatron.data import DataError
-from megatron.data.preprocessing import EncodeJob, readers
+from megatron.data.preprocessing import EncodeJob, shards
 from megatron.data.preprocessing.inputs import resolve
 from megatron.data.preprocessing.job_runner import preprocess
+from megatron.data.preprocessing.shards import row_texts
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import ROOT, TOKENIZER
 from tools.datasets import convert
@@ -30,7 +31,7 @@ SPLITS = {"train": range(13), "validation": range(13, 15), "test": range(15, 20)
 
 def read(*inputs: Path | str, **options) -> list[str]:
     shards = [shard for file in resolve(inputs, **options) for shard in file.shards(("text",))]
-    return [readers.texts_of(row, ("text",))[0] for shard in shards for row in shard.rows()]
+    return [row_texts(row, ("text",))[0] for shard in shards for row in shard.rows()]
 
 
 def texts(split: str) -> list[str]:
@@ -216,7 +217,7 @@ def test_shards_of_any_name_are_splits_where_a_card_lies_beside_data(tmp_path: P
 @pytest.mark.parametrize("split", ["train[3:11]", "train[:1]", "train[-1:]", "train[45%:55%]", "train[2:3]+train[7:9]"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow"])
 def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     for i, rows in enumerate((range(9), range(9, 20))):
         file, part = tmp_path / f"{i}.{kind}", WHOLE.select(rows)
         match kind:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset
-from megatron.data.preprocessing import EncodeJob, job_runner, preprocess, readers
+from megatron.data.preprocessing import EncodeJob, job_runner, preprocess, shards
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, ROOT, TOKENIZER, write_dataset
 
@@ -41,10 +41,10 @@ import sys
 from megatron.data.preprocessing import EncodeJob
 from megatron.data.preprocessing import job_runner
 from megatron.data.preprocessing import preprocess
-from megatron.data.preprocessing import readers
+from megatron.data.preprocessing import shards
 from megatron.tokenizer import make_tokenizer
 
-readers.CHUNK_BYTES, job_runner.JOURNAL_SECONDS = 2000, 0.02
+shards.CHUNK_BYTES, job_runner.JOURNAL_SECONDS = 2000, 0.02
 print("start", flush=True)
 job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), append_eod=True)
 preprocess([sys.argv[1]], [sys.argv[2]], job, workers=2, metadata_file=sys.argv[2] + ".json")
@@ -76,7 +76,7 @@ def test_killed_at_ten_moments_and_still_the_same_bytes(tmp_path: Path):
 
 def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The process ends, without a word, at the n-th change of the file system, for every n."""
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     monkeypatch.setattr(job_runner, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and no matter where only a process ends
     source = corpus(tmp_path / "a.jsonl", 20)
@@ -125,7 +125,7 @@ def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_another_job_does_not_go_on_from_an_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     source = corpus(tmp_path / "a.jsonl", 40)
     source.write_text(source.read_text() + "bad\n")
     for job in (CHAR, EncodeJob(make_tokenizer, ("CharLevelTokenizer",))):
@@ -156,7 +156,7 @@ def test_two_at_once_on_one_output(tmp_path: Path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 30)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 30)
     bad = [b'{"text": "cut', b'{"n": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": 5}']
     good = [b'{"text": "one"}', b'{"text": "two"}']
     lines = [good[0], *bad[:3], b"", good[1], *bad[3:]]
@@ -211,7 +211,7 @@ def test_what_holds_no_text_is_counted(tmp_path: Path):
 
 
 def test_a_damaged_file_is_not_said_to_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     source = tmp_path / "a.jsonl.gz"
     whole = corpus(tmp_path / "a.jsonl", 40)
     source.write_bytes(gzip.compress(whole.read_bytes())[:-20])
@@ -243,7 +243,7 @@ def test_keys_stay_in_step(tmp_path: Path):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_and_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     source, usage = corpus(tmp_path / "a.jsonl", 40), namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10))
     with pytest.raises(DataError, match=f"{tmp_path}: disk full: about .* GB more needed, 1e-08 GB free$"):
@@ -254,7 +254,7 @@ def test_a_disk_that_is_too_small_is_refused_before_and_on_the_way(tmp_path: Pat
         preprocess([source], [tmp_path / "x"], CHAR)
     assert not list(tmp_path.glob("x*"))
     monkeypatch.undo()
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     assert preprocess([source], [tmp_path / "x"], CHAR).progress.resumed == 2
 
 

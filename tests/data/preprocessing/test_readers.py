@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatron.data import DataError
-from megatron.data.preprocessing import readers
+from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.inputs import resolve
+from megatron.data.preprocessing.shards import row_texts
 
 ROWS = [{"text": f'row {i}, "quoted",\nsecond line ü {i * "x"}', "n": i} for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -27,7 +28,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 def read(*inputs: Path | str, key: str = "text", **options) -> list[str]:
     """All texts under `key`, whatever holds them."""
     shards = [shard for file in resolve(inputs, **options) for shard in file.shards((key,))]
-    return [readers.texts_of(row, (key,))[0] for shard in shards for row in shard.rows()]
+    return [row_texts(row, (key,))[0] for shard in shards for row in shard.rows()]
 
 
 def _csv(delimiter: str) -> bytes:
@@ -105,7 +106,7 @@ CONTENT["a.tar.gz"] = gzip.compress(_tar({"part.jsonl": LINES[:SPLIT], "rest.jso
 @pytest.mark.parametrize("chunk", [100, 1 << 20])
 @pytest.mark.parametrize("name", CONTENT)
 def test_the_same_rows_from_every_kind(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     (tmp_path / name).write_bytes(CONTENT[name])
     assert read(tmp_path / name) == [row["text"] for row in ROWS]
 
@@ -113,7 +114,7 @@ def test_the_same_rows_from_every_kind(name: str, chunk: int, tmp_path: Path, mo
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(texts=st.lists(st.text(max_size=30), max_size=12), chunk=st.integers(1, 90), array=st.booleans())
 def test_any_cut_into_shards_loses_and_doubles_nothing(texts, chunk, array, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     rows = [{"text": text} for text in texts]
     content = json.dumps(rows) if array else "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "a.json").write_text(content, encoding="utf-8", newline="")
@@ -178,7 +179,7 @@ def test_behind_a_bad_element_an_array_goes_on(bad: bytes, tmp_path: Path):
     texts, problems = [], []
     for row in (row for file in resolve([tmp_path / "a.json"]) for shard in file.shards(None) for row in shard.rows()):
         try:
-            texts += readers.texts_of(row, ("text",))
+            texts += row_texts(row, ("text",))
         except DataError as problem:
             problems.append(str(problem))
     assert texts == (["a", "d", "b"] if b'"d"' in bad else ["a", "b"])
@@ -200,7 +201,7 @@ def test_a_missing_column_and_missing_files_are_named(tmp_path: Path):
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1 << 20])
 def test_the_line_number_is_right_in_every_shard(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     content = b"".join(b'{"text": "good line"}\n' * 3 + b"\n" + b"bad\n" for _ in range(3))
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))

@@ -1,0 +1,66 @@
+"""What is made of rows of chat data: the options of `tools/datasets/preprocess_data_with_chat_template.py`."""
+
+from dataclasses import dataclass
+
+from megatron.data.errors import DataError
+
+OVERLONG = ("refuse", "drop", "truncate_left", "truncate_right", "split")
+UNTRAINED = ("refuse", "keep")
+SCOPES = ("completion", "all_assistant", "last_turn")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What to make of a row.
+
+    keys: columns, each a document of its own. scope: one of SCOPES; None: completion after a prompt, else
+    all_assistant. mask: label only what the model writes. for_rm: label only the last token. maps: (role, text with
+    {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG. untrained: of UNTRAINED.
+    """
+
+    keys: tuple[str, ...] = ("conversation",)
+    role: str = "assistant"
+    scope: str | None = None
+    mask: bool = True
+    for_rm: bool = False
+    reward_key: str | None = None
+    binary_reward: bool = False
+    system: str | None = None
+    maps: tuple[tuple[str, str], ...] = ()
+    ftfy: bool = False
+    max_length: int | None = None
+    overlong: str = "refuse"
+    untrained: str = "refuse"
+
+    @property
+    def only_last(self) -> bool:
+        return self.scope == "last_turn"
+
+    @property
+    def all_turns(self) -> bool:
+        return self.scope == "all_assistant"
+
+    def check(self) -> None:
+        """Raise DataError for what cannot be asked together."""
+        several = len(self.keys) > 1 or self.reward_key is not None
+        for wrong, message in (
+            (self.binary_reward and self.reward_key is None, "--binary-reward needs --reward-key"),
+            (self.for_rm and not self.mask, "--for-rm and --no-mask exclude each other"),
+            (
+                self.scope is not None and (self.for_rm or not self.mask),
+                "--loss-scope and --only-last need a mask: no --for-rm, no --no-mask",
+            ),
+            (self.maps and len(self.keys) > 1, "--map makes one conversation a row; give one name in --jsonl-keys"),
+            (self.max_length is not None and self.max_length < 2, "--max-length: at least 2 tokens"),
+            (self.overlong != "refuse" and self.max_length is None, f"--overlong {self.overlong} needs --max-length"),
+            (
+                self.overlong == "split" and several,
+                "--overlong split: several keys, or rewards, must stay side by side",
+            ),
+            (
+                self.for_rm and self.overlong in ("truncate_right", "split"),
+                f"--overlong {self.overlong} cuts off the last token, which --for-rm is about",
+            ),
+        ):
+            if wrong:
+                raise DataError(message)

@@ -1,0 +1,60 @@
+"""Streams of compressed files: gzip and zstd."""
+
+import gzip
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from megatron.data.errors import DataError
+from megatron.neox_arguments.optional_packages import import_optional
+
+COMPRESSED = (".gz", ".zst")
+ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousands of times as many
+
+
+class _ZstdReader(io.RawIOBase):
+    """All frames of a zstd stream, unpacked. The package's own reader takes a frame without its end as whole."""
+
+    def __init__(self, packed: IO[bytes], new_frame: Callable[[], Any]):
+        self.packed, self.new_frame = packed, new_frame
+        self.frame: Any = None
+        self.block, self.unpacked = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self.unpacked:
+            if self.frame is not None and self.frame.eof:
+                self.block, self.frame = self.frame.unused_data, None
+            self.block = self.block or self.packed.read(ZSTD_BYTES)
+            if not self.block:
+                if self.frame is not None:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self.frame = self.frame or self.new_frame()
+            self.unpacked, self.block = memoryview(self.frame.decompress(self.block)), b""
+        size = min(len(buffer), len(self.unpacked))
+        buffer[:size], self.unpacked = self.unpacked[:size], self.unpacked[size:]
+        return size
+
+
+@contextmanager
+def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]:
+    """The content of a file. compression: `.gz`, `.zst` or "" for none.
+
+    Raises DataError for damaged zstd data, and where the zstandard package is missing.
+    """
+    if compression == ".gz":
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield stream
+    elif compression == ".zst":
+        missing = DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)")
+        zstandard = import_optional("zstandard", missing)
+        try:
+            yield io.BufferedReader(_ZstdReader(raw, zstandard.ZstdDecompressor().decompressobj), ZSTD_BYTES)
+        except zstandard.ZstdError as problem:
+            raise DataError(f"{source}: damaged or cut off ({problem})") from problem
+    else:
+        yield raw
