@@ -89,6 +89,7 @@ rates = [row["train/learning_rate"] for row in rows[-2:]]
 assert abs(rates[1] / rates[0] - (2 / 3) ** 0.5) < 1e-9, rates
 """,
     "Add an lm-eval task": TRAIN + 'assert "eval_tasks/shipped_opposites_acc" in rows[-1], rows[-1]\n',
+    "Add a callback": TRAIN + 'assert rows[-1]["validation/waited"] == 0, rows\n',
     "Add an engine": TRAIN + 'assert "engine: bare torch" in LOG()\n',
     "Add a launcher": """
 import os, subprocess
