@@ -35,7 +35,7 @@ print(base, peak())
 
 
 def begin(folder: Path, options: argparse.Namespace) -> Any:
-    """The run up to its first step."""
+    """Set the run up to its first step."""
     from megatron.launch import process_info
     from megatron.neox_arguments import load
     from megatron.training import start
@@ -55,7 +55,7 @@ def begin(folder: Path, options: argparse.Namespace) -> Any:
 
 
 def measure(training: Any, saves: int) -> dict[str, list[float]]:
-    """Seconds: of saves of both kinds, of their writing, of steps beside it and alone."""
+    """Measure the seconds of saves of both kinds, of their writing, and of steps beside it and alone."""
     from megatron.training.loop import batches_of
 
     found: dict[str, list[float]] = {
@@ -87,7 +87,7 @@ def measure(training: Any, saves: int) -> dict[str, list[float]]:
 
 
 def reshard(source: Path, target: Path, tensor_size: int) -> tuple[float, float]:
-    """(seconds, GB of memory beyond what the program itself takes)."""
+    """Reshard; returns seconds and GB of memory beyond what the program itself takes."""
     begun = time.monotonic()
     command = [sys.executable, "-c", RESHARD, "--input_dir", str(source), "--output_dir", str(target)]
     done = subprocess.run([*command, "--tp", str(tensor_size)], cwd=ROOT, capture_output=True, text=True)

@@ -29,7 +29,7 @@ VOCAB = 16384
 
 
 def model(hidden: int, layers: int) -> dict[str, Any]:
-    """config.json of a LLaMA with grouped queries."""
+    """The config.json of a LLaMA with grouped queries."""
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 256,
@@ -38,7 +38,7 @@ def model(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: dict[str, Any], precision: str) -> tuple[int, int]:
-    """The model in `folder`; (bytes of all of it, of its largest layer)."""
+    """Write the model to `folder`; returns the bytes of all of it and of its largest layer."""
     import torch
 
     from megatron.checkpointing.families import from_hf, hf_shapes

@@ -55,7 +55,7 @@ def theirs(size: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def ours(model: Any) -> Model:
-    """The same weights."""
+    """Our model with the same weights."""
     config = model.config.to_dict()
     keys, tensors = from_hf(config, model.state_dict().__getitem__, padded_vocab_size=config["vocab_size"])
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[model.dtype]

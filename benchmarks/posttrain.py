@@ -65,14 +65,14 @@ class Turn(NamedTuple):
 
 
 def law(count: int, median: float, sigma: float, z: np.ndarray) -> np.ndarray:
-    """Lengths `[count]`: the quantiles of a log-normal, in the order of z."""
+    """Lengths `[count]` that are the quantiles of a log-normal distribution, in the order of z."""
     normal = statistics.NormalDist()
     values = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
     return np.maximum(1, np.round(median * np.exp(sigma * values[z.argsort().argsort()])))
 
 
 def pairs_of(count: int, scale: int, vocab: int) -> list[Pair]:
-    """Random ids. The two answers' lengths have a correlation of 0.8."""
+    """Pairs of random ids, whose two answers have lengths with a correlation of 0.8."""
     random = np.random.default_rng(0)
     sigma = float(np.log(P95 / MEDIAN)) / statistics.NormalDist().inv_cdf(0.95)
     z = random.standard_normal((3, count))
@@ -163,7 +163,7 @@ def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: 
 
 
 def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) -> Turn:
-    """As train.py runs it."""
+    """Train as train.py does."""
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
@@ -274,7 +274,7 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
 
 
 def wait(device: str) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -326,7 +326,7 @@ def check(found: dict[str, list[Turn]], precision: str) -> None:
 
 
 def arithmetic(name: str, turn: Turn, pairs: list[Pair], shape: dict[str, int]) -> tuple[float, float]:
-    """FLOP a pair of the products with weights: in steps, and with the reference. A backward pass counts as two
+    """The FLOP per pair of the products with weights: in steps, and with the reference. A backward pass counts as two
     forward ones; TRL's head takes trained tokens alone."""
     blocks, head = products(shape)
     places = turn.tokens / (1 - turn.padding)
@@ -388,7 +388,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, the shape filled in."""
+    """Parse the command line and fill in the shape."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")

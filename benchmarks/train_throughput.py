@@ -50,14 +50,17 @@ Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
 
 
 class Round(NamedTuple):
-    """One contestant's turn. seconds: of a step; ceiling: FLOP/s of the matrix product measured just before."""
+    """One turn of a contestant. seconds: of a step; ceiling: FLOP/s of the matrix product measured just before it."""
 
     seconds: float
     ceiling: float
 
 
 class ThroughputRow(NamedTuple):
-    """Medians over rounds. *_flops: a second; of_ceiling: share of the round's ceiling; beside_bare: speed."""
+    """A contestant's medians over rounds.
+
+    *_flops: FLOP/s; of_ceiling: share of the round's ceiling; beside_bare: speed relative to the bare loop.
+    """
 
     name: str
     seconds: float
@@ -156,7 +159,7 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
 
 
 def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:
-    """The same shape and loop with transformers' model, and its number of parameters."""
+    """A step of the same shape and loop with transformers' model, and its number of parameters."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {
@@ -211,7 +214,7 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -259,7 +262,7 @@ def measure(
 
 
 def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[ThroughputRow]:
-    """Medians; the comparisons are made within rounds first."""
+    """The medians of each contestant; comparisons are made within rounds first."""
     from megatron.training.metrics.flops import model_flops, neox_flops
 
     tokens, flops, neox = args.train_batch_size * args.seq_length, model_flops(args), neox_flops(args, 3)
@@ -287,7 +290,7 @@ def table(rows: list[ThroughputRow]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, shapes filled in."""
+    """Parse the command line and fill in the shapes."""
     has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")

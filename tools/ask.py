@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def typed() -> Iterator[str]:
-    """Lines of standard input up to the first empty one."""
+    """Read a question from standard input: its lines up to the first empty one."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("question >>> ")
@@ -66,7 +66,7 @@ def typed() -> Iterator[str]:
 
 
 def beside(left: str, right: str, width: int) -> str:
-    """Two texts in columns of a line of `width` characters."""
+    """Two texts side by side in two columns of a terminal that is `width` characters wide."""
     column = max(20, (width - 3) // 2)
     columns = [
         [part for line in text.splitlines() or [""] for part in textwrap.wrap(line, column) or [""]]
@@ -77,7 +77,7 @@ def beside(left: str, right: str, width: int) -> str:
 
 
 def shown(question: str, names: Sequence[str], answers: Sequence[str], width: int) -> str:
-    """A question and the answers to it, for a person."""
+    """A question and its answers as text for a person."""
     if len(answers) == 1:
         return f"> {question}\n{answers[0]}\n"
     head, texts = (beside(left, right, width) for left, right in (names, answers))
@@ -86,7 +86,7 @@ def shown(question: str, names: Sequence[str], answers: Sequence[str], width: in
 
 
 def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Sequence[Completion]") -> str:
-    """The same for a program."""
+    """A question and its answers as JSON for a program."""
     told = [
         {"model": model.name, "answer": one.text, "tokens": len(one.tokens), "finished": one.finished}
         for model, one in zip(models, answers, strict=True)
@@ -95,7 +95,7 @@ def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Seque
 
 
 def run(options: argparse.Namespace) -> None:
-    """Answer what was given, else what is typed."""
+    """Answer the questions of the command line, or else those that are typed."""
     from torch.distributed import destroy_process_group
 
     from megatron.generation import SamplingParams
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run the command; returns its exit code."""
     options = parse(argv)
     from megatron.neox_arguments import UserError
 

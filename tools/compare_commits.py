@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _results(commit: str, names: list[str], jobs: int) -> dict[str, Any]:
-    """What each run of a commit gave; from the cache where it is known."""
+    """The results of each run of a commit, from the cache where they are known."""
     digest = _git("rev-parse", f"{commit}^{{commit}}")
     asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     cache = ROOT / ".cache" / "compare_commits" / f"{digest[:12]}-{asked}.json"
@@ -134,7 +134,7 @@ def _git(*words: str) -> str:
 
 
 def _make_pairs(folder: Path) -> Path:
-    """Preferences for even tokens over odd ones."""
+    """Write pairs whose chosen responses have even tokens and whose rejected ones have odd tokens."""
     from megatron.data import IndexedDatasetWriter
 
     folder.mkdir()
@@ -152,7 +152,7 @@ def _make_pairs(folder: Path) -> Path:
 
 
 def _train(tree: Path, folder: Path, name: str, pairs: Path) -> dict[str, Any]:
-    """One run as typed: its lines of metrics and the digests of its checkpoint."""
+    """Train one run as a user types it; returns its lines of metrics and the digests of its checkpoint."""
     layout, objective = name.split()
     ranks, keys = LAYOUTS[layout]
     values = {**COMMON, **OBJECTIVES[objective], **keys}
@@ -181,7 +181,10 @@ def _kept(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digests(path: Path) -> str:
-    """Of all tensors of a file, with their places in it. Files of our own run: they may hold DeepSpeed's classes."""
+    """The digests of all tensors of a file by their keys.
+
+    The file is of our own run, so it may hold DeepSpeed's classes.
+    """
     total = hashlib.sha256()
     for place, tensor in _tensors("", torch.load(path, map_location="cpu", weights_only=False)):
         total.update(f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -62,14 +62,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def taken_over(args: NeoXArgs) -> dict[str, Any]:
-    """The keys of a finished run that the next one has too."""
+    """The keys of a finished run that the next run takes over."""
     keys = keys_of(NeoXArgs)
     given = {name: value for name, value in thaw(args.given).items() if name in keys and name not in _LEFT}
     return {name: value for name, value in given.items() if keys[name].owner in _TAKEN and value is not None}
 
 
 def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
-    """What the recipe says, on two prefixes of tokenised conversations; the checkpoint's optimizer at its rate."""
+    """The keys of supervised fine-tuning as the recipe has them.
+
+    Its data are two prefixes of tokenised conversations; the checkpoint's optimizer goes on at its learning rate.
+    """
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
     if args.given.get("optimizer"):
         own = thaw(args.given["optimizer"])
@@ -79,7 +82,7 @@ def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> 
 
 
 def write(options: argparse.Namespace) -> Path:
-    """The file that the options ask for. Raises CheckpointError, ConfigError."""
+    """Write the configuration that the options ask for. Raises CheckpointError, ConfigError."""
     name = f"sft_dolci_mcqa_instruct_{options.filtering}_{options.variant}"
     target = options.output_dir / f"{name}.yml"
     if not re.fullmatch(r"[\w.+-]+", options.variant):

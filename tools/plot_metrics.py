@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """(consumed tokens, values) of the rows that have `name`."""
+    """The consumed tokens and the values of the rows of a metrics file that have the metric `name`."""
     chosen = [row for row in rows if name in row]
     return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
 

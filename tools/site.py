@@ -9,7 +9,10 @@ from megatron.launch.site import site_variables
 
 
 def site_defaults(parser: argparse.ArgumentParser | None = None) -> dict[str, str]:
-    """The site's variables; empty without one. A site that cannot be read ends the command with one line."""
+    """The variables of the site that NEOX_SITE names; {} without one.
+
+    A site that cannot be read ends the command with a line of text.
+    """
     try:
         return site_variables()
     except LaunchError as problem:

@@ -65,8 +65,8 @@ def choose(built_with: Nccl | None, site: Nccl | None) -> NcclChoice:
 
 
 def own_nccl() -> Nccl | None:
-    """torch's: the library that its wheel brought, else what it says it was built with; None without torch or
-    CUDA."""
+    """torch's own NCCL: the library that its wheel brought, else what it says it was built with; None without
+    torch or CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None
@@ -89,8 +89,8 @@ def own_nccl() -> Nccl | None:
 
 
 def site_nccl(env: Mapping[str, str]) -> Nccl | None:
-    """This machine's: that of NCCL_LIBRARY, of LD_PRELOAD, or the first on LD_LIBRARY_PATH, where modules put
-    it.
+    """This machine's NCCL: that of NCCL_LIBRARY, of LD_PRELOAD, or the first on LD_LIBRARY_PATH, where
+    modules put it.
 
     Raises LaunchError where NCCL_LIBRARY names no file.
     """

@@ -80,7 +80,8 @@ def plan(
 
 
 def _launcher(args: "NeoXArgs") -> str:
-    """GPT-NeoX's two switches say the same as the key."""
+    """The launcher that is asked for, by its key or by one of GPT-NeoX's two switches. Raises LaunchError for
+    both."""
     if args.deepspeed_slurm and args.deepspeed_mpi:
         raise LaunchError("deepspeed_slurm and deepspeed_mpi are both true; one of them starts the ranks")
     return "slurm" if args.deepspeed_slurm else "openmpi" if args.deepspeed_mpi else args.launcher
@@ -102,7 +103,7 @@ def _local_nodes(args: "NeoXArgs", listed: Sequence[Node], env: Mapping[str, str
 
 
 def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, env: Mapping[str, str]) -> Run:
-    """This machine among several on which the same line is typed."""
+    """The run on this machine among several on which the same line is typed."""
     count, devices = choose_ranks(_gpus(args, env), manual.ranks, manual.include, manual.exclude)
     nodes = list(manual.nodes)
     if len(nodes) == 1:
@@ -117,7 +118,8 @@ def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, e
 def _over_hosts(
     run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]
 ) -> Run:
-    """Other machines, reached over ssh or by MPI."""
+    """The run on other machines, which are reached over ssh or by MPI. Raises LaunchError for other
+    launchers."""
     if launcher in ("slurm", "torchrun"):
         where = (
             "inside sbatch or salloc"

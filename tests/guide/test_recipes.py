@@ -59,7 +59,7 @@ from megatron.objectives import loss_function
 assert loss_function("normal", "focal")(torch.tensor(0.5).log()).isclose(torch.tensor(0.5).log() * -0.25)
 """,
     "Add a preference loss": """
-from tests.training.test_pairs_train import pairs
+from tests.training.preference.test_pairs_train import pairs
 from tests.training import runs
 for key in ("data_path", "split", "eod_mask_loss"):
     del runs.BASE[key]

@@ -23,7 +23,7 @@ NAME = "convert_hf_to_neox.py"
 
 
 def parser(names: str) -> argparse.ArgumentParser:
-    """names: the default of --names."""
+    """The command line; names: the default of --names."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--hf-model", required=True, help="a folder, or ORG/NAME on the Hub")
     made.add_argument("--revision", help="branch, tag or commit on the Hub")
@@ -46,7 +46,7 @@ def parser(names: str) -> argparse.ArgumentParser:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """The function under every command of this name. Raises CheckpointError, ConfigError."""
+    """Convert as the options say; every command of this name calls it. Raises CheckpointError, ConfigError."""
     import torch
 
     from megatron.checkpointing import CheckpointError

@@ -37,7 +37,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> "LogitComparison | None":
-    """How near the result is. Raises CheckpointError, ConfigError."""
+    """Convert as the options say; returns the comparison of logits, None without a check.
+
+    Raises CheckpointError, ConfigError.
+    """
     import torch
 
     from megatron.checkpointing.huggingface import export_hf

@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Raises CheckpointError, ConfigError."""
+    """Convert as the options say. Raises CheckpointError, ConfigError."""
     from megatron.checkpointing.huggingface import HFFolder, export_hf, is_hf
     from megatron.checkpointing.huggingface.raw_llama import write_raw
 

@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Raises CheckpointError, ConfigError."""
+    """Convert as the options say. Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.huggingface import import_hf
     from megatron.checkpointing.huggingface.folder import read_json

@@ -20,7 +20,7 @@ PRECISIONS = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "floa
 
 
 def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
-    """--input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: what that is, for the help."""
+    """Add --input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: the help of the last."""
     parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="a global_stepN, or their folder")
     parser.add_argument("--iteration", type=int, help="which one of --input_dir; unset: the one `latest` names")
     parser.add_argument(
@@ -33,7 +33,7 @@ def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def add_names_flag(parser: argparse.ArgumentParser, default: str | None, words: str) -> None:
-    """--names; words: what the default is."""
+    """Add --names; words: the default in words, for its help."""
     told = "; ".join(f"{name}: {whose}" for name, whose in WEIGHT_NAMINGS.items())
     parser.add_argument("--names", choices=WEIGHT_NAMINGS, default=default, help=f"of the weights. {told} ({words})")
 
@@ -54,18 +54,21 @@ def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "CheckpointD
 
 
 def progress(layers: Iterable[int], count: int) -> Iterable[int]:
-    """The layers, with a bar on a terminal."""
+    """The layers, with a progress bar on a terminal."""
     return tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None)
 
 
 def place(text: str) -> Path | str:
-    """A folder, or the address of a remote one."""
+    """A value of the command line as a path, or as it is where it is the address of a remote folder."""
     return text if is_remote(text) else Path(text)
 
 
 @contextmanager
 def local(options: argparse.Namespace, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Iterator[None]:
-    """Remote folders among these options are local ones inside: fetched before, sent after. Raises CheckpointError."""
+    """Within the context the named options hold local folders where they were remote addresses.
+
+    Folders in `reads` are downloaded before, those in `writes` uploaded after. Raises CheckpointError.
+    """
     from megatron.checkpointing.remote_staging import local_copy, upload_on_exit
 
     given = {name: getattr(options, name) for name in (*reads, *writes)}

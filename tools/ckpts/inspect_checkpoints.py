@@ -71,7 +71,7 @@ def line(name: str, tensor: "Tensor") -> str:
 
 
 def about(path: Path) -> Iterator[str]:
-    """The manifest in words."""
+    """The content of a manifest as lines of text."""
     from megatron.checkpointing import read_manifest
 
     manifest = read_manifest(path)

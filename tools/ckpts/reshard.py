@@ -19,7 +19,7 @@ from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress,
 
 
 def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.ArgumentParser:
-    """tp, pp: the defaults; None: as the checkpoint is."""
+    """The command line; tp, pp: the defaults of the flags, where None means the sizes of the checkpoint."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_source_flags(made, "folder for the new one")
     made.add_argument("--tp", type=int, default=tp, help=f"tensor-parallel size ({tp or 'as it is'})")
@@ -33,7 +33,7 @@ def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Raises CheckpointError, ConfigError."""
+    """Reshard as the options say. Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError, ParallelLayout, read_manifest, reshard
     from megatron.checkpointing.layout import layer_files
 

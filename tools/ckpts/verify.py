@@ -21,7 +21,7 @@ from tools.ckpts.flags import place  # noqa: E402
 
 
 def check(path: Path) -> str:
-    """A line on a checkpoint that is whole. Raises CheckpointError."""
+    """Check a checkpoint and return a line of text about it. Raises CheckpointError where it is not whole."""
     from megatron.checkpointing import CheckpointError, read_manifest, verify
 
     manifest = read_manifest(path)

@@ -43,7 +43,7 @@ def rows(options: argparse.Namespace) -> Iterator[InputRow]:
 
 
 def load(path: str, template: str | None) -> ChatTokenizer:
-    """Of a `tokenizer.json`, the folder it lies in where that says more about it."""
+    """Load a tokenizer; of a `tokenizer.json` from its folder where that says more about it."""
     file = Path(path)
     if not file.is_file() or file.with_name("tokenizer_config.json").is_file():
         return load_chat_tokenizer(str(file.parent) if file.is_file() else path, template)

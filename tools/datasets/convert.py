@@ -42,7 +42,7 @@ def tables(files: Sequence[InputFile]) -> Iterator[Any]:
 
 
 def _schema(rows: list[dict]) -> Any:
-    """Of all columns of all rows: the library looks at the first row only."""
+    """The schema of all columns of all rows; the library would look at the first row only."""
     import pyarrow
 
     names = dict.fromkeys(name for row in rows for name in row)

@@ -48,7 +48,7 @@ SOURCES = {
 
 
 def parts(address: str) -> list[str]:
-    """The addresses behind one with numbered parts."""
+    """All addresses that an address with numbered parts stands for."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", address)
     if numbers is None:
         return [address]

@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> ChatJob:
-    """The job of the flags. Raises DataError for flags that exclude each other."""
+    """The preprocessing job that the flags describe. Raises DataError for flags that exclude each other."""
     if options.only_last and options.loss_scope not in (None, "last_turn"):
         raise DataError(f"--only-last is --loss-scope last_turn, not {options.loss_scope}; remove one")
     maps = []

@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(options: argparse.Namespace) -> DelimiterJob:
-    """The job of the flags. Raises DataError for those that do not go together."""
+    """The preprocessing job that the flags describe. Raises DataError for flags that exclude each other."""
     if not options.mask_before_token:
         raise DataError("needs --mask-before-token; without a mask preprocess_data.py does it")
     try:

@@ -21,7 +21,7 @@ INPUT_HELP = (
 
 
 def add_input_flags(parser: argparse._ArgumentGroup, keys: str) -> None:
-    """--input and what chooses rows of it; keys: the default of --jsonl-keys."""
+    """Add --input and the flags that choose rows of it; keys: the default of --jsonl-keys."""
     parser.add_argument("--input", required=True, help=INPUT_HELP)
     parser.add_argument(
         "--jsonl-keys", nargs="+", default=[keys], help=f"keys or columns to read, each into its own pair ({keys})"
@@ -31,7 +31,7 @@ def add_input_flags(parser: argparse._ArgumentGroup, keys: str) -> None:
 
 
 def add_choice_flags(parser: argparse._ActionsContainer) -> None:
-    """--split and --subset, which choose rows of a dataset."""
+    """Add --split and --subset, which choose rows of a dataset."""
     parser.add_argument(
         "--split", help="of a dataset that has several, in HuggingFace's words: train, train[:10%%], train+test, all"
     )
@@ -39,7 +39,7 @@ def add_choice_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None = None) -> None:
-    """--tokenizer-type, which is required without a default, --vocab-file, --merge-file and --eod-token."""
+    """Add --tokenizer-type, which is required without a default, --vocab-file, --merge-file and --eod-token."""
     kinds, words = (KINDS, default) if default else (None, "a tokenizer_type of the configuration")
     parser.add_argument("--tokenizer-type", choices=kinds, default=default, required=default is None, help=words)
     parser.add_argument(
@@ -51,7 +51,7 @@ def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None 
 
 
 def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | None, str | None]:
-    """What `make_tokenizer` wants, of `add_tokenizer_flags`."""
+    """The arguments of `make_tokenizer`, from the flags of `add_tokenizer_flags`."""
     vocab = options.vocab_file
     if vocab is None and options.tokenizer_type == "HFTokenizer":
         folder = site_defaults().get("NEOX_BASE_TOKENIZER_DIR")
@@ -60,21 +60,21 @@ def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | No
 
 
 def add_text_flags(parser: argparse._ActionsContainer) -> None:
-    """How text becomes tokens: those of `add_tokenizer_flags`, --append-eod and --ftfy."""
+    """Add the flags for how text becomes tokens: those of `add_tokenizer_flags`, --append-eod and --ftfy."""
     add_tokenizer_flags(parser)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
 
 
 def text_job(options: argparse.Namespace, keys: Sequence[str]) -> EncodeJob:
-    """Of `add_text_flags`."""
+    """The preprocessing job that the flags of `add_text_flags` describe."""
     return EncodeJob(
         make_tokenizer, tokenizer_of(options), keys=tuple(keys), append_eod=options.append_eod, ftfy=options.ftfy
     )
 
 
 def add_work_flags(parser: argparse.ArgumentParser) -> None:
-    """Where to and how: --output-prefix, --dataset-impl, --workers, --on-error, --log-interval."""
+    """Add --output-prefix, --dataset-impl, --workers, --on-error and --log-interval."""
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="mmap; no other is written")

@@ -11,7 +11,8 @@ _PLAIN = "\033[0m"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. found: what was there, in words; advice: what to do, where it is not well."""
+    """One thing that the doctor looked at. found: what was there, in words; advice: what to do, where it is
+    not well."""
 
     name: str
     state: Literal["ok", "warning", "failed"]
@@ -30,7 +31,7 @@ def warning(name: str, found: str, advice: str = "") -> Check:
 
 
 def verdict(checks: Sequence[Check]) -> Literal["ok", "warning", "failed"]:
-    """The worst state."""
+    """The worst state among the checks: failed, warning or ok."""
     states = {check.state for check in checks}
     return "failed" if "failed" in states else "warning" if "warning" in states else "ok"
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str], build_tokenizer: Callable[[NeoXArgs], object]) -> 
 
 
 def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], object]) -> list[Check]:
-    """Every check, in the order in which they are shown."""
+    """Do every check that the options ask for, in the order in which they are shown."""
     torch, env = read_torch(), os.environ
     names = visible_gpus(env) if torch.version and not torch.problem else []
     gpus, network = read_gpus(names), read_network()
@@ -115,7 +115,7 @@ def _site(env: Mapping[str, str]) -> tuple[Mapping[str, str], Check | None]:
 
 
 def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
-    """`save` and the temporary folder."""
+    """Checks of the disks of `save` and of the temporary folder."""
     where = tempfile.gettempdir()
     temporary = disk_check("temporary", where, GIB // 4, "compiled kernels and small files")
     if is_remote(folder):

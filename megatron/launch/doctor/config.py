@@ -26,16 +26,16 @@ def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
 
 
 def data_checks(args: NeoXArgs) -> list[Check]:
-    """Every .bin/.idx pair that the configuration names."""
-    missing, found = [], 0
+    """Whether every .bin/.idx pair that the configuration names is there."""
+    missing, count = [], 0
     for key, prefix in _prefixes(args):
         absent = [end for end in (".idx", ".bin") if not _filled(f"{prefix}{end}")]
-        found += not absent
+        count += not absent
         if absent:
             missing.append(
                 failed("data", f"{key}: {prefix}{' and '.join(absent)} not there or empty", args.origin(key))
             )
-    return missing or [Check("data", "ok", f"{found} pairs of .bin and .idx")]
+    return missing or [Check("data", "ok", f"{count} pairs of .bin and .idx")]
 
 
 def load_check(args: NeoXArgs) -> Check | None:

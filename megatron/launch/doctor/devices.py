@@ -60,18 +60,20 @@ def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int,
     CUDA."""
     if driver is None and not gpus:
         return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
-    found = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
+    description = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
     if torch.version is None or torch.problem:
-        return warning("driver", found, "torch cannot be asked")
+        return warning("driver", description, "torch cannot be asked")
     if torch.cuda is None:
-        return warning("driver", f"{found}; torch is built without CUDA", _suited(serves))
+        return warning("driver", f"{description}; torch is built without CUDA", _suited(serves))
     if not gpus and serves is not None and serves[0] < int(torch.cuda.partition(".")[0]):
-        found = f"{found}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
-        return failed("driver", found, _suited(serves))
+        description = (
+            f"{description}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
+        )
+        return failed("driver", description, _suited(serves))
     if not gpus:
         advice = f"CUDA_VISIBLE_DEVICES hides them, or the driver is older than CUDA {torch.cuda} needs: nvidia-smi"
-        return warning("driver", found, advice)
-    return Check("driver", "ok", found)
+        return warning("driver", description, advice)
+    return Check("driver", "ok", description)
 
 
 def _suited(serves: tuple[int, int] | None) -> str:
@@ -89,15 +91,15 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
     checks = []
     for name in wanted:
         if name not in [gpu.name for gpu in gpus]:
-            there = ", ".join(gpu.name for gpu in gpus) or "none"
+            visible = ", ".join(gpu.name for gpu in gpus) or "none"
             checks.append(
-                failed(f"gpu {name}", f"not there; this machine shows {there}", "see CUDA_VISIBLE_DEVICES")
+                failed(f"gpu {name}", f"not there; this machine shows {visible}", "see CUDA_VISIBLE_DEVICES")
             )
     for gpu in gpus:
         if wanted and gpu.name not in wanted:
             continue
         title, used = f"gpu {gpu.name}", (gpu.total - gpu.free) / GIB
-        found = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
+        description = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
         if gpu.problem:
             checks.append(
                 failed(
@@ -107,9 +109,11 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
                 )
             )
         elif used > _IN_USE:
-            checks.append(warning(title, found, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
+            checks.append(
+                warning(title, description, f"{used:.1f} GiB are in use by other processes: nvidia-smi")
+            )
         else:
-            checks.append(Check(title, "ok", found))
+            checks.append(Check(title, "ok", description))
     models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not wanted or gpu.name in wanted)})
     if len(models) > 1:
         checks.append(warning("gpus", f"not alike: {', '.join(models)}", "the slowest sets the pace"))
@@ -124,7 +128,7 @@ def ability_check(gpus: Sequence[Gpu], torch: Torch) -> Check | None:
     major, minor = least = min(working)
     able = {"bf16": (8, 0), "TF32": (8, 0), "FP8": (8, 9), "FP4": (10, 0)}
     words = ", ".join(f"{name} {'yes' if least >= needed else 'no'}" for name, needed in able.items())
-    found = f"capability {major}.{minor}: {words}; cuDNN {torch.cudnn or 'missing'}"
+    abilities = f"capability {major}.{minor}: {words}; cuDNN {torch.cudnn or 'missing'}"
     if least < able["bf16"]:
-        return warning("ability", found, "train with precision: fp16")
-    return Check("ability", "ok", found)
+        return warning("ability", abilities, "train with precision: fp16")
+    return Check("ability", "ok", abilities)

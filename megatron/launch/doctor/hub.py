@@ -87,7 +87,7 @@ def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str
 
 
 def _refusal(status: int, code: str, said: str, with_token: bool) -> tuple[str, str]:
-    """What a status means, and what to do."""
+    """What an HTTP status of the Hub means, and what to do, both in words."""
     if status == 403 or code == "GatedRepo":
         return (
             f"access is not granted ({status}); {said}",

@@ -42,7 +42,7 @@ class Torch:
 
 
 def read_torch() -> Torch:
-    """Import torch and ask it."""
+    """Import torch and read its versions; what went wrong is in `problem`."""
     try:
         import torch
     except Exception as problem:  # a broken build raises OSError, ImportError or RuntimeError
@@ -55,7 +55,7 @@ def read_torch() -> Torch:
 
 
 def installed(name: str) -> str | None:
-    """Version of an installed distribution."""
+    """The version of an installed distribution; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -63,52 +63,57 @@ def installed(name: str) -> str | None:
 
 
 def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str = sys.executable) -> Check:
-    """The interpreter."""
-    found = f"{'.'.join(map(str, number))} ({executable})"
+    """Whether this interpreter is new enough."""
+    description = f"{'.'.join(map(str, number))} ({executable})"
     if number[:2] < PYTHON:
-        return failed("python", found, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh")
-    return Check("python", "ok", found)
+        return failed(
+            "python", description, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh"
+        )
+    return Check("python", "ok", description)
 
 
 def torch_check(torch: Torch) -> Check:
-    """torch, and the CUDA it was built for."""
+    """Whether torch is installed, can be imported and is new enough; and for which CUDA it was built."""
     if torch.version is None:
         return failed("torch", "not installed", "make env, or bash setup_uv_env.sh (docs/install.md)")
     if torch.problem:
         return failed("torch", f"{torch.version} cannot be imported: {torch.problem}", "install it again")
-    found = f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA")
+    build = f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA")
     if _numbers(torch.version)[:2] < TORCH:
-        return failed("torch", found, "2.11 or newer is needed")
-    return Check("torch", "ok", found)
+        return failed("torch", build, "2.11 or newer is needed")
+    return Check("torch", "ok", build)
 
 
-def deepspeed_check(found: str | None) -> Check:
-    """The installed DeepSpeed: some releases compute wrong gradients."""
-    if found is None:
+def deepspeed_check(release: str | None) -> Check:
+    """Whether the installed DeepSpeed is the tested release; some others compute wrong gradients."""
+    if release is None:
         return failed("deepspeed", "not installed", FIX)
-    wrong = wrong_deepspeed(found)
-    if wrong is not None:
-        return failed("deepspeed", wrong, FIX)
-    if found.split("+")[0] != TESTED:
-        return warning("deepspeed", f"{found}: not known to be wrong, and not tested", FIX)
-    return Check("deepspeed", "ok", f"{found}, the release tested")
+    problem = wrong_deepspeed(release)
+    if problem is not None:
+        return failed("deepspeed", problem, FIX)
+    if release.split("+")[0] != TESTED:
+        return warning("deepspeed", f"{release}: not known to be wrong, and not tested", FIX)
+    return Check("deepspeed", "ok", f"{release}, the release tested")
 
 
 def packages_check(find: Callable[[str], str | None] = installed) -> Check:
-    """Packages that every run needs."""
-    found = {name: find(name) for name in NEEDED}
-    missing = [name for name, number in found.items() if number is None]
+    """Whether the packages that every run needs are installed."""
+    versions = {name: find(name) for name in NEEDED}
+    missing = [name for name, number in versions.items() if number is None]
     if missing:
         return failed("packages", f"missing: {', '.join(missing)}", "pip install -c constraints.txt -e .")
-    return Check("packages", "ok", ", ".join(f"{name} {number}" for name, number in found.items()))
+    return Check("packages", "ok", ", ".join(f"{name} {number}" for name, number in versions.items()))
 
 
 def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
     """Optional packages: those there with their versions, the others with what they are for."""
-    found = {name: find(name) for name in (*OPTIONAL, *COMPILED)}
-    there = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "none"
-    missing = ", ".join(f"{name} ({purpose})" for name, purpose in OPTIONAL.items() if not found[name])
-    return [Check("extras", "ok", there), *([Check("not installed", "ok", missing)] if missing else [])]
+    versions = {name: find(name) for name in (*OPTIONAL, *COMPILED)}
+    installed_text = ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "none"
+    missing = ", ".join(f"{name} ({purpose})" for name, purpose in OPTIONAL.items() if not versions[name])
+    return [
+        Check("extras", "ok", installed_text),
+        *([Check("not installed", "ok", missing)] if missing else []),
+    ]
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
@@ -126,9 +131,9 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
             checks.append(failed(name, f"{number}: importing it takes more than 60 s", "remove it"))
             continue
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             advice = f"compile it again for this torch: pip install --no-build-isolation {name}; or remove it"
-            checks.append(failed(name, f"{number} cannot be imported: {said}", advice))
+            checks.append(failed(name, f"{number} cannot be imported: {reason}", advice))
         else:
             checks.append(Check(name, "ok", number))
     return checks

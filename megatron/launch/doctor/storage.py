@@ -26,36 +26,40 @@ def disk_check(
 
     Free space is what the file system tells this user; a quota shows when a file of up to 64 MiB is written.
     """
-    there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        return failed(title, f"{there} is a file", "name a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing_folder = Path(folder).absolute()
+    while not existing_folder.exists():
+        existing_folder = existing_folder.parent
+    if not existing_folder.is_dir():
+        return failed(title, f"{existing_folder} is a file", "name a folder")
+    if not os.access(existing_folder, os.W_OK | os.X_OK):
         return failed(
-            title, f"{there} may not be written by this user", "name another folder, or see its rights"
+            title,
+            f"{existing_folder} may not be written by this user",
+            "name another folder, or see its rights",
         )
-    space = statvfs(str(there))
+    space = statvfs(str(existing_folder))
     free = space.f_bavail * space.f_frsize
-    found = f"{folder}: {size(free)} free"
+    space_text = f"{folder}: {size(free)} free"
     if space.f_files and not space.f_favail:
-        return failed(title, f"{found}, no files left (inodes)", "delete files, or name another folder")
+        return failed(title, f"{space_text}, no files left (inodes)", "delete files, or name another folder")
     if free < needed:
         return failed(
-            title, f"{found}, less than {what} of about {size(needed)}", "make room, or name another folder"
+            title,
+            f"{space_text}, less than {what} of about {size(needed)}",
+            "make room, or name another folder",
         )
     try:
-        speed = _write(there)
+        speed = _write(existing_folder)
     except OSError as problem:
         full = problem.errno in _FULL
         why = "the disk or the quota is full" if full else f"cannot be written: {problem.strerror}"
-        return failed(title, f"{found}, but {why}", "make room, or name another folder")
-    found += f", {speed / MIB:.0f} MiB/s"
+        return failed(title, f"{space_text}, but {why}", "make room, or name another folder")
+    space_text += f", {speed / MIB:.0f} MiB/s"
     if free < 2 * needed:
-        return warning(title, found, f"enough for one of {what} (about {size(needed)}), not for two")
+        return warning(title, space_text, f"enough for one of {what} (about {size(needed)}), not for two")
     if speed < _SLOW:
-        return warning(title, found, f"slow: {what} of {size(needed)} takes {needed / speed:.0f} s")
-    return Check(title, "ok", found)
+        return warning(title, space_text, f"slow: {what} of {size(needed)} takes {needed / speed:.0f} s")
+    return Check(title, "ok", space_text)
 
 
 def _write(folder: Path) -> float:
@@ -79,22 +83,22 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
         return None
     space = statvfs(folder)
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    found = f"{size(free)} of {size(total)} free"
+    space_text = f"{size(free)} of {size(total)} free"
     advice = (
         "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     )
     if free < 32 * MIB:
-        return failed(folder, found, advice)
-    return Check(folder, "ok", found) if free >= GIB else warning(folder, found, advice)
+        return failed(folder, space_text, advice)
+    return Check(folder, "ok", space_text) if free >= GIB else warning(folder, space_text, advice)
 
 
 def open_files_check(limits: tuple[int, int] | None = None) -> Check:
     """Files that a process may hold open: every data file and every connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
-    found = f"{_limit(soft)} (may be raised to {_limit(hard)})"
+    limit_text = f"{_limit(soft)} (may be raised to {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < 4096:
-        return warning("open files", found, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
-    return Check("open files", "ok", found)
+        return warning("open files", limit_text, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")
+    return Check("open files", "ok", limit_text)
 
 
 def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
@@ -108,7 +112,7 @@ def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
 
 
 def size(number: float) -> str:
-    """`1.5 GiB`."""
+    """A number of bytes for people, as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"

@@ -29,7 +29,7 @@ class Network:
 
 
 def read_network(env: Mapping[str, str] = os.environ) -> Network:
-    """Ask the machine."""
+    """Read from the system which interfaces, devices and libraries this machine has."""
     libraries: dict[str, str] = {}
     folders = [folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
     for folder in folders:
