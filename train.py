@@ -37,17 +37,18 @@ def main(
 
         # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        from megatron.training import Callback, start, train
+        from megatron.callbacks import Callback
+        from megatron.training import start, train
 
         training = start(args, process)
-        callbacks: list[Callback] = []
+        evaluations: list[Callback] = []
         if args.eval_tasks:
             from megatron.evaluation import InTraining
 
-            callbacks.append(InTraining(training))
+            evaluations.append(InTraining(training))
         if args.demo_prompts is not None:
-            callbacks.append(Demos(training))
-        train(training, callbacks)
+            evaluations.append(Demos(training))
+        train(training, evaluations)
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.told("train.py"))

@@ -21,6 +21,7 @@ FLOORS = {
     "model": 2,
     "objectives": 2,
     "checkpointing": 2,
+    "callbacks": 2,
     "launch": 3,
     "training": 3,
     "generation": 3,
@@ -28,7 +29,7 @@ FLOORS = {
 }
 # Rooms that may import less, or one neighbour more, than their floor says.
 ONLY = {"launch": {"neox_arguments", "process", "distributed"}}
-NEIGHBOURS = {("mpu", "distributed"), ("checkpointing", "model"), ("evaluation", "generation")}
+NEIGHBOURS = {("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation")}
 # The one package that knows the engine's library.
 ENGINE = Path("megatron/training/deepspeed")
 

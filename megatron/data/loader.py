@@ -154,6 +154,9 @@ def _with_lengths(
         yield samples, None if length is None else length(i // accumulation)
 
 
+_TRIES = 3  # of looking for what is wrong with the data, each of which the death of a worker may end
+
+
 def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
     """The error itself, or where a worker of the loader has died, what is wrong with the data now.
 
@@ -162,10 +165,15 @@ def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
     a connection gone.
     """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
-        try:
-            data_fingerprint(args)  # opens all files anew
-        except DataError as data_error:
-            return data_error
+        for _ in range(_TRIES):
+            try:
+                data_fingerprint(args)  # opens all files anew
+                break
+            except DataError as data_error:
+                return data_error
+            except RuntimeError as interruption:  # torch's, which may come a second time, in the middle of this
+                if "DataLoader worker" not in str(interruption):
+                    raise
     return problem
 
 

@@ -34,5 +34,5 @@ def eval_slices(num_samples: int, micro_batch: int, rank: int, size: int) -> Ite
 
 
 def data_seed(args: NeoXArgs) -> int:
-    """Seed of the order of samples."""
+    """The seed of the order of samples: `data_seed`, else `seed`."""
     return args.seed if args.data_seed is None else args.data_seed

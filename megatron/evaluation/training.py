@@ -2,30 +2,20 @@
 training."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed.rank0_driver import run_rank0_driver
 from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
-from megatron.generation.model import Run
 from megatron.model import Model
 
 
-class _Step(Protocol):
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def row(self) -> dict[str, float | int]: ...
-    @property
-    def stopping(self) -> Callable[[], bool]: ...
+class InTraining(Callback):
+    """Evaluates `eval_tasks` after each validation of a run. Tasks are looked up once, when it is made, on all ranks
+    together: what is no task, and a `save_best` that no task has, is refused before the first step (ConfigError)."""
 
-
-class InTraining:
-    """A callback of the loop. Tasks are looked up once, when it is made, on all ranks together: what is no
-    task, and a `save_best` that no task has, is refused before the first step (ConfigError)."""
-
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self.run = run
         self._machine: dict[str, Any] = {}  # on rank 0, once it is asked for
         with run.watchdog.phase("loading the evaluation tasks"):
@@ -38,23 +28,18 @@ class InTraining:
         assert self._catalogue is not None
         check_best_metric(self.run.args, self._catalogue)
 
-    def is_due(self, step: _Step) -> bool:
-        """Whether this step is followed by an evaluation."""
-        args = self.run.args
-        return step.iteration % args.eval_interval == 0 or step.iteration == args.train_iters
-
-    def on_step_end(self, step: _Step) -> None:
-        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when
-        a signal ends the run is given up, so that the checkpoint is not late."""
-        run, begun = self.run, time.time()
+    def on_validation_end(self, run: TrainingRun, step: Step) -> None:
+        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when a signal
+        ends the run is given up, so that the checkpoint is not late."""
+        begun = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
-            found = evaluate(model, self._catalogue, run.logger, should_cancel=step.stopping, on_beat=self._beat)
+            found = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)
             run_rank0_driver(run.groups, lambda call: self._tell(step, model, found, begun), {}, on_beat=self._beat)
 
     def _beat(self) -> None:
         self.run.watchdog.now("evaluating")
 
-    def _tell(self, step: _Step, model: Model, found: EvaluationResults | None, begun: float) -> None:
+    def _tell(self, step: Step, model: Model, found: EvaluationResults | None, begun: float) -> None:
         """On rank 0: metrics, a line, and the files if they are asked for."""
         args, logger = self.run.args, self.run.logger
         if found is None:

@@ -4,12 +4,12 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import replace_file
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.requests import RequestError
-from megatron.generation.model import Run
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import Prompt, read_key_file
 from megatron.generation.prompts.questions import Question, all_tokens, read_questions
@@ -17,21 +17,6 @@ from megatron.generation.samples import GeneratedSample, generate_samples
 from megatron.neox_arguments import NeoXArgs
 
 FOLDER, COMPARISON = "demo_outputs", "comparison.md"
-
-
-class _Checkpointer(Protocol):
-    @property
-    def carried(self) -> Mapping[str, bytes]: ...
-
-
-class _Run(Run, Protocol):
-    @property
-    def checkpointer(self) -> _Checkpointer: ...
-
-
-class _Step(Protocol):
-    @property
-    def iteration(self) -> int: ...
 
 
 def demo_questions(args: NeoXArgs) -> list[Question]:
@@ -43,10 +28,10 @@ def demo_questions(args: NeoXArgs) -> list[Question]:
         raise args.problem("demo_prompts", str(problem)) from problem
 
 
-class Demos:
-    """A callback of the loop. Prompts are read once, when it is made, on all ranks together."""
+class Demos(Callback):
+    """Answers `demo_prompts` before and after training. They are read once, when it is made, on all ranks together."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         """Raises ConfigError for prompts that cannot be asked, and conversations without a chat template."""
         self.run, args = run, run.args
 
@@ -54,7 +39,7 @@ class Demos:
             questions = demo_questions(args)
             if not any(question.messages for question in questions):
                 return questions, None
-            template = find_template(args, run.tokenizer, run.checkpointer.carried)
+            template = find_template(args, run.tokenizer, run.companion_files)
             return questions, (template.text, template.source)
 
         self.questions, found = on_rank_zero(run.groups, read)
@@ -67,13 +52,11 @@ class Demos:
         self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
         self.stop_token_ids = template.stop_token_ids if template is not None else ()
 
-    def is_due(self, step: _Step) -> bool:
-        """Before the first step, which a run that goes on has behind it, and after the last."""
-        return step.iteration in (0, self.run.args.train_iters)
-
-    def on_step_end(self, step: _Step) -> None:
-        """Answer, as the keys of text generation say, and write."""
-        run = self.run
+    def on_validation_end(self, run: TrainingRun, step: Step) -> None:
+        """Answer, as the keys of text generation say, and write: before the first step, which a run that goes on has
+        behind it, and after the last."""
+        if step.iteration not in (0, run.args.train_iters):
+            return
         with run.watchdog.phase("answering demo_prompts"), run.inference() as model:
             samples = generate_samples(model, self.prompts, run.logger, (*model.stop_token_ids, *self.stop_token_ids))
         on_rank_zero(run.groups, lambda: self._write(step.iteration, samples))

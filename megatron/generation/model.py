@@ -3,10 +3,9 @@ layout."""
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from megatron.checkpointing.huggingface import (
     read_companion_files,
     vocab_size_from_hf,
 )
-from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_each_rank
+from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import Model, Stage, build_stage, for_inference
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups
@@ -41,22 +40,6 @@ from megatron.tokenizer import Tokenizer, with_vocabulary
 __all__ = ["Model", "for_inference", "load_model"]
 
 _Load = Callable[..., Mapping[int, Mapping[str, Tensor]]]
-
-
-class Run(Protocol):
-    """What generation and evaluation in the middle of a run need of `megatron.training.Training`."""
-
-    @property
-    def args(self) -> NeoXArgs: ...
-    @property
-    def groups(self) -> ParallelGroups: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def logger(self) -> logging.Logger: ...
-    @property
-    def watchdog(self) -> Watchdog: ...
-    def inference(self) -> AbstractContextManager[Model]: ...
 
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:

@@ -2,13 +2,13 @@
 this; which engine there is, is said where a run is built (`setup.start`)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.callbacks import OnGradients, Parts, StepResult
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.mpu import HeadInput, ParallelGroups
@@ -18,37 +18,8 @@ from megatron.objectives import Objective
 PipelineSchedule = Literal["1F1B", "none"]
 """How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there is one stage."""
 
-Parts = list[tuple[tuple[int, str], Tensor]]
-"""((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
-
-OnGradients = Callable[[Parts], None]
-"""Asked between backward and update with the gradients of the whole batch that this rank owns (`Engine.owned_weights`),
-not clipped, without fp16's loss scale; no wait for the device."""
-
 State = dict[str, Tensor]
 """A parameter's optimizer state by key (`exp_avg`), and its number of updates, `step`."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, not waited for: tensors are read when the next step has been started. What an engine knows
-    without asking the device may be a plain number.
-
-    loss: scalar fp32, the mean over the step's weighted tokens or pairs; grad_norm: before clipping; skipped: weights
-    are unchanged, because gradients were not finite or because none of the step's tokens is trained (untrained); spike:
-    left out by skip_step_above_sigma; metrics: the objective's means, NaN where nothing counted; loss_scale: fp16's
-    after the step, None in other precisions; finding: what this rank saw that was not finite, in words, to be asked for
-    when the step is known to be skipped.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor | float | None
-    skipped: Tensor | bool
-    spike: Tensor | bool = False
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    untrained: Tensor | bool = False
-    loss_scale: Tensor | float | None = None
-    finding: Callable[[], str | None] = lambda: None
 
 
 class Engine(Protocol):
@@ -84,7 +55,8 @@ class Engine(Protocol):
         not need.
 
         The caller knows of a step when it has begun the next. After more skipped steps in a row than the run may have
-        (`guards.most_skips`) no step changes anything any more, so that it finds the weights before the first of them.
+        (`nonfinite_guard.most_skips`) no step changes anything any more, so that it finds the weights before the first
+        of them.
         """
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
@@ -140,10 +112,10 @@ class Engine(Protocol):
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         """Restore the optimizer's state from `model_state`, or from the `file` with `layout_state`."""
 
-    def owned_weights(self) -> Parts:
+    def sharded_weights(self) -> Parts:
         """fp32 values of trained parameters, such that every element of the model is owned by exactly one rank."""
 
-    def owned_states(self) -> dict[str, Parts]:
+    def sharded_states(self) -> dict[str, Parts]:
         """Tensors of the optimizer's state by key, likewise; {} before the first step."""
 
     def close(self) -> None:

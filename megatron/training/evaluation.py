@@ -17,7 +17,7 @@ from megatron.training.engine import Engine
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValidationResult:
     """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that knows only
     token frequencies reaches. tokens_per_character: of their text, None when not asked for. metrics: those of the
     objective, means over the same tokens; with labels entropy and mean_token_accuracy, as in training."""
@@ -45,7 +45,7 @@ def evaluate(
     num_samples: int,
     eod: int | None,
     detokenize: Callable[[Iterable[int]], str] | None = None,
-) -> Evaluation:
+) -> ValidationResult:
     """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their characters are
     counted too."""
     names, groups = engine.objective.metrics, engine.groups
@@ -70,7 +70,7 @@ def evaluate(
     loss, tokens, characters, *sums = totals.tolist()
     per_character = tokens / max(1.0, characters) if detokenize is not None else None
     means = {name: value / max(1.0, tokens) for name, value in zip(names, sums, strict=True)}
-    return Evaluation(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
+    return ValidationResult(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
 
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
@@ -81,8 +81,8 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         group, columns = engine.groups.group("tensor"), engine.args.softmax_rows
-        logprobs, found = token_logprobs_and_statistics(head.logits(), batch.labels.t(), group, columns)
-        values = {"entropy": found.entropy, "mean_token_accuracy": found.is_top}
+        logprobs, statistics = token_logprobs_and_statistics(head.logits(), batch.labels.t(), group, columns)
+        values = {"entropy": statistics.entropy, "mean_token_accuracy": statistics.is_top}
         return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
 
     return engine.forward_only(batches, read, lambda batch: (1 + len(engine.objective.metrics), *batch.tokens.shape))
@@ -94,7 +94,7 @@ def evaluate_objective(
     """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one step's
     loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in training."""
     objective, groups = engine.objective, engine.groups
-    found: list[Tensor] = []
+    batch_sums: list[Tensor] = []
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         parts, metrics = objective.loss_sum(head, batch, groups.group("tensor"))
@@ -106,8 +106,8 @@ def evaluate_objective(
         return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
 
     for chunk in _chunks(engine, dataset, num_samples, eod):
-        found += engine.forward_only(engine.complete(chunk), read, shape)
-    total = groups.sum(torch.stack(found).double().sum(0), "data")
+        batch_sums += engine.forward_only(engine.complete(chunk), read, shape)
+    total = groups.sum(torch.stack(batch_sums).double().sum(0), "data")
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
     means = objective.means(sums.view(-1, 2))
     return float((parts / weights.clamp(min=1.0)).sum()), {name: float(value) for name, value in means.items()}
@@ -115,8 +115,8 @@ def evaluate_objective(
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
-    own = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    names = (*(() if trains_preferences(args) else own), *objective.metrics, *objective.differences)
+    perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
+    names = (*(() if trains_preferences(args) else perplexity), *objective.metrics, *objective.differences)
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 

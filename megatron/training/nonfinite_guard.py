@@ -130,7 +130,7 @@ class SpikeGuard:
 
 def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:
     """One line that names rank, step and what was found; all ranks call it together."""
-    found = [(rank, text) for rank, text in enumerate(run_on_all_ranks(groups, finding)) if text]
-    where = "; ".join(f"rank {rank}: {text}" for rank, text in found[:4]) or "the gradient norm is not finite"
-    more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
+    findings = [(rank, text) for rank, text in enumerate(run_on_all_ranks(groups, finding)) if text]
+    where = "; ".join(f"rank {rank}: {text}" for rank, text in findings[:4]) or "the gradient norm is not finite"
+    more = f" (and {len(findings) - 4} more ranks)" if len(findings) > 4 else ""
     return f"step {iteration}: {where}{more}"

@@ -1,18 +1,13 @@
 """Building a run, in order and once: groups, tokenizer, datasets, model, engine, then a checkpoint if there is one."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron.checkpointing import restore_rng, rng_state, seed_generators
-from megatron.checkpointing.huggingface import declared_eos_ids, exported_vocab_size
+from megatron.checkpointing import seed_generators
 from megatron.data import (
     DataError,
-    Datasets,
     build_datasets,
     check_curriculum,
     data_fingerprint,
@@ -28,13 +23,11 @@ from megatron.distributed import (
     on_rank_zero,
     rendezvous_and_check,
     run_on_all_ranks,
+    run_on_each_rank,
 )
 from megatron.model import (
-    Model,
     Stage,
     build_stage,
-    for_inference,
-    inference_mode,
     init_stage,
     lowest_trained,
     trained_parameters,
@@ -44,58 +37,26 @@ from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.objectives import build_objective
-from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
+from megatron.tokenizer import build_tokenizer, describe, with_vocabulary
 from megatron.training.callbacks.best_model import check_best
+from megatron.training.callbacks.from_file import load_callbacks
 from megatron.training.callbacks.profiling import record_memory_history
-from megatron.training.checkpoint.resume import Checkpointer, Progress
+from megatron.training.checkpoint.resume import Checkpointer
 from megatron.training.checkpoint.same_run import begun_of, continued
-from megatron.training.checkpoint.source import adopt_vocabulary, choose_source, mask_padding, real_rows, stage
+from megatron.training.checkpoint.source import (
+    adopt_vocabulary,
+    choose_source,
+    fetch_remote_source,
+    mask_padding,
+    real_rows,
+)
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import resume_with_reference
-from megatron.training.schedules import Schedule, build_schedule
-
-
-@dataclass(frozen=True)
-class Training:
-    """Everything a training run is made of."""
-
-    args: NeoXArgs
-    groups: ParallelGroups
-    tokenizer: Tokenizer
-    datasets: Datasets
-    engine: Engine
-    schedule: Schedule
-    checkpointer: Checkpointer
-    progress: Progress
-    logger: logging.Logger
-    watchdog: Watchdog
-
-    @contextmanager
-    def inference(self) -> Iterator[Model]:
-        """The model as it is now, to generate and to score with; training goes on as if it had not been.
-
-        All ranks enter it together. Random generators are what they were afterwards.
-        """
-        carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
-        rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
-        random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
-        try:
-            with inference_mode(engine.stage):
-                yield Model(
-                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
-                )
-        finally:
-            restore_rng(random, self.groups.device, "before inference")
-
-    def close(self) -> None:
-        """Release the engine and leave the process group."""
-        self.engine.close()
-        self.groups.barrier()
-        dist.destroy_process_group()
-        self.watchdog.close()
+from megatron.training.run import Training
+from megatron.training.schedules import build_schedule
 
 
 def _backward_reach(args: NeoXArgs) -> str:
@@ -133,9 +94,9 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     if args.use_shared_fs:
         return lambda work: on_rank_zero(groups, work)
     first = process.local_rank == 0
-    found = run_on_all_ranks(groups, lambda: data_fingerprint(args) if first else None)
-    for rank, data in enumerate(found):
-        if data is not None and data != found[0]:
+    fingerprints = run_on_all_ranks(groups, lambda: data_fingerprint(args) if first else None)
+    for rank, data in enumerate(fingerprints):
+        if data is not None and data != fingerprints[0]:
             raise DataError(f"use_shared_fs: false: the data on rank {rank}'s machine is not that of rank 0's; copy it")
 
     def write(work: Callable[[], Any]) -> Any:
@@ -157,9 +118,10 @@ def start(
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
     store = rendezvous_and_check(args, process, logger, shared=None if is_remote(args.save) else args.save)
-    stage(args)
+    fetch_remote_source(args)
     groups = init_model_parallel(args, process, logger, store)
     check_transport(args, groups, process, logger)
+    user_callbacks = run_on_each_rank(groups, lambda: load_callbacks(args))
     if args.params_dtype == "fp16" and groups.device.type == "cpu":
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer = build_tokenizer(args)
@@ -205,4 +167,6 @@ def start(
     watchdog.now("loading a checkpoint")
     datasets, progress = resume_with_reference(checkpointer, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
-    return Training(args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog)
+    return Training(
+        args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog, user_callbacks
+    )

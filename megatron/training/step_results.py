@@ -7,20 +7,20 @@ import torch
 from megatron.checkpointing import NonFiniteStateError
 from megatron.distributed import on_rank_zero
 from megatron.training.callbacks.status import note_failure
-from megatron.training.checkpoint.writer import Progress
+from megatron.training.checkpoint.writer import TrainingProgress
 from megatron.training.engine import StepResult
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.nonfinite_guard import NonFiniteError, most_skips, on_device, report
-from megatron.training.setup import Training
+from megatron.training.run import Training
 
 
-class Outcomes:
+class StepResults:
     """Steps that were left out are counted and said, and too many in a row end the run. All ranks call every method
     together."""
 
     def __init__(self, training: Training) -> None:
         self.training, self.in_a_row, self.untrained = training, 0, 0
-        self._pending: tuple[Progress, StepResult, HostCopy] | None = None
+        self._pending: tuple[TrainingProgress, StepResult, HostCopy] | None = None
 
     def begin(self, result: StepResult) -> None:
         """Take the result of a step, before `training.progress` takes it in."""
@@ -53,7 +53,7 @@ class Outcomes:
         else:
             self.in_a_row = 0
 
-    def _check(self, before: Progress, result: StepResult) -> None:
+    def _check(self, before: TrainingProgress, result: StepResult) -> None:
         """Decide on a step that was left out because it was not finite."""
         args, step, bearable = self.training.args, before.iteration + 1, self.in_a_row <= most_skips(self.training.args)
         if args.params_dtype == "fp16":

@@ -10,8 +10,8 @@ import torch
 from megatron.data import IndexedDataset, build_blend, data_fingerprint, train_loader, write_npy
 from megatron.data.blending import build_phases, samples_per_member, weight_phases, weights_by_documents
 from tests.data.samples import DATASET, write_dataset
-from tests.data.test_datasets import A, B, build, build_train_blend, make_blend
 from tests.data.test_loader import make_args as loader_args
+from tests.data.test_text_sets import A, B, build, build_train_blend, make_blend
 
 SCHEDULE = {"weights": ((7.0, 3.0), (0.0, 1.0), (1.0, 1.0)), "until": (40, 60)}
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.data import DataError, epoch_iterations
 from megatron.data.blending import EpochKey, RepeatedDataset
 from tests.data.samples import golden_json
-from tests.data.test_datasets import A, B, build, make_args
+from tests.data.test_text_sets import A, B, build, make_args
 
 GOLDEN = golden_json("summary.json")["packed_split_epochs1/train"]
 

@@ -9,9 +9,9 @@ from megatron.data import DataState, build_packed, data_fingerprint, epoch_itera
 from megatron.data.index_maps import Packing
 from megatron.data.packing import build_maps
 from tests.data.samples import INDEXMAPS, golden_json, golden_maps
-from tests.data.test_datasets import A, B, build, make_args, make_blend
 from tests.data.test_index_maps import _case
 from tests.data.test_packing import golden as build_golden
+from tests.data.test_text_sets import A, B, build, make_args, make_blend
 
 NEOX_CASES = ["packed_A", "packed_split_969_30_1/train"]
 

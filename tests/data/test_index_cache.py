@@ -16,7 +16,7 @@ from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps
 from megatron.data.index_cache import TAIL, ensure_cached, load_cached
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from tests.data.samples import write_dataset
-from tests.data.test_datasets import build, make_blend
+from tests.data.test_text_sets import build, make_blend
 
 KEY = IndexKey("0" * 64, first=0, last=9, num_samples=10, seq_length=8, seed=1, packing=Packing())
 BLEND = BlendKey((1.0, 2.0), 20)

@@ -21,7 +21,7 @@ from megatron.data.blending import BlendedDataset, RepeatedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset
-from tests.data.test_datasets import build, make_args
+from tests.data.test_text_sets import build, make_args
 
 CHAT, INSTRUCT, KTO = (str(DATASET / name) for name in ("chat_conversation", "instruct", "chat_kto_conversation"))
 CHAT_TEXT, CHAT_LABEL = f"{CHAT}_document", f"{CHAT}_label_document"

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from megatron.callbacks import Callback
 from megatron.evaluation import InTraining
 from megatron.neox_arguments import ConfigError
 from megatron.training import train
@@ -110,13 +111,11 @@ def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, in
     training = begin(values)
     callback, found = InTraining(training), []
 
-    class Counted:
-        def is_due(self, step: Any) -> bool:
-            return True
-
-        def on_step_end(self, step: Any) -> None:
+    class Counted(Callback):
+        def on_step_end(self, run: Any, step: Any) -> None:
             before = generators()
-            callback.on_step_end(step)
+            with run.pause():
+                callback.on_validation_end(run, step)
             assert generators() == before
             gc.collect()
             alive = gc.get_objects()

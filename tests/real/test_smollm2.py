@@ -19,8 +19,8 @@ from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.pool import run_ranks
 from tests.real.runs import END, LAYOUTS, configured, logits_and_text
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import run_to_end
-from tests.training.test_resume import losses
 from tools.ckpts import convert_neox_to_hf
 from tools.quickstart_data import topic_documents
 

@@ -21,8 +21,8 @@ from tests.soak.kills import (
     run_and_get_signal,
     values,
 )
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import run_to_end
-from tests.training.test_resume import losses
 
 # Once in `make test`, five times in `make soak`.
 TIMES = [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 6))]

@@ -13,9 +13,9 @@ import megatron.checkpointing.resharding as resharding
 from megatron.checkpointing import find_checkpoint, layer_file, list_checkpoints, load_tensors, read_manifest
 from tests.checkpointing.golden import checkpoint
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_reshard import SAVED, values
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import run_to_end
-from tests.training.test_reshard import SAVED, values
-from tests.training.test_resume import losses
 from tools.ckpts import inspect_checkpoints, reshard, verify
 
 

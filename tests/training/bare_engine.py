@@ -138,10 +138,10 @@ class BareEngine:
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         raise AssertionError("all its state is kept by parameter")
 
-    def owned_weights(self) -> Parts:
+    def sharded_weights(self) -> Parts:
         return [((layer, name), param.detach()) for layer, name, param in self._params]
 
-    def owned_states(self) -> dict[str, Parts]:
+    def sharded_states(self) -> dict[str, Parts]:
         return {
             key: [((layer, name), self._optimizer.state[param][key]) for layer, name, param in self._params]
             for key in ("exp_avg", "exp_avg_sq")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole
-from tests.training.test_resume import losses, stop_after
 
 # Lengths 8, 16, 16, 24, 24, 32, 32, ...: one that stays, ones that change, and the whole.
 CURRICULUM = {

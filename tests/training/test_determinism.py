@@ -9,8 +9,8 @@ import torch
 
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_forward_check import log_of
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begin, bit_equal, config, curves, run_to_end
-from tests.training.test_forward_check import log_of
 
 
 def values(**more: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, GOLDEN, NEOX, begin, bit_equal, config, curves, run_to_end
-from tests.training.test_resume import losses, stop_after
 
 
 def values(**more: Any) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megatron.data import unigram_entropy
-from megatron.training.evaluation import Evaluation, evaluate
+from megatron.training.evaluation import ValidationResult, evaluate
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, begin, config
 from tests.training.test_layouts import LAYOUTS
 
 
-def evaluations(rank: int, world_size: int, values: dict[str, Any], samples: list[int]) -> list[Evaluation]:
+def evaluations(rank: int, world_size: int, values: dict[str, Any], samples: list[int]) -> list[ValidationResult]:
     """For the pool: the initial model on the first so many validation samples."""
     training = begin(values)
     assert training.datasets.valid is not None
@@ -26,7 +26,7 @@ def _values(model: dict[str, Any], layout: dict[str, Any], micro_batch: int) -> 
 
 
 @pytest.fixture(scope="module")
-def one_process() -> dict[str, list[Evaluation]]:
+def one_process() -> dict[str, list[ValidationResult]]:
     models = {"neox": NEOX, "llama": LLAMA}
     return {name: run_ranks(evaluations, 1, _values(model, {}, 8), [5, 8, 16])[0] for name, model in models.items()}
 
@@ -35,7 +35,7 @@ SOME = ("dp2 x pp2", "tp2 x pp2 +sp", "dp2 zero1", "dp2 zero3")
 
 
 @pytest.mark.parametrize("name", with_more(LAYOUTS, *(name for name in LAYOUTS if name not in SOME)))
-def test_same_in_every_layout(name: str, one_process: dict[str, list[Evaluation]]) -> None:
+def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationResult]]) -> None:
     ranks, layout = LAYOUTS[name]
     model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)
     everyone = run_ranks(evaluations, ranks, _values(values, layout, 2), [5, 8, 16])
@@ -61,7 +61,7 @@ def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, n
     return float(torch.stack(losses).sum()) / sum(map(len, labels)), np.concatenate(labels)
 
 
-def test_against_the_bare_model(one_process: dict[str, list[Evaluation]]) -> None:
+def test_against_the_bare_model(one_process: dict[str, list[ValidationResult]]) -> None:
     loss, labels = run_ranks(direct, 1, _values(NEOX, {}, 8))[0]
     assert one_process["neox"][0].lm_loss == pytest.approx(loss, rel=1e-6)
     assert one_process["neox"][0].unigram_entropy == pytest.approx(unigram_entropy(labels), rel=1e-12)

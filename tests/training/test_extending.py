@@ -8,8 +8,8 @@ import pytest
 
 from megatron.checkpointing import read_manifest
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import LAYOUTS, NEOX, begin, bit_equal, config
-from tests.training.test_resume import losses
 
 Drawn = tuple[list[list[int]], dict[int, dict[str, Any]]]  # tokens of every sample, and the weights at the end
 

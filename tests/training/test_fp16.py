@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import megatron.training.loop as loop
+from megatron.callbacks import StepResult
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config
-from megatron.training.engine import StepResult
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, most_skips
 from tests.pool import run_ranks
 from tests.training.runs import begin, config

@@ -78,14 +78,16 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     """For the pool: two free steps, then four without waiting; the number of reads, all of steps before the last."""
     from tqdm import tqdm
 
-    from megatron.training.callbacks.step_end import LogCallback, Step, Stopwatch
+    from megatron.callbacks import Step
+    from megatron.training.callbacks.log import LogCallback
     from megatron.training.loop import batches_of
+    from megatron.training.loop_state import Stopwatch
     from megatron.training.metrics.host_copy import HostCopy
-    from megatron.training.step_results import Outcomes
+    from megatron.training.step_results import StepResults
 
     training = begin(values)
     batches, progress = batches_of(training), training.progress
-    log, outcomes = LogCallback(training, tqdm(disable=True), Stopwatch()), Outcomes(training)
+    log, results = LogCallback(training, tqdm(disable=True), Stopwatch()), StepResults(training)
     seen: list[str] = []
     begun, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 
@@ -102,10 +104,10 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     def one() -> None:
         begun[0] += 1
         result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
-        outcomes.settle()
-        outcomes.begin(result)
+        results.settle()
+        results.begin(result)
         progress.iteration += 1
-        log.on_step_end(Step(progress.iteration, 8 * progress.iteration, 32, result))
+        log.on_step_end(training, Step(progress.iteration, 8 * progress.iteration, 32, result))
 
     one()
     one()

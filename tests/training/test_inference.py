@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
-from megatron.training import Callback, Step, Training, train
+from megatron.training import Training, train
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config
 
@@ -44,10 +45,12 @@ class Looking(Callback):
         self.training = training
         self.found: dict[int, list[ContinuationScore]] = {}
 
-    def is_due(self, step: Step) -> bool:
-        return step.iteration % EVERY == 0
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        if step.iteration % EVERY == 0:
+            with run.pause():
+                self.look(step)
 
-    def on_step_end(self, step: Step) -> None:
+    def look(self, step: Step) -> None:
         before = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
         stage = self.training.engine.stage
         modes = [(module.training, getattr(module, "sequence_parallel", None)) for module in stage.modules()]
@@ -138,7 +141,7 @@ def compiled(
     train(training, [callback])
     after_run = counters["stats"]["unique_graphs"]
     plain = Looking(begin({**values, "compile": False}))
-    plain.on_step_end(Step(0, 0, 32, None))
+    plain.look(Step(0, 0, 32, None))
     return before, after_run, callback.found[0], plain.found[0]
 
 

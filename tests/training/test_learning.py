@@ -18,8 +18,8 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
-from tests.training.test_resume import losses, stop_after
 from tools.datasets.preprocess_data_with_chat_template import main as preprocess
 
 WORDS = "quiet harbour copper silk salt lantern winter coins storm".split()

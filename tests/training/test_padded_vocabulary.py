@@ -11,9 +11,9 @@ import transformers
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.loop import batches_of
 from tests.pool import run_ranks
+from tests.training.preference.test_pairs_train import pairs
 from tests.training.runs import GOLDEN, begin, config, run_to_end
 from tests.training.test_huggingface import MODEL, folder
-from tests.training.test_pairs_train import pairs
 
 CHAT = str(GOLDEN / "dataset" / "chat_conversation")
 COMMON: dict[str, Any] = {

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.checkpoint.resume import Progress
+from megatron.training.checkpoint.resume import TrainingProgress
 from megatron.training.loop import _advance
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole
 from tests.training.test_curriculum import LAYOUTS
-from tests.training.test_resume import losses, stop_after
 
 PHASES = {"seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}}
 ROWS = [8, 8, 16, 16, 16, 32, 32, 32]
@@ -62,7 +62,7 @@ def test_resume_inside_a_phase_and_log(tmp_path: Path) -> None:
 def test_what_was_read_is_said_when_a_phase_ends() -> None:
     lines: list[str] = []
     training = SimpleNamespace(
-        args=NeoXArgs.from_dict(values()), progress=Progress(), logger=SimpleNamespace(info=lines.append)
+        args=NeoXArgs.from_dict(values()), progress=TrainingProgress(), logger=SimpleNamespace(info=lines.append)
     )
     for _ in range(8):
         _advance(training)  # type: ignore[arg-type]

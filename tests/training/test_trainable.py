@@ -25,6 +25,7 @@ from tests.marks import with_more
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import (
     ADAMW,
     LAYOUTS,
@@ -40,7 +41,6 @@ from tests.training.runs import (
     run_to_end,
     whole,
 )
-from tests.training.test_resume import losses
 
 STEPS = 3
 UNTIED = {"no_weight_tying": True}

@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Table(Shard):
-    """`length` rows of a table, from row `first` on."""
+    """`length` rows of a table, from row `first` on. columns: those that are read, None for all."""
 
     first: int
     length: int

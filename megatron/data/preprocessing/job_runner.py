@@ -101,7 +101,7 @@ def preprocess(
     if workers < 1:
         raise DataError(f"{workers} workers: at least 1 is wanted")
     with _work_folder(prefixes, job, files) as folder:
-        run = _Run(folder, job, files, prefixes, on_error)
+        run = _JobRun(folder, job, files, prefixes, on_error)
         if not run.journal["published"]:
             run.check_space(first=True)
             try:
@@ -117,8 +117,8 @@ def preprocess(
         return run.finish(errors_file, metadata_file, arguments or {})
 
 
-class _Run:
-    """One run of a job in its folder."""
+class _JobRun:
+    """One run of a preprocessing job in its work folder, from its journal on."""
 
     def __init__(self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], on_error: str):
         self.folder, self.job, self.files, self.prefixes, self.on_error = folder, job, files, prefixes, on_error

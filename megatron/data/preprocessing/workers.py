@@ -29,7 +29,7 @@ Done = TypeVar("Done")
 
 
 class BadRow(DataError):
-    """A row that `skip` would leave out."""
+    """A bad row, which ends the job; `--on-error skip` would leave it out."""
 
 
 @dataclass
@@ -54,7 +54,10 @@ class ShardCounts:
 
 
 def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> ShardCounts:
-    """In a worker: write `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`."""
+    """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a worker.
+
+    on_error: `stop` raises BadRow at the first bad row, `skip` leaves it out. outputs: how many the job has.
+    """
     part = ShardCounts.of_outputs(outputs, shard.disk_bytes)
     dtypes, counts = job.dtypes(), Counter[str]()
     handles = [[open(f"{stem}.{i}.{kind}", "wb") for kind in ("bin", "len")] for i in range(outputs)]
@@ -146,7 +149,7 @@ def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], worker
 
 
 def _start_worker(parent: int) -> None:
-    """In a worker: one thread of the tokenizer, as the processes share the cores; and no life after the parent's."""
+    """Prepare a worker: its tokenizer uses one thread, as processes share the cores, and it ends with its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def follow() -> None:

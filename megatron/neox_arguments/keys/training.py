@@ -61,6 +61,9 @@ class TrainingKeys:
     skip_step_above_sigma: float | None = new_key(
         None, "Leave out steps whose loss is this many standard deviations above the recent ones", gt=0
     )
+    callbacks: tuple[str, ...] = new_key(
+        (), "Own callbacks, as FILE.py:CLASS: subclasses of megatron.callbacks.Callback, made without arguments"
+    )
     checkpoint_activations: bool = key(False, "Recompute activations in the backward pass instead of keeping them")
     checkpoint_num_layers: int = key(1, "Blocks recomputed together", ge=1)
     checkpoint_in_cpu: bool = key(False, "Keep the inputs of recomputed blocks in host memory")

@@ -1,12 +1,10 @@
 """The best model of a run, by a metric of its validations: `<save>/best_model`, in HuggingFace's format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.huggingface import recover
 from megatron.data import SampleSet
@@ -15,16 +13,13 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.best_metric import Mode, best_metric
 from megatron.objectives import Objective
 from megatron.training.evaluation import validation_metrics
-
-if TYPE_CHECKING:
-    from megatron.training.callbacks.step_end import Step
-    from megatron.training.setup import Training
+from megatron.training.run import Training
 
 FOLDER, NOTE = "best_model", "best.json"
 
 
 @dataclass(frozen=True)
-class Best:
+class BestRecord:
     """What `best_model/best.json` says. mode: whether less or more is better; value: of `metric`, after `iteration`
     steps of the run `run_id`."""
 
@@ -39,14 +34,14 @@ class Best:
         return value < self.value if self.mode == "min" else value > self.value
 
 
-def read_best(folder: Path) -> Best | None:
+def read_best(folder: Path) -> BestRecord | None:
     """The note of a best model, None where there is none. Raises CheckpointError for one that cannot be read."""
     recover(folder)
     file = folder / NOTE
     if not file.is_file():
         return None
     try:
-        return Best(**json.loads(file.read_text()))
+        return BestRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError) as problem:
         raise CheckpointError(f"{file}: cannot be read ({problem}); remove {folder}") from problem
 
@@ -64,7 +59,7 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
             raise args.problem("save_best", f"{metric}: there is no validation data")
 
 
-class BestCallback:
+class BestModelCallback(Callback):
     """After a validation that was better than all before it in this run, the model is kept. The start is none of them:
     what was not trained is there already."""
 
@@ -74,18 +69,13 @@ class BestCallback:
         self.metric, self.mode = best_metric(args.save_best)
         self.folder = Path(args.save_dir) / FOLDER
         # What a run of another name left, as with `restart`, is replaced.
-        found = on_rank_zero(training.groups, lambda: read_best(self.folder))
-        same = found is not None and (found.run_id, found.metric, found.mode) == (
+        earlier_best = on_rank_zero(training.groups, lambda: read_best(self.folder))
+        same = earlier_best is not None and (earlier_best.run_id, earlier_best.metric, earlier_best.mode) == (
             training.checkpointer.run_id, self.metric, self.mode
         )  # fmt: skip
-        self.best = found if same else None
+        self.best = earlier_best if same else None
 
-    def is_due(self, step: Step) -> bool:
-        """Whether this step was followed by a validation."""
-        args = self.training.args
-        return step.iteration == args.train_iters or step.iteration % args.eval_interval == 0
-
-    def on_step_end(self, step: Step) -> None:
+    def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Keep the model if it is the best so far."""
         training = self.training
         better = on_rank_zero(training.groups, lambda: self._better(step))  # where results of eval_tasks are
@@ -98,17 +88,17 @@ class BestCallback:
         text = f"best model so far, by {better.metric} {better.value:.6E} at iteration {better.iteration}"
         training.logger.info(f"{text}: {self.folder}")
 
-    def _better(self, step: Step) -> Best | None:
+    def _better(self, step: Step) -> BestRecord | None:
         value = step.row.get(self.metric)
         if value is None and self.metric.startswith("eval_tasks/"):
-            there = [name for name in step.row if name.startswith("eval_tasks/")]
-            if there:  # else they were given up, as a signal ends the run
+            task_metrics = [name for name in step.row if name.startswith("eval_tasks/")]
+            if task_metrics:  # else they were given up, as a signal ends the run
                 args, objective = self.training.args, self.training.engine.objective
-                known = ", ".join([*validation_metrics(args, objective), *there])
+                known = ", ".join([*validation_metrics(args, objective), *task_metrics])
                 raise args.problem("save_best", f"{self.metric}: this run has no such metric; it has {known}")
         if value is None or value != value or step.iteration == 0:
             return None
         if self.best is not None and not self.best.beaten_by(value):
             return None
         run_id = self.training.checkpointer.run_id
-        return Best(self.metric, self.mode, float(value), step.iteration, run_id)
+        return BestRecord(self.metric, self.mode, float(value), step.iteration, run_id)

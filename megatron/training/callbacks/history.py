@@ -4,25 +4,61 @@
 import json
 import math
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron.callbacks import Callback, TrainingRun
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import rows_per_sample, trains_preferences
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.training.callbacks.best_model import FOLDER, read_best
+from megatron.training.callbacks.status import note_failure, write_ending, write_status
 from megatron.training.metrics.loggers import METRICS_FILE, POSITION, log_directory, read_metrics
-from megatron.training.setup import Training
+from megatron.training.nonfinite_guard import NonFiniteError
+from megatron.training.run import Training
 
 HISTORY, SUMMARY = "training_history.json", "training_summary.json"
 # Of metrics.jsonl; norms of single parameters stay there.
 _KINDS = ("train/", "validation/", "test/", "eval_tasks/", "runtime/", "device/")
 _FINAL = ("train/lm_loss", "validation/lm_loss", "test/lm_loss")
 _LOOKED_AT = 64  # samples, for how many pairs a packed row has on average
+
+
+class HistoryCallback(Callback):
+    """How a run stands and how it ended: status.json from the start on, history and summary at the end, the log's last
+    line. metadata: as `run_metadata`."""
+
+    def __init__(self, training: Training, metadata: Mapping[str, Any]) -> None:
+        self.training, self.metadata = training, metadata
+        self._begun = time.monotonic()
+        self._is_running = False
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        """Note that the run goes on."""
+        write_status(self.training, "running", None)
+        self._is_running = True
+
+    def on_error(self, run: TrainingRun, problem: Exception) -> None:
+        """Note why the run failed; a step that was not finite, which all ranks know of, has written its own status."""
+        if isinstance(problem, NonFiniteError):
+            self._write("failed", str(problem))
+        elif self._is_running and run.groups.world_rank == 0:
+            note_failure(self.training, f"{type(problem).__name__}: {problem}".splitlines()[0])
+
+    def close(self) -> None:
+        """Write how a run ended that did not fail."""
+        ending = self.training.loop.ending
+        if ending is not None:
+            self._write(*ending)
+            write_ending(self.training, *ending)
+
+    def _write(self, status: str, reason: str | None) -> None:
+        write_history(self.training, self.metadata, status, reason, time.monotonic() - self._begun)
 
 
 def history(rows: Sequence[Mapping[str, Any]], trainable_share: float) -> list[dict[str, Any]]:
@@ -39,23 +75,24 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     seconds, tokens, before = 0.0, 0.0, 0
     for row in rows:
         if "runtime/iteration_time" in row:
-            own = row["runtime/iteration_time"] * (row["iteration"] - before)
-            seconds, tokens, before = seconds + own, tokens + own * row["runtime/tokens_per_sec"], row["iteration"]
+            step_seconds = row["runtime/iteration_time"] * (row["iteration"] - before)
+            tokens += step_seconds * row["runtime/tokens_per_sec"]
+            seconds, before = seconds + step_seconds, row["iteration"]
     return seconds, tokens
 
 
 def write_history(
-    training: Training, facts: Mapping[str, Any], status: str, reason: str | None, wall_clock: float
+    training: Training, metadata: Mapping[str, Any], status: str, reason: str | None, wall_clock: float
 ) -> None:
     """Both files, of rank 0; all ranks call it together. Nothing without `save`. That they cannot be written is said;
     how the run ended stays as it is.
 
-    facts: as `run_facts`; status, reason: as in status.json; wall_clock: seconds of this start.
+    metadata: as `run_metadata`; status, reason: as in status.json; wall_clock: seconds of this start.
     """
 
     def write() -> None:
         try:
-            _write(training, facts, status, reason, wall_clock)
+            _write(training, metadata, status, reason, wall_clock)
         except (OSError, CheckpointError) as problem:
             training.logger.warning(str(problem))
 
@@ -63,25 +100,25 @@ def write_history(
         on_rank_zero(training.groups, write)
 
 
-def _write(training: Training, facts: Mapping[str, Any], status: str, reason: str | None, wall_clock: float) -> None:
+def _write(training: Training, metadata: Mapping[str, Any], status: str, reason: str | None, wall_clock: float) -> None:
     folder, run_id = log_directory(training.args), training.checkpointer.run_id
     assert folder is not None and training.args.save_dir is not None
     file = folder / METRICS_FILE
     rows = [row for _, row in read_metrics(file) if row.get("run_id") == run_id] if file.is_file() else []
     ending = {"status": status, "reason": reason, "run_id": run_id, "wall_clock_seconds": wall_clock}
     contents = {
-        HISTORY: history(rows, facts["trainable_share"]), SUMMARY: {**ending, **_summary(training, facts, rows)}
+        HISTORY: history(rows, metadata["trainable_share"]), SUMMARY: {**ending, **_summary(training, metadata, rows)}
     }  # fmt: skip
     for name, content in contents.items():
         data = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
         replace_file(Path(training.args.save_dir) / name, data)
 
 
-def _summary(training: Training, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(training: Training, metadata: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     args, groups, progress, schedule = training.args, training.groups, training.progress, training.schedule
     seconds, tokens = training_time(rows)
     best = read_best(Path(args.save_dir or "") / FOLDER) if args.save_best is not None else None
-    own = best is not None and best.run_id == training.checkpointer.run_id
+    is_of_this_run = best is not None and best.run_id == training.checkpointer.run_id
     last = {name: row[name] for row in rows for name in _FINAL if name in row}
     return {
         "world_size": groups.world_size,
@@ -104,8 +141,8 @@ def _summary(training: Training, facts: Mapping[str, Any], rows: Sequence[Mappin
             "least": schedule.min_lr, "last": schedule(progress.iteration),
         },
         "parameters": {
-            "total": facts["total_params"], "trainable": facts["trainable_params"],
-            "trainable_share": facts["trainable_share"],
+            "total": metadata["total_params"], "trainable": metadata["trainable_params"],
+            "trainable_share": metadata["trainable_share"],
         },
         "iteration": progress.iteration,
         "train_iters": args.train_iters,
@@ -114,13 +151,13 @@ def _summary(training: Training, facts: Mapping[str, Any], rows: Sequence[Mappin
         "consumed_tokens": progress.consumed_tokens,
         "training_seconds": seconds,
         "tokens_per_sec": tokens / seconds if seconds else None,
-        "best": None if best is None or not own else {
+        "best": None if best is None or not is_of_this_run else {
             "metric": best.metric, "value": best.value, "iteration": best.iteration, "folder": FOLDER,
         },
         "final": {name: _number(value) for name, value in last.items()},
         "start_weights": _start_weights(args),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "deepspeed")}},
-        "git_hash": facts["git_hash"],
+        "git_hash": metadata["git_hash"],
     }  # fmt: skip
 
 

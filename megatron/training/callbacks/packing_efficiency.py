@@ -1,10 +1,9 @@
 """What share of the places of a step's rows was used: padding, and tokens that are trained."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from megatron.callbacks import Callback, TrainingRun
 from megatron.data import Batch, trains_preferences
 from megatron.data.packing_efficiency import count_places
 from megatron.mpu import ParallelGroups
@@ -14,22 +13,19 @@ from megatron.training.metrics.metric_probes import sum_over_ranks
 NAMES = ["train/padding_share", "train/packing_efficiency", "train/trained_share"]
 
 
-class Fullness:
-    """A probe of the micro-batches that go by, over the steps since it was last asked; of rows that may have padding,
-    or tokens that are not trained."""
+class PackingEfficiency(Callback):
+    """A probe (`Probe`) of the micro-batches of the steps since it was last asked; of rows that may have padding, or
+    tokens that are not trained."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         self.groups = groups
         self.wanted = trains_preferences(args) or args.pack_impl != "packed" or args.train_label_data_paths is not None
         self.counts = torch.zeros(3, dtype=torch.float64)
 
-    def watch(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """The same steps, counted on the host while they are there."""
-        for step in steps:
-            if self.wanted:
-                self.counts += torch.tensor(count_places(step), dtype=torch.float64)
-            yield step
-            del step  # no batch is held that has been handed out
+    def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
+        """Count the places of the step's rows, on the host."""
+        if self.wanted:
+            self.counts += torch.tensor(count_places(batches), dtype=torch.float64)
 
     def values(self) -> tuple[list[str], Tensor]:
         """As `Probe.values`. Packing efficiency is what padding leaves; trained tokens are a share of that."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.loggers import log_directory
@@ -20,7 +21,7 @@ def record_memory_history(args: NeoXArgs, groups: ParallelGroups) -> None:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
 
-class StepProfiler:
+class StepProfiler(Callback):
     """`profile`: the steps after iteration `profile_step_start`, up to and with `profile_step_stop`, as traces that
     TensorBoard and chrome://tracing read, and as a range for `nsys --capture-range=cudaProfilerApi`. With Python
     stacks and module names where collectives are NCCL's (`_can_trace_python`).
@@ -30,11 +31,17 @@ class StepProfiler:
     """
 
     def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger, settle: Callable[[], None]
+        self,
+        args: NeoXArgs,
+        groups: ParallelGroups,
+        logger: logging.Logger,
+        settle: Callable[[], None],
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         """settle: waits for the collectives that are under way between steps. gloo's threads write into the trace what
-        they do for this one, and torch frees those records at the end of the trace, whether they are done or not."""
-        self._logger, self._rank, self._settle = logger, groups.world_rank, settle
+        they do for this one, and torch frees those records at the end of the trace, whether they are done or not.
+        goes_on: whether another step follows the one that has ended."""
+        self._logger, self._rank, self._settle, self._goes_on = logger, groups.world_rank, settle, goes_on
         self._first, self._last = args.profile_step_start, args.profile_step_stop
         cuda = groups.device.type == "cuda"
         self._nsys = cuda and args.profile
@@ -53,8 +60,18 @@ class StepProfiler:
         if args.memory_profiling and not cuda:
             logger.info("memory_profiling: no GPU to take a snapshot of; the profiler's trace shows allocations on CPU")
 
+    def on_train_start(self, run: TrainingRun) -> None:
+        """Begin the window of a run that goes on; a fresh one has step 0 before its first."""
+        if run.iteration > 0:
+            self.before_step(run.iteration)
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """The next step begins, if there is one."""
+        if self._goes_on():
+            self.before_step(step.iteration)
+
     def before_step(self, iteration: int) -> None:
-        """Asked before every step; iteration: steps done."""
+        """Begin, go on with or end the window before a step. iteration: steps done."""
         if self._profile is not None:
             if iteration == self._last:
                 self._settle()
@@ -109,8 +126,8 @@ def _folder(args: NeoXArgs, key: str, named: str | None) -> Path:
         return Path(named).expanduser()
     if logs is not None:
         return logs / "profile"
-    own = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
-    raise args.problem(key, f"there is no folder for its files; set {own}, log_dir or save")
+    folder_key = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
+    raise args.problem(key, f"there is no folder for its files; set {folder_key}, log_dir or save")
 
 
 def _write_trace(folder: Path, rank: int) -> Callable[[torch.profiler.profile], None]:

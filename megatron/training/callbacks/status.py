@@ -6,13 +6,20 @@ from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.distributed import on_rank_zero
-from megatron.training.setup import Training
+from megatron.training.run import Training
 
 
 def write_status(training: Training, status: str, reason: str | None) -> None:
     """`<save>/status.json`, which launchers read: running, finished, stopped (start again to go on) or failed, and why.
     All ranks call it together."""
     on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
+
+
+def write_ending(training: Training, status: str, reason: str | None) -> None:
+    """status.json and the last line of the log of a run that did not fail. All ranks call it together."""
+    write_status(training, status, reason)
+    why = f": {reason}" if reason is not None else ""
+    training.logger.info(f"run {status} at iteration {training.progress.iteration}{why}")
 
 
 def note_failure(training: Training, reason: str) -> None:

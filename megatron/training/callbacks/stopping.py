@@ -9,11 +9,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import NeoXArgs
+from megatron.training.run import Training
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
 
 # One signal may come twice, from a scheduler to every process and passed on by the launcher.
 SAME_SIGNAL_S = 2.0
@@ -80,48 +80,64 @@ class Agreement:
         self._work = None
 
 
-class StopCondition:
-    """Asked at the end of every step: is it time to stop, and is it time to save by the clock?"""
+class StopCallback(Callback):
+    """Decides at the end of every step whether it is time to stop, and to save by the clock; `loop` then says so to the
+    callbacks after this one. All ranks decide alike: what one of them knows or was asked for counts for all."""
 
-    def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, write_failed: Callable[[], bool] = lambda: False
-    ) -> None:
-        self.args, self._write_failed = args, write_failed
+    def __init__(self, training: Training, settle_result: Callable[[], None] = lambda: None) -> None:
+        """settle_result: waits for the result of the step, before the run ends on a write that failed."""
+        self.training, self._settle_result = training, settle_result
         self.write_failed = False  # on some rank; known on all after the same step
         self._signals = SignalWatch()
-        self._agreement = Agreement(groups)
-        self._decides = groups.world_rank == 0  # whose clock counts
+        self._agreement = Agreement(training.groups)
+        self._decides = training.groups.world_rank == 0  # whose clock counts
         self._begun = self._saved = time.monotonic()
+        training.loop.signalled = self.signalled
 
     def signalled(self) -> bool:
         """Whether a stop signal has come to this rank."""
         return bool(self._signals.received)
 
-    def ask(self, iteration: int) -> tuple[str | None, bool]:
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Decide, and raise what a write beside the steps ran into."""
+        if step.result is None:
+            return
+        loop = self.training.loop
+        loop.stop_reason, loop.save_is_due = self.decide(step.iteration)
+        if self.write_failed:
+            self._settle_result()
+            self.training.checkpointer.wait()  # raises the writer's problem
+
+    def decide(self, iteration: int) -> tuple[str | None, bool]:
         """(why the run stops after this iteration or None, whether a timed save is due); the same on every rank."""
-        args, now = self.args, time.monotonic()
+        args, loop, now = self.training.args, self.training.loop, time.monotonic()
         timed_out = args.exit_duration_in_mins is not None and now - self._begun >= args.exit_duration_in_mins * 60
         save = args.save_interval_in_mins is not None and now - self._saved >= args.save_interval_in_mins * 60
-        clock = [int(timed_out), int(save)] if self._decides else [0, 0]
         if save:
             self._saved = now  # asked for once, though the answer comes a step later
-        agreed = self._agreement.exchange([self._signals.received, *clock, int(self._write_failed())])
+        timed_out, save = timed_out and self._decides, save and self._decides
+        flags = [timed_out, save or loop.save_request, self.training.checkpointer.failed, loop.stop_request is not None]
+        agreed = self._agreement.exchange([self._signals.received, *map(int, flags)])
+        loop.save_request = False  # every rank knows of it
         self.write_failed = agreed is not None and bool(agreed[3])
         if args.exit_interval is not None and iteration % args.exit_interval == 0:
             return f"exit_interval {args.exit_interval}", False
         if agreed is None:
             return None, False
-        number, timed_out, save = agreed[0], bool(agreed[1]), bool(agreed[2])
+        number, timed_out, save, stop_requested = agreed[0], bool(agreed[1]), bool(agreed[2]), bool(agreed[4])
         if number:
             return f"signal {signal.Signals(number).name}", save
-        return f"exit_duration_in_mins {args.exit_duration_in_mins}" if timed_out else None, save
+        if timed_out:
+            return f"exit_duration_in_mins {args.exit_duration_in_mins}", save
+        return (loop.stop_request or "a callback of another rank asked for it") if stop_requested else None, save
 
-    def note_save(self) -> None:
-        """A checkpoint was written; the next timed one is due an interval later."""
-        self._saved = time.monotonic()
+    def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
+        """The next timed save is due an interval after this one."""
+        if not ephemeral and step.result is not None:
+            self._saved = time.monotonic()
 
     def settle(self) -> None:
-        """Wait for the exchange under way; what it brings comes out of the next `ask` as ever."""
+        """Wait for the exchange under way; what it brings comes out of the next decision as ever."""
         self._agreement.settle()
 
     def close(self) -> None:

@@ -36,31 +36,31 @@ from megatron.model import layer_params, named_params, shared_params, trained_pa
 from megatron.model.init import stage_parameters
 from megatron.training.checkpoint.forward_check import check_forward
 from megatron.training.checkpoint.same_run import check_same_run
-from megatron.training.checkpoint.source import Source, or_earlier
-from megatron.training.checkpoint.writer import Progress, Saver
+from megatron.training.checkpoint.source import CheckpointSource, or_earlier
+from megatron.training.checkpoint.writer import CheckpointWriter, TrainingProgress
 from megatron.training.schedules import resumed_schedule
 
-__all__ = ["Checkpointer", "Progress"]
+__all__ = ["Checkpointer", "TrainingProgress"]
 
 
-class Checkpointer(Saver):
+class Checkpointer(CheckpointWriter):
     """Restores one run, and saves it. All ranks call every method together; what one rank raises, all raise."""
 
     # -- starting and going on -----------------------------------------------------------------------------------
 
-    def resume(self) -> Progress:
+    def resume(self) -> TrainingProgress:
         """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else afresh."""
         args = self.args
         self.lock()
         source, goes_on = self.source.path, self.source.goes_on
         if source is None:
             self.logger.info("starting from freshly initialised weights")
-            return Progress()
+            return TrainingProgress()
         if self.source.is_hf:
             self._load_weights(source, None, load_hf_weights)
             self.logger.info(vocab_size_from_hf(source, args, self.tokenizer.vocab_size)[1])
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
-            return Progress()
+            return TrainingProgress()
         found = read_manifest(source)
         imported = found is not None and not found.data and not found.optimizer  # of no run
         if imported or (args.finetune and not goes_on):
@@ -68,12 +68,12 @@ class Checkpointer(Saver):
             self._load_weights(source, manifest)
             self._check_forward(source, manifest)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
-            return Progress()
+            return TrainingProgress()
         source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
         return progress
 
-    def load_weights_of(self, source: Source) -> None:
+    def load_weights_of(self, source: CheckpointSource) -> None:
         """The weights that another source has, before `resume`; those of no source are there already."""
         if source.path is not None and source.is_hf:
             self._load_weights(source.path, None, load_hf_weights)
@@ -117,7 +117,7 @@ class Checkpointer(Saver):
         if manifest is None and load is load_weights:
             self.logger.info(f"{path}: {describe_layout(path, self.args)}")
 
-    def _restore(self, path: Path, goes_on: bool) -> Progress:
+    def _restore(self, path: Path, goes_on: bool) -> TrainingProgress:
         args = self.args
         manifest = self._verified(path, optimizer=not args.no_load_optim)
         self._check_run(path, manifest, goes_on)
@@ -163,7 +163,7 @@ class Checkpointer(Saver):
                 if changed:
                     self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
-        return Progress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
+        return TrainingProgress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
         """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not there."""

@@ -21,7 +21,7 @@ from megatron.data import Datasets, DataState, order_sha256, path_key
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import Tokenizer
-from megatron.training.checkpoint.source import Source
+from megatron.training.checkpoint.source import CheckpointSource
 
 _TOKENIZER_KEYS = ("vocab_file", "tokenizer_type", "merge_file", "eod_token")
 _WEIGHT_KEYS = (
@@ -30,7 +30,7 @@ _WEIGHT_KEYS = (
 )  # fmt: skip
 
 
-def continued(args: NeoXArgs, source: Source) -> Manifest | None:
+def continued(args: NeoXArgs, source: CheckpointSource) -> Manifest | None:
     """The manifest of the run that goes on; None for a new run, and for GPT-NeoX's, whose checkpoints have none."""
     if source.path is None or source.is_hf or (args.finetune and not source.goes_on):
         return None

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`; is_hf: it is a
     HuggingFace folder."""
 
@@ -42,42 +42,42 @@ class Source:
     is_hf: bool = False
 
 
-def choose_source(args: NeoXArgs) -> Source:
+def choose_source(args: NeoXArgs) -> CheckpointSource:
     """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises CheckpointError."""
     save, load = args.save_dir, args.load_dir
     same = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
     if save is not None and not args.restart and (read_latest(save) or list_checkpoints(save)):
-        found = _own(Path(save), args.iteration if same or load is None else None)
-        return Source(_with_manifest(found, args), True)
+        found = _saved_checkpoint(Path(save), args.iteration if same or load is None else None)
+        return CheckpointSource(_with_manifest(found, args), True)
     if load is None or (same and (args.restart or not list_checkpoints(load))):
         if args.iteration is not None:
             raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
-        return Source(None, False)
-    return _given(args, load)
+        return CheckpointSource(None, False)
+    return _loaded_checkpoint(args, load)
 
 
-def _own(save: Path, iteration: int | None) -> Path:
+def _saved_checkpoint(save: Path, iteration: int | None) -> Path:
     there = list_checkpoints(save)
     if iteration is None and len(there) == 1 and read_latest(save) is None and read_manifest(there[0]) is not None:
         return there[0]  # whole, as its name says; the run ended before it could write its first `latest`
     return find_checkpoint(save, iteration)
 
 
-def original_source(args: NeoXArgs) -> Source:
+def original_source(args: NeoXArgs) -> CheckpointSource:
     """What a run that goes on from its own `save` once started from. Raises CheckpointError."""
     load, save = args.load_dir, args.save_dir
     if load is None or Path(load).resolve() == Path(save or "").resolve():
-        return Source(None, False)
-    return _given(args, load)
+        return CheckpointSource(None, False)
+    return _loaded_checkpoint(args, load)
 
 
-def _given(args: NeoXArgs, load: str) -> Source:
+def _loaded_checkpoint(args: NeoXArgs, load: str) -> CheckpointSource:
     if is_hf(load):
-        return Source(find_hf(load), False, is_hf=True)
-    return Source(_with_manifest(find_checkpoint(load, args.iteration), args), False)
+        return CheckpointSource(find_hf(load), False, is_hf=True)
+    return CheckpointSource(_with_manifest(find_checkpoint(load, args.iteration), args), False)
 
 
-def stage(args: NeoXArgs) -> None:
+def fetch_remote_source(args: NeoXArgs) -> None:
     """Fetch what the run will start from, if that is remote, with `load_fallback` the first whole one. Done by each
     machine, before its ranks wait for others in collectives."""
     if args.load is not None and is_hf(args.load):
@@ -113,7 +113,7 @@ def _with_manifest(path: Path, args: NeoXArgs) -> Path:
     return or_earlier(args, path, read_manifest)[0]
 
 
-def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArgs:
+def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) -> NeoXArgs:
     """`padded_vocab_size` of the checkpoint, where the configuration leaves it open.
 
     vocab_size: of the tokenizer. Raises CheckpointError when the checkpoint's is smaller.
@@ -133,7 +133,7 @@ def adopt_vocabulary(args: NeoXArgs, source: Source, vocab_size: int) -> NeoXArg
     return args.replace(padded_vocab_size=int(size))
 
 
-def real_rows(source: Source, tokens: int) -> int | None:
+def real_rows(source: CheckpointSource, tokens: int) -> int | None:
     """Rows of the vocabulary that stand for tokens, as the checkpoint or the HuggingFace folder that a run starts from
     says; None where neither does, as of native checkpoints. tokens: of the tokenizer."""
     if source.path is None:

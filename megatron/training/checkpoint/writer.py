@@ -63,7 +63,7 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.same_run import data_record
-from megatron.training.checkpoint.source import Source
+from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.engine import Engine
 from megatron.training.metrics.run_metadata import local_sizes
 from megatron.training.schedules import Schedule
@@ -73,7 +73,7 @@ _COPY_AT_MOST = 0.8
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those of all
     samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a curriculum;
     validation_loss: of this iteration, where it was computed."""
@@ -86,7 +86,7 @@ class Progress:
     validation_loss: float | None = None
 
 
-class Saver:
+class CheckpointWriter:
     """Saves one run. All ranks call every method together; what one rank raises, all raise.
 
     With `async_save` the steps go on as soon as a copy is in host memory; there is one such copy at a time.
@@ -101,7 +101,7 @@ class Saver:
         tokenizer: Tokenizer,
         datasets: Datasets,
         order: Mapping[str, Any],
-        source: Source,
+        source: CheckpointSource,
         logger: logging.Logger,
     ) -> None:
         self.args, self.groups, self.engine, self.schedule = args, groups, engine, schedule
@@ -133,7 +133,7 @@ class Saver:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def save(self, progress: Progress, *, beside: bool = True, ephemeral: bool = False) -> None:
+    def save(self, progress: TrainingProgress, *, beside: bool = True, ephemeral: bool = False) -> None:
         """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole. With
         `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the next one."""
         save = self.args.save_dir
@@ -190,7 +190,7 @@ class Saver:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
 
-    def save_hf_model(self, folder: Path, progress: Progress, notes: Mapping[str, bytes]) -> None:
+    def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
         """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of an earlier
         one once it is whole. Waits for a write beside the steps."""
         self.wait()
@@ -243,7 +243,7 @@ class Saver:
                 self.saved_at = None
                 raise
 
-    def _manifest(self, progress: Progress) -> Manifest:
+    def _manifest(self, progress: TrainingProgress) -> Manifest:
         return Manifest(
             run_id=self.run_id,
             iteration=progress.iteration,
@@ -343,7 +343,7 @@ class Saver:
         for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _states(self, progress: Progress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
+    def _states(self, progress: TrainingProgress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
         """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are. Ranks
         help each other to gather, so all go on to the end."""
         args, groups, engine = self.args, self.groups, self.engine
@@ -412,7 +412,7 @@ class Saver:
         kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
         return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
 
-    def _model_state(self, progress: Progress) -> dict[str, Any]:
+    def _model_state(self, progress: TrainingProgress) -> dict[str, Any]:
         args = self.args
         return {
             **self.engine.model_state(),

@@ -35,7 +35,7 @@ from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
 from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
-from megatron.training.deepspeed.sharded_state import OwnedParts
+from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
@@ -99,7 +99,7 @@ class DeepSpeedEngine:
         trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders
         self._parts = OptimizerParts(trained, self._ds.optimizer, groups, self.dtype, self.zero_stage)
         self._state = EngineState(self._ds, groups, self.dtype, self.zero_stage)
-        self._owned = OwnedParts(stage, args, self._ds.optimizer, groups, self.zero_stage)
+        self._owned = ShardedState(stage, args, self._ds.optimizer, groups, self.zero_stage)
         if self.dtype != torch.float32:
             self._master_from_init()
 
@@ -307,10 +307,10 @@ class DeepSpeedEngine:
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         self._state.load_optimizer_state(state, file)
 
-    def owned_weights(self) -> Parts:
+    def sharded_weights(self) -> Parts:
         return self._owned.weights()
 
-    def owned_states(self) -> dict[str, Parts]:
+    def sharded_states(self) -> dict[str, Parts]:
         return self._owned.states()
 
     def close(self) -> None:

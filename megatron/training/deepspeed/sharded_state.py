@@ -13,7 +13,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Parts
 
 
-class OwnedParts:
+class ShardedState:
     """Parts of the trainable parameters such that every element of the model is owned by exactly one rank: a sum over
     the parts of all ranks is a sum over the model, in any layout.
 

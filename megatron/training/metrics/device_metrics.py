@@ -60,14 +60,14 @@ class DeviceMetrics:
 
     def values(self) -> tuple[list[str], Tensor]:
         """Sampled now."""
-        own = torch.tensor(self._nvml.sample())
+        local_sample = torch.tensor(self._nvml.sample())
         if self._groups.device.type == "cuda":
-            own = own.pin_memory().to(self._groups.device, non_blocking=True)
-        everyone = [own]
+            local_sample = local_sample.pin_memory().to(self._groups.device, non_blocking=True)
+        samples = [local_sample]
         if self._groups.world_size > 1:
-            everyone = [torch.empty_like(own) for _ in range(self._groups.world_size)]
-            dist.all_gather(everyone, own)
-        ranks = torch.stack(everyone)
+            samples = [torch.empty_like(local_sample) for _ in range(self._groups.world_size)]
+            dist.all_gather(samples, local_sample)
+        ranks = torch.stack(samples)
         names = [f"device/{metric}_{kind}" for kind in ("min", "mean", "max") for metric in METRICS]
         return names, torch.cat([ranks.amin(0), ranks.mean(0), ranks.amax(0)])
 

@@ -28,12 +28,12 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
         if isinstance(mixer, AttentionSpec):
             scores_and_values = (row_length or seq) * mixer.heads * mixer.head_dim  # two products of half a square
         sizes = {(layer, s.name): torch.Size(s.shape).numel() for s in specs[layer] if s.weight_decay and not s.shared}
-        forward, own = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
-        multiplications += forward + scores_and_values + own
+        forward, trained_size = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
+        multiplications += forward + scores_and_values + trained_size
         multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
     head = args.num_layers + 4
-    own = ((head, "final_linear.weight") if args.no_weight_tying else EMBEDDING) in trained
-    multiplications += args.hidden_size * args.padded_vocab_size * (1 + own + (lowest < head))
+    head_is_trained = ((head, "final_linear.weight") if args.no_weight_tying else EMBEDDING) in trained
+    multiplications += args.hidden_size * args.padded_vocab_size * (1 + head_is_trained + (lowest < head))
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 

@@ -13,13 +13,13 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import LogFile, say
 
-Row = Mapping[str, float | int]
+MetricRow = Mapping[str, float | int]
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """Where the run is; everything else in a row is a metric."""
 METRICS_FILE = "metrics.jsonl"
 
 
-def metrics(row: Row) -> dict[str, float | int]:
+def metrics(row: MetricRow) -> dict[str, float | int]:
     """A row without its position."""
     return {name: value for name, value in row.items() if name not in POSITION}
 
@@ -27,7 +27,7 @@ def metrics(row: Row) -> dict[str, float | int]:
 class MetricLogger(Protocol):
     """Takes one row a step: `iteration` and values by name."""
 
-    def write(self, row: Row) -> None: ...
+    def write(self, row: MetricRow) -> None: ...
     def close(self) -> None: ...
 
 
@@ -59,27 +59,27 @@ class JsonlLogger:
             taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
             os.replace(path, next(name for name in taken if not name.exists()))
         if path.exists():
-            earlier = itertools.takewhile(lambda found: found[1]["iteration"] <= iteration, read_metrics(path))
+            earlier = itertools.takewhile(lambda line: line[1]["iteration"] <= iteration, read_metrics(path))
             os.truncate(path, max((end for end, _ in earlier), default=0))
         else:
             path.touch()
         self._file = LogFile(path, say)
         self._run_id = run_id
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
 
 
-class Harmless:
+class TolerantTracker:
     """A tracker that cannot write any more, as to a full disk, is said once and does not end the run."""
 
     def __init__(self, target: MetricLogger, say: Callable[[str], None]) -> None:
         self._target, self._say, self._told = target, say, False
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         with self._caught():
             self._target.write(row)
 
@@ -109,7 +109,7 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(directory, purge_step=iteration + 1 if iteration else None)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", iteration)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics(row).items()]
         # One event a step, where add_scalar would write one a metric.
         self._writer._get_file_writer().add_summary(self._summary(value=values), int(row["iteration"]))
@@ -147,7 +147,7 @@ class WandbLogger:
         except wandb.Error as problem:
             raise _cannot_start(args, "use_wandb", problem, "wandb_mode") from problem
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         self._run.log(metrics(row), step=int(row["iteration"]))
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class CometLogger:
         self._experiment.log_parameters(dict(config))
         self._experiment.log_others(dict(args.comet_others or {}))
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricRow) -> None:
         self._experiment.log_metrics(metrics(row), step=int(row["iteration"]))
 
     def close(self) -> None:
@@ -214,16 +214,16 @@ def build_loggers(
     args: NeoXArgs,
     iteration: int,
     run_id: str,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     rank: int = 0,
     say: Callable[[str], None] = say,
 ) -> list[MetricLogger]:
     """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with `wandb_init_all_ranks`.
 
-    facts: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
+    metadata: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
     ConfigError for a folder that cannot be written and a tracker that does not start.
     """
-    config = {**json.loads(args.to_json())["given"], **facts}
+    config = {**json.loads(args.to_json())["given"], **metadata}
     if rank > 0:
         return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
     directory = log_directory(args)
@@ -231,7 +231,7 @@ def build_loggers(
     with _writable(args, "log_dir" if args.log_dir is not None else "save", directory):
         if directory is not None:
             loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id, say))
-    return loggers + [Harmless(target, say) for target in build_trackers(args, iteration, run_id, config)]
+    return loggers + [TolerantTracker(target, say) for target in build_trackers(args, iteration, run_id, config)]
 
 
 @contextmanager

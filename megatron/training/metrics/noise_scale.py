@@ -47,9 +47,9 @@ class NoiseScale:
         noise = (small_square - big_square) / (1.0 / b - 1.0 / many)
         signal = (many * big_square - b * small_square) / (many - b)
         kept = 0.0 if self._averages is None else self._averages
-        found = self.BETA * kept + (1.0 - self.BETA) * torch.stack([noise, signal])
+        averages = self.BETA * kept + (1.0 - self.BETA) * torch.stack([noise, signal])
         # A step without a finite gradient spoils its window and nothing else.
-        self._averages = torch.where(found.isfinite().all(), found, torch.zeros_like(found) + kept)
+        self._averages = torch.where(averages.isfinite().all(), averages, torch.zeros_like(averages) + kept)
         self._mean, self._count = {}, 0
         self._small = torch.zeros_like(self._small)
 

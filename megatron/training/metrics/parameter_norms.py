@@ -48,10 +48,10 @@ class ParameterNorms:
             squares.append(self._gradients[0])
             labels.append("gradient_norms/{}")
         if args.log_param_norm:
-            squares.append(self._squares(self.engine.owned_weights()))
+            squares.append(self._squares(self.engine.sharded_weights()))
             labels.append("parameter_norms/{}")
         if args.log_optimizer_states:
-            states = self.engine.owned_states()
+            states = self.engine.sharded_states()
             if not self._states:  # a rank that owns no parameter does not know them
                 self._states = sorted(set().union(*run_on_all_ranks(self.groups, lambda: list(states))))
             squares += [self._squares(states.get(key, [])) for key in self._states]
@@ -60,12 +60,12 @@ class ParameterNorms:
         if not squares and not zeros:  # of an optimizer that has no state, or none yet
             return [], torch.zeros(0, device=self.groups.device)
         rows = sum_over_ranks(torch.stack([*squares, *zeros]), self.groups)
-        found = list(rows[: len(squares)].sqrt())
+        values = list(rows[: len(squares)].sqrt())
         if zeros:
-            found.append(100.0 * rows[-1] / self._sizes)
+            values.append(100.0 * rows[-1] / self._sizes)
             labels.append("pct_grad_zeros/{}")
         names = [label.format(f"{layer}.{name}") for label in labels for layer, name in self._names]
-        return names, torch.cat(found)
+        return names, torch.cat(values)
 
     def _squares(self, parts: Parts) -> Tensor:
         return self._by_name(parts, torch.linalg.vector_norm).square()
@@ -73,6 +73,6 @@ class ParameterNorms:
     def _by_name(self, parts: Parts, measure: Callable[[Tensor], Tensor]) -> Tensor:
         """[parameters of the model] fp64, 0 where this rank owns nothing."""
         device = self.groups.device
-        own = {name: measure(part).to(device, torch.float64) for name, part in parts}
+        measured = {name: measure(part).to(device, torch.float64) for name, part in parts}
         nothing = torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([own.get(name, nothing) for name in self._names])
+        return torch.stack([measured.get(name, nothing) for name in self._names])

@@ -34,13 +34,13 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
 
 def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
-    own = torch.zeros(2, dtype=torch.int64, device=groups.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
         for _, _, param, spec in parameters_with_specs(stage, args):
             if spec.is_first_copy(groups):
                 size = torch.Size(spec.shape).numel()
-                own += torch.tensor([size, size * param.requires_grad], device=groups.device)
-    total, trainable = sum_over_ranks(own, groups).tolist()
+                counts += torch.tensor([size, size * param.requires_grad], device=groups.device)
+    total, trainable = sum_over_ranks(counts, groups).tolist()
     return total, trainable
 
 
@@ -53,8 +53,8 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def run_facts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
-    """For the log and the trackers' configuration."""
+def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
+    """Commit and number of parameters, for the log, the summary and the trackers' configuration; all ranks together."""
     total, trainable = parameter_counts(args, groups, stage)
     return {
         "git_hash": on_rank_zero(groups, lambda: git_hash(args)),
@@ -64,7 +64,7 @@ def run_facts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str,
     }
 
 
-def facts_line(facts: dict[str, str | int | float | None]) -> str:
+def metadata_line(metadata: dict[str, str | int | float | None]) -> str:
     """One line of the start log; begins as upstream's."""
-    line = f" > total params: {facts['total_params']:,} | trainable: {facts['trainable_params']:,}"
-    return f"{line} ({facts['trainable_share']:.2%}) | git hash: {facts['git_hash'] or 'unknown'}"
+    line = f" > total params: {metadata['total_params']:,} | trainable: {metadata['trainable_params']:,}"
+    return f"{line} ({metadata['trainable_share']:.2%}) | git hash: {metadata['git_hash'] or 'unknown'}"

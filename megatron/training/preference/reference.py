@@ -36,8 +36,8 @@ from megatron.model.init import stage_parameters
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import scores_reference
 from megatron.objectives import label_logprobs, response_sums
-from megatron.training.checkpoint.resume import Checkpointer, Progress
-from megatron.training.checkpoint.source import Source, original_source
+from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
+from megatron.training.checkpoint.source import CheckpointSource, original_source
 from megatron.training.engine import Engine
 from megatron.training.metrics.run_metadata import local_sizes
 from megatron.training.parallelize import compile_blocks
@@ -60,7 +60,7 @@ _TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
 _SAY_EVERY = 30.0  # seconds
 
 
-def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tuple[Datasets, Progress]:
+def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tuple[Datasets, TrainingProgress]:
     """`Checkpointer.resume`, and the reference that the objective needs: in the datasets, or filled in by the engine.
 
     Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
@@ -95,7 +95,7 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
         checkpointer.engine.use_reference(frozen_copy(checkpointer.engine))
         checkpointer.logger.info(_cost_of_copy(checkpointer.engine))
     else:
-        scores = _Cache(checkpointer, cache_folder(args, digest), about, have_weights, watchdog)
+        scores = _ReferenceCache(checkpointer, cache_folder(args, digest), about, have_weights, watchdog)
         scores.check(datasets)
         datasets = scores.fill(datasets)
         watchdog.now("loading a checkpoint")
@@ -106,7 +106,7 @@ def _record(args: NeoXArgs) -> Path | None:
     return None if args.save_dir is None else Path(args.save_dir) / _RECORD
 
 
-def _write_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> None:
+def _write_record(args: NeoXArgs, source: CheckpointSource, about: Mapping[str, Any]) -> None:
     path = _record(args)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def _write_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> N
         replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def _check_record(args: NeoXArgs, source: Source, about: Mapping[str, Any]) -> None:
+def _check_record(args: NeoXArgs, source: CheckpointSource, about: Mapping[str, Any]) -> None:
     path = _record(args)
     assert path is not None
     if not path.is_file():
@@ -163,7 +163,7 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     return fill
 
 
-class _Cache:
+class _ReferenceCache:
     """The scores in a folder, and the making of those that are missing. All ranks call every method together."""
 
     def __init__(

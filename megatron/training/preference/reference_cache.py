@@ -25,7 +25,7 @@ from megatron.neox_arguments.keys.architectures import MoEKeys, MuPKeys, OtherAr
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
-from megatron.training.checkpoint.source import Source
+from megatron.training.checkpoint.source import CheckpointSource
 
 _ABOUT = "about.json"
 # Whose keys make the model's function
@@ -56,7 +56,9 @@ def forward_keys(args: NeoXArgs) -> dict[str, Any]:
     return found
 
 
-def describe_reference(args: NeoXArgs, source: Source, tokenizer: Tokenizer, groups: ParallelGroups) -> dict[str, Any]:
+def describe_reference(
+    args: NeoXArgs, source: CheckpointSource, tokenizer: Tokenizer, groups: ParallelGroups
+) -> dict[str, Any]:
     """All that decides the model's log-probabilities but code and layout. The work is shared out over ranks."""
     names: Mapping[str, str] = {}
     if source.path is None:

@@ -14,10 +14,10 @@ from megatron.checkpointing.huggingface import export_hf, load_checkpoint_args
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.best_metric import best_metric
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import stop_after
+from tests.training.preference.test_pairs_train import pairs
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, config, run_to_end
 from tests.training.test_huggingface import MODEL, TOKENIZER
-from tests.training.test_pairs_train import pairs
-from tests.training.test_resume import stop_after
 
 # A rate at which the loss goes up and down.
 ROUGH = {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-6}}, "gradient_clipping": 0.0}

@@ -24,11 +24,11 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.training import Training, start
 from megatron.training.loop import batches_of
-from megatron.training.preference.reference import _Cache
+from megatron.training.preference.reference import _ReferenceCache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
-from tests.training.test_resume import losses, stop_after
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
 FLY = {"dpo_reference": "on_the_fly"}
@@ -158,7 +158,7 @@ def counts(said: list[str]) -> list[tuple[int, ...]]:
 
 def sets_read(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, str]:
     """For the pool: how many sets a start reads whole for its reference, and what it says of that."""
-    with mock.patch.object(_Cache, "_fill_one", autospec=True, side_effect=_Cache._fill_one) as fill:
+    with mock.patch.object(_ReferenceCache, "_fill_one", autospec=True, side_effect=_ReferenceCache._fill_one) as fill:
         (said,) = what_it_says(rank, world_size, [values])
     return fill.call_count, said
 

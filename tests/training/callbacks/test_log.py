@@ -10,11 +10,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.callbacks import Step, StepResult
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.callbacks.step_end import LogCallback, Step, Stopwatch
-from megatron.training.engine import StepResult
+from megatron.training.callbacks.log import LogCallback
+from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
-from megatron.training.metrics.loggers import Harmless, JsonlLogger, read_metrics
+from megatron.training.metrics.loggers import JsonlLogger, TolerantTracker, read_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
@@ -47,7 +48,7 @@ class Clock(Stopwatch):
 def test_line(scale: float | None, peak: float | None) -> None:
     args = NeoXArgs.from_dict(config(NEOX, log_interval=2, padded_vocab_size=384, peak_theoretical_tflops=peak))
     lines: list[str] = []
-    training = SimpleNamespace(
+    training: Any = SimpleNamespace(
         args=args,
         groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
         schedule=lambda step: 1e-4 * step,
@@ -55,9 +56,11 @@ def test_line(scale: float | None, peak: float | None) -> None:
         watchdog=SimpleNamespace(restarts=0),
     )
     bar: Any = __import__("tqdm").tqdm(disable=True)
-    log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
+    log = LogCallback(training, bar, Clock())
     for i, loss in ((1, 3.0), (2, 5.0), (3, 4.0), (4, 8.0)):
-        log.on_step_end(step := Step(i, 8 * i, 32, StepResult(torch.tensor(loss), 1.5, i == 3, loss_scale=scale)))
+        log.on_step_end(
+            training, step := Step(i, 8 * i, 32, StepResult(torch.tensor(loss), 1.5, i == 3, loss_scale=scale))
+        )
     log.settle()
     flops = neox_flops(args, 3)
     share = (100 * flops / (peak * 1e12),) * 2 if peak else None
@@ -153,7 +156,7 @@ def test_a_tracker_that_cannot_write_is_said_once() -> None:
         raise OSError(28, "No space left on device")
 
     said: list[str] = []
-    tracker = Harmless(SimpleNamespace(write=fails, close=fails), said.append)
+    tracker = TolerantTracker(SimpleNamespace(write=fails, close=fails), said.append)
     tracker.write({})
     tracker.write({})
     tracker.close()
@@ -215,7 +218,7 @@ def test_metrics_of_an_objective() -> None:
     """Means over the steps of a line, in the line and in the row; what was never counted is left out."""
     args = NeoXArgs.from_dict(config(NEOX, log_interval=3, padded_vocab_size=384))
     lines: list[str] = []
-    training = SimpleNamespace(
+    training: Any = SimpleNamespace(
         args=args,
         groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
         schedule=lambda step: 1e-4 * step,
@@ -223,11 +226,13 @@ def test_metrics_of_an_objective() -> None:
         watchdog=SimpleNamespace(restarts=0),
     )
     bar: Any = __import__("tqdm").tqdm(disable=True)
-    log = LogCallback(training, bar, Clock())  # type: ignore[arg-type]
+    log = LogCallback(training, bar, Clock())
     nan = float("nan")
     for i, accuracy, kl in ((1, 0.5, nan), (2, nan, nan), (3, 1.0, nan)):
         metrics = {"rewards/accuracies": torch.tensor(accuracy), "kl": torch.tensor(kl)}
-        log.on_step_end(step := Step(i, 8 * i, 32, StepResult(torch.tensor(2.0), 1.5, False, metrics=metrics)))
+        log.on_step_end(
+            training, step := Step(i, 8 * i, 32, StepResult(torch.tensor(2.0), 1.5, False, metrics=metrics))
+        )
     log.settle()
     assert " lm_loss: 2.000000E+00 | rewards/accuracies: 7.500000E-01 | number of skipped" in lines[0]
     assert step.row["train/rewards/accuracies"] == 0.75 and "train/kl" not in step.row

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.training.callbacks.history import history, training_time
 from tests.pool import run_ranks
+from tests.training.callbacks.test_stopping import run_with_signal
 from tests.training.runs import LAYOUTS, NEOX, config, run_to_end
-from tests.training.test_stopping import run_with_signal
 
 NUMBER, TEXT = (int, float), (str,)
 SCHEMA: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.callbacks.profiling import StepProfiler
-from megatron.training.metrics.run_metadata import facts_line, git_hash
+from megatron.training.metrics.run_metadata import git_hash, metadata_line
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, NEOX, begin, config, run_to_end
 
@@ -147,13 +147,13 @@ def test_git_hash(tmp_path: Path) -> None:
 
 def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
     """For the pool: the facts of a model, one norm of it frozen."""
-    from megatron.training.metrics.run_metadata import run_facts
+    from megatron.training.metrics.run_metadata import run_metadata
 
     training = begin(given)
     for name, param in training.engine.stage.named_parameters():
         if "post_attention_layernorm.weight" in name:
             param.requires_grad_(False)
-    found = run_facts(training.args, training.groups, training.engine.stage)
+    found = run_metadata(training.args, training.groups, training.engine.stage)
     training.engine.close()
     return found
 
@@ -179,4 +179,4 @@ def test_parameter_counts(name: str) -> None:
         ]
         * ranks
     )
-    assert facts_line(everyone[0]).startswith(f" > total params: {total:,} | trainable: {trainable:,} (99.")
+    assert metadata_line(everyone[0]).startswith(f" > total params: {total:,} | trainable: {trainable:,} (99.")

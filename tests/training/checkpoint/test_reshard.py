@@ -7,8 +7,8 @@ import pytest
 
 from megatron.checkpointing import OptimizerFiles, load_tensors
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, bit_equal, config, run_to_end
-from tests.training.test_resume import losses, stop_after
 
 TP2, TP4, PP2 = {"model_parallel_size": 2}, {"model_parallel_size": 4}, {"pipe_parallel_size": 2}
 PP4 = {"pipe_parallel_size": 4}

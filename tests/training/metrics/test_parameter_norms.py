@@ -82,21 +82,25 @@ def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[
     """For the pool: two free steps, then three in which only the values of a logged step may be waited for."""
     from tqdm import tqdm
 
-    from megatron.training.callbacks.step_end import LogCallback, Step, Stopwatch
+    from megatron.callbacks import Step
+    from megatron.training.callbacks.gradient_probes import build_probes
+    from megatron.training.callbacks.log import LogCallback
     from megatron.training.loop import batches_of
-    from megatron.training.metrics.step_probes import build_probes
+    from megatron.training.loop_state import Stopwatch
     from tests.training.test_host_sync import ENGINE, forbid
 
     training = begin(values)
     batches, progress = batches_of(training), training.progress
-    probes, on_gradients = build_probes(training)
+    probes, gradients = build_probes(training)
     log = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes)
     for i in range(5):
         if i == 2:
             forbid(ENGINE, [])
-        result = training.engine.train_step(next(batches), training.schedule(progress.iteration), on_gradients())
+        step = next(batches)
+        show = gradients.on_step_start(training, step)
+        result = training.engine.train_step(step, training.schedule(progress.iteration), show)
         progress.iteration += 1
-        log.on_step_end(Step(progress.iteration, 8 * progress.iteration, 32, result))
+        log.on_step_end(training, Step(progress.iteration, 8 * progress.iteration, 32, result))
     return log.probed
 
 

@@ -37,7 +37,7 @@ def compiled_once(rank: int, world_size: int) -> None:
 def env() -> dict[str, str]:
     """Of ranks that find DeepSpeedCPUAdam compiled. A compilation that is killed leaves torch's lock, on which all
     later ones wait without end; here one process compiles at a time, and takes away what was left."""
-    folder = Path(__file__).resolve().parents[2] / ".cache" / "torch_extensions"
+    folder = Path(__file__).resolve().parents[3] / ".cache" / "torch_extensions"
     folder.mkdir(parents=True, exist_ok=True)
     env = {"TORCH_EXTENSIONS_DIR": str(folder)}
     with open(folder / "in_use", "w") as guard:

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.data import IndexedDatasetWriter
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
-from tests.training.test_resume import losses, stop_after
 
 
 def pairs(folder: Path, count: int = 40) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import LAYOUTS, NEOX, begin, bit_equal, config, run_to_end
-from tests.training.test_resume import losses
 
 
 def run_with_signal(rank: int, world_size: int, values: dict[str, Any], number: int, at: int, to: int) -> str:
@@ -80,13 +81,17 @@ def test_timed_saves_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several ranks the answer comes a step after the question."""
     from types import SimpleNamespace
 
+    from megatron.callbacks import Step, StepResult
     from megatron.mpu import ParallelGroups
     from megatron.training.callbacks import stopping
+    from megatron.training.loop_state import LoopState
 
     clock = [0.0]
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     args = SimpleNamespace(exit_duration_in_mins=None, save_interval_in_mins=1.0, exit_interval=None)
-    stop = stopping.StopCondition(args, ParallelGroups.single())  # type: ignore[arg-type]
+    checkpointer, state = SimpleNamespace(failed=False), LoopState()
+    training = SimpleNamespace(args=args, groups=ParallelGroups.single(), checkpointer=checkpointer, loop=state)
+    stop = stopping.StopCallback(training)  # type: ignore[arg-type]
     before: list[list[int] | None] = [None]
 
     def late(values: list[int]) -> list[int] | None:
@@ -94,12 +99,12 @@ def test_timed_saves_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return answer
 
     stop._agreement.exchange = late  # type: ignore[method-assign]
-    saves = []
+    saves, result = [], StepResult(torch.zeros(()), None, False)
     for step in range(1, 31):
         clock[0] += 10.0
-        if stop.ask(step)[1]:
+        if stop.decide(step)[1]:
             saves.append(step)
-            stop.note_save()
+            stop.on_save(training, Step(step, step, 1, result), False)  # type: ignore[arg-type]
     stop.close()
     assert saves == [7, 14, 21, 28]
 

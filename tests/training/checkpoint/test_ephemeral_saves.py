@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import Manifest, load_tensors, read_manifest
-from megatron.training.callbacks.step_end import SaveCallback
+from megatron.training.callbacks.saving import SaveCallback
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, bit_equal, config, run_to_end
-from tests.training.test_resume import losses, stop_after
 
 DROPOUT = {"hidden_dropout": 0.1}
 

@@ -324,7 +324,7 @@ def test_log_scale(factor: float) -> None:
     """As upstream: iteration == int(factor ** k)."""
     from types import SimpleNamespace
 
-    from megatron.training.callbacks.step_end import SaveCallback
+    from megatron.training.callbacks.saving import SaveCallback
 
     args = SimpleNamespace(
         save="x",
@@ -351,16 +351,14 @@ def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
 
 def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[float, float, float]]:
     """For the pool: what the generators give a callback after each step, whatever they were before."""
-    from megatron.training import Callback, Step, train
+    from megatron.callbacks import Callback, Step, TrainingRun
+    from megatron.training import train
     from tests.training.runs import begin
 
     drawn: list[tuple[float, float, float]] = []
 
     class Draws(Callback):
-        def is_due(self, step: Step) -> bool:
-            return True
-
-        def on_step_end(self, step: Step) -> None:
+        def on_step_end(self, run: TrainingRun, step: Step) -> None:
             drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
 
     for seed in (random.seed, np.random.seed, torch.seed):

@@ -65,7 +65,7 @@ def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
 def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -> None:
     """For the pool: the run ends without warning right after the save at `steps`."""
     from megatron.training import train
-    from megatron.training.callbacks.step_end import SaveCallback
+    from megatron.training.callbacks.saving import SaveCallback
     from tests.training.runs import begin
 
     class Stop(Exception):
@@ -74,8 +74,8 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
     training = begin(values)
     save = SaveCallback.save
 
-    def save_and_stop(self: SaveCallback, for_now: bool = False) -> None:
-        save(self, for_now)
+    def save_and_stop(self: SaveCallback, ephemeral: bool = False) -> None:
+        save(self, ephemeral)
         if training.progress.iteration == steps:
             training.checkpointer.wait()
             raise Stop

@@ -1,0 +1,8 @@
+"""Callbacks: what takes part in a training run beside its steps, and what a run offers them. Training calls them;
+generation and evaluation, which training does not import, have some; `callbacks: [FILE.py:CLASS]` names a user's."""
+
+from megatron.callbacks.callback import Callback
+from megatron.callbacks.run import TrainingRun
+from megatron.callbacks.step import OnGradients, Parts, Step, StepResult
+
+__all__ = ["Callback", "OnGradients", "Parts", "Step", "StepResult", "TrainingRun"]

@@ -1,0 +1,59 @@
+"""When a run is saved."""
+
+from collections.abc import Sequence
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.training.checkpoint.writer import is_hf_due
+from megatron.training.run import Training
+
+
+class SaveCallback(Callback):
+    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, and after the last step."""
+
+    def __init__(self, training: Training, callbacks: Sequence[Callback] = ()) -> None:
+        """callbacks: those whose `on_save` is called."""
+        self.training, self.callbacks = training, callbacks
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a checkpoint is written after this iteration."""
+        args = self.training.args
+        if args.save is None:
+            return False
+        if iteration == args.train_iters or iteration in (args.extra_save_iters or ()) or is_hf_due(args, iteration):
+            return True
+        factor = args.checkpoint_factor
+        if not factor or iteration == 0:
+            return False
+        if args.checkpoint_scale == "linear":
+            return iteration % int(factor) == 0
+        power = 1.0
+        while int(power) < iteration:
+            power *= factor
+        return int(power) == iteration
+
+    def is_ephemeral_due(self, iteration: int) -> bool:
+        """Whether a checkpoint that stands until the next one is written after this iteration."""
+        every = self.training.args.ephemeral_save_interval
+        return self.training.args.save is not None and every is not None and iteration > 0 and iteration % every == 0
+
+    def on_validation_end(self, run: TrainingRun, step: Step) -> None:
+        """Note the validation loss, by which `keep_best_n_checkpoints` chooses."""
+        if step.iteration > 0:
+            self.training.progress.validation_loss = step.row.get("validation/lm_loss")
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Save if it is time, if it was asked for, and when the run stops; then `on_save` of all callbacks."""
+        loop = self.training.loop
+        lasting = loop.stop_reason is not None or loop.save_is_due or self.is_due(step.iteration)
+        if lasting or self.is_ephemeral_due(step.iteration):
+            with run.pause():
+                self.save(ephemeral=not lasting)
+                if self.training.args.save is not None:
+                    for callback in self.callbacks:
+                        callback.on_save(run, step, not lasting)
+
+    def save(self, ephemeral: bool = False) -> None:
+        """Write a checkpoint of the run as it is now. ephemeral: one that stands until the next."""
+        if self.training.args.save is not None:
+            with self.training.watchdog.phase("saving"):
+                self.training.checkpointer.save(self.training.progress, ephemeral=ephemeral)

@@ -1,0 +1,69 @@
+"""Validation and test loss within a run: when they are computed, and how they are logged."""
+
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.data import SampleSet, trains_preferences
+from megatron.training.evaluation import evaluate, evaluate_objective
+from megatron.training.run import Training
+
+
+def validate(training: Training, which: str, iteration: int, row: dict[str, float | int], bar: tqdm) -> None:
+    """Loss on the validation ("valid") or test ("test") set, into the log and the row; nothing without such a set."""
+    dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[which]
+    if dataset is None or training.args.eval_iters == 0:
+        return
+    name = "validation" if which == "valid" else "test"
+    with training.watchdog.phase(f"computing the {name} loss"):
+        results = _results(training, dataset)
+    row.update({f"{name}/{metric}": value for metric, value in results.items()})
+    entropy = results.pop("unigram_entropy", None)
+    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in results.items())
+    line = f" {name} results at iteration {iteration} |{values} "
+    after = [] if entropy is None else [f" unigram entropy of these {name} tokens: {entropy:.4f} nats"]
+    rule = "-" * (len(line) + 1)
+    with bar.external_write_mode():
+        for text in (rule, line, rule, *after):
+            training.logger.info(text)
+
+
+def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
+    """The loss on a set, and the metrics of the objective or of language modelling, by name."""
+    args, engine, eod = training.args, training.engine, training.tokenizer.eod
+    samples = args.eval_iters * args.train_batch_size
+    if trains_preferences(args):
+        loss, means = evaluate_objective(engine, dataset, samples, eod)
+        return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
+    detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
+    result = evaluate(engine, dataset, samples, eod, detokenize)
+    values = {"lm_loss": result.lm_loss, "lm_loss_ppl": result.perplexity, "unigram_entropy": result.unigram_entropy}
+    if result.character_perplexity is not None:
+        values["lm_loss_char_lvl_ppl"] = result.character_perplexity
+    return {**values, **result.metrics}
+
+
+class ValidationCallback(Callback):
+    """Validation loss before the first step, every `eval_interval` steps and after the last, which is also tested; then
+    `on_validation_end` of all callbacks."""
+
+    def __init__(self, training: Training, bar: tqdm, callbacks: Sequence[Callback]) -> None:
+        self.training, self.bar, self.callbacks = training, bar, callbacks
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the step of this number is followed by a validation."""
+        args = self.training.args
+        return iteration == args.train_iters or iteration % args.eval_interval == 0
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Validate, and test after the last step, if it is time."""
+        if not self.is_due(step.iteration):
+            return
+        with run.pause():
+            validate(self.training, "valid", step.iteration, step.row, self.bar)
+            if step.iteration == self.training.args.train_iters:
+                validate(self.training, "test", step.iteration, step.row, self.bar)
+            for callback in self.callbacks:
+                self.bar.clear()  # they may have bars of their own
+                callback.on_validation_end(run, step)

@@ -1,0 +1,105 @@
+"""A training run: everything that it is made of, and what it offers to callbacks."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron.callbacks import Callback
+from megatron.checkpointing import restore_rng, rng_state
+from megatron.checkpointing.huggingface import declared_eos_ids, exported_vocab_size
+from megatron.data import Datasets
+from megatron.distributed import Watchdog
+from megatron.model import Model, for_inference, inference_mode
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
+from megatron.training.engine import Engine
+from megatron.training.loop_state import LoopState
+from megatron.training.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything a training run is made of."""
+
+    args: NeoXArgs
+    groups: ParallelGroups
+    tokenizer: Tokenizer
+    datasets: Datasets
+    engine: Engine
+    schedule: Schedule
+    checkpointer: Checkpointer
+    progress: TrainingProgress
+    logger: logging.Logger
+    watchdog: Watchdog
+    user_callbacks: Sequence[Callback] = ()
+    loop: LoopState = field(default_factory=LoopState)
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples read so far."""
+        return self.progress.consumed_samples
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens read so far."""
+        return self.progress.consumed_tokens
+
+    @property
+    def companion_files(self) -> Mapping[str, bytes]:
+        """Files that came with an imported model."""
+        return self.checkpointer.carried
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Settle the step that has ended; then, for what is done within, stop the clock and clear the progress bar."""
+        self.loop.settle()
+        with self.loop.stopwatch.pause():
+            self.loop.bar.clear()
+            yield
+            self.loop.bar.refresh()
+
+    def stopping(self) -> bool:
+        """Whether a stop signal has come to this rank."""
+        return self.loop.signalled()
+
+    def request_stop(self, reason: str) -> None:
+        """End the run with a checkpoint, once all ranks know of it."""
+        self.loop.stop_request = reason
+
+    def request_save(self) -> None:
+        """Write a checkpoint, once all ranks know of it."""
+        self.loop.save_request = True
+
+    @contextmanager
+    def inference(self) -> Iterator[Model]:
+        """The model as it is now, to generate and to score with; training goes on as if it had not been.
+
+        All ranks enter it together. Random generators are what they were afterwards.
+        """
+        carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
+        rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
+        random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
+        try:
+            with inference_mode(engine.stage):
+                yield Model(
+                    args, self.groups, self.tokenizer, engine.stage, engine.dtype, rows, lockstep, declared_eos_ids=ends
+                )
+        finally:
+            restore_rng(random, self.groups.device, "before inference")
+
+    def close(self) -> None:
+        """Release the engine and leave the process group."""
+        self.engine.close()
+        self.groups.barrier()
+        dist.destroy_process_group()
+        self.watchdog.close()
