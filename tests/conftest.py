@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every command that a test starts would compile all modules again
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.fsync = lambda fd: None  # each waits for the disk, thousands of times; no test takes the power away
     config.pluginmanager.register(BudgetPlugin(), "budget")
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none.
     if ADDRESS_VARIABLE not in os.environ and not config.getoption("numprocesses", None):

@@ -94,7 +94,7 @@ def evaluate(
     should_cancel: Callable[[], bool] = lambda: False,
     on_beat: Callable[[], None] = lambda: None,
 ) -> EvaluationResults | None:
-    """Run the tasks of rank 0's loaded_tasks; the results there, None elsewhere. All ranks call it together.
+    """Run the tasks that rank 0 loaded; the results there, None elsewhere. All ranks call it together.
 
     identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them;
     0: no standard errors at all. should_cancel: asked on rank 0 before each part of the requests; once it is

@@ -89,7 +89,7 @@ def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
 
 
 def _metrics(task: Task) -> list[str] | None:
-    """Names of a task's results, as `Evaluation.metrics` has them; None where its own code decides on
+    """Names of a task's results, as `EvaluationResults.metrics` has them; None where its own code decides on
     them."""
     listed = task.config.metric_list or []
     own = type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None

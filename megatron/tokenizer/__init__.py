@@ -1,4 +1,4 @@
-"""Tokenizer room: one small interface over the tokenizer kinds of NeoX.
+"""Tokenizers: one small interface over the kinds that GPT-NeoX has.
 
 `build_tokenizer(args)` for a run, `make_tokenizer(kind, vocab_file, merge_file, eod_token)` for tools.
 """

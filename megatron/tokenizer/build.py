@@ -6,7 +6,8 @@ from collections.abc import Callable
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
 from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
-from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
+from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
+from megatron.tokenizer.tiktoken_tokenizer import TiktokenTokenizer
 
 ONE_FILE: dict[str, tuple[Callable[[str, str | None], Tokenizer], str]] = {
     "HFTokenizer": (HFTokenizer, "the path of a tokenizer.json, or a folder with one"),

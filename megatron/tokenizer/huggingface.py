@@ -37,10 +37,10 @@ class HFTokenizer(Tokenizer):
             tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
         except Exception as problem:  # the library raises bare Exception (ValueError in newer releases)
             raise TokenizerError(f"{path}: not a tokenizer.json of the tokenizers library ({problem})") from None
-        self._adopt(tokenizer, path, eod_token, _declared(path))
+        self._set_backend(tokenizer, path, eod_token, _declared_tokens(path))
 
-    def _adopt(self, tokenizer: Any, where: object, eod_token: str | None, declared: Mapping[str, str]) -> None:
-        """Take the library's tokenizer and look its special tokens up."""
+    def _set_backend(self, tokenizer: Any, where: object, eod_token: str | None, declared: Mapping[str, str]) -> None:
+        """Use a tokenizer of the tokenizers library, and look its special tokens up. where: names it in errors."""
         # A file saved with these would cut documents off, or fill them up, without a word
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -94,7 +94,7 @@ class GPT2BPETokenizer(HFTokenizer):
         tokenizer = tokenizers.Tokenizer(model)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        self._adopt(tokenizer, vocab_file, eod_token, {})
+        self._set_backend(tokenizer, vocab_file, eod_token, {})
 
     def files(self) -> dict[str, bytes]:
         end = {} if self._config is None else {"eod_token": self.special_tokens[self.eod].encode()}
@@ -123,12 +123,12 @@ class HFGPT2Tokenizer(HFTokenizer):
         declared = {role: value for role in ROLES if (value := getattr(tokenizer, role))}
         if eod_token is None and "eos_token" not in declared:
             raise TokenizerError(f"{name}: declares no eos_token; name one with eod_token (--eod-token)")
-        self._adopt(backend, name, eod_token or declared["eos_token"], declared)
+        self._set_backend(backend, name, eod_token or declared["eos_token"], declared)
         self._content = backend.to_str().encode()
         self._config = {**declared, "eos_token": self.special_tokens[self.eod]}
 
 
-def _declared(path: Path) -> dict[str, str]:
+def _declared_tokens(path: Path) -> dict[str, str]:
     """bos_token, eos_token, pad_token as the files beside a `tokenizer.json` declare them."""
     found: dict[str, str] = {}
     for file in map(path.with_name, DECLARATIONS):

@@ -62,6 +62,7 @@ def main() -> None:
     address = listener.getsockname()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     os.environ.update(ENVIRONMENT)
+    os.fsync = lambda fd: None  # as in tests/conftest.py
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     listener.settimeout(1.0)
@@ -89,16 +90,19 @@ def serve(job: Job, connection: socket.socket, listener: socket.socket) -> Reply
     folder = Path(tempfile.mkdtemp(prefix="neox-job-"))
     port = free_port()
     ranks: dict[int, int] = {}  # rank -> pid
+    store_listener = socket.create_server(("127.0.0.1", 0))  # bound here, so that no other process gets its port
     try:
         for rank in range(job.world_size):
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 listener.close()
-                _run_rank(job, rank, folder, port)
+                _run_rank(job, rank, folder, port, store_listener)
             ranks[rank] = pid
+        store_listener.close()
         return _wait(job, ranks, folder, connection)
     finally:
+        store_listener.close()
         for pid in ranks.values():
             _kill(pid)
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,7 +127,7 @@ def _warm(job: Job) -> None:
     gc.freeze()  # forks neither look through nor copy what was here before them, and DeepSpeed collects a lot
 
 
-def _run_rank(job: Job, rank: int, folder: Path, port: int) -> None:
+def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: socket.socket) -> None:
     """One rank from fork to result; never returns."""
     try:
         os.setsid()
@@ -148,9 +152,7 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int) -> None:
         )
         os.environ.update(job.env)
         if job.init:
-            import torch.distributed as dist
-
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=job.world_size)
+            _make_group(rank, job.world_size, store_listener)
         fn, args, kwargs = pickle.loads(job.call)
         outcome = (True, time.monotonic(), pickle.dumps(fn(rank, job.world_size, *args, **kwargs)))
     except BaseException:
@@ -165,6 +167,20 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int) -> None:
                 signal.pause()
     finally:
         os._exit(0)
+
+
+def _make_group(rank: int, world_size: int, store_listener: socket.socket) -> None:
+    """The gloo process group. Its store is a socket's: one in a file is asked again and again, 10 ms a new group."""
+    import torch.distributed as dist
+
+    port = store_listener.getsockname()[1]
+    handle = store_listener.detach() if rank == 0 else None
+    if rank != 0:
+        store_listener.close()
+    store = dist.TCPStore(
+        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, master_listen_fd=handle
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.socket) -> Reply | None:

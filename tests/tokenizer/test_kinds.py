@@ -11,7 +11,8 @@ import pytest
 
 from megatron.tokenizer import CharLevelTokenizer, HFTokenizer, Tokenizer, TokenizerError, describe, make_tokenizer
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer
-from megatron.tokenizer.others import SPMTokenizer, TiktokenTokenizer
+from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
+from megatron.tokenizer.tiktoken_tokenizer import TiktokenTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 
 TEXTS = [json.loads(line)["text"] for line in (DATASET / "corpusA.jsonl").read_text().splitlines()]

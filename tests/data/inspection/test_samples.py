@@ -22,7 +22,7 @@ from megatron.data.inspection.samples import (
 )
 from megatron.data.inspection.statistics import FITS, dataset_stats, histogram, table
 from megatron.tokenizer import HFTokenizer
-from megatron.tokenizer.others import SPMTokenizer
+from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
 from tests.data.samples import DATASET, TOKENIZER, write_dataset
 
 CHAT = DATASET / "chat_kto_conversation_document"
