@@ -37,7 +37,7 @@ def main() -> int:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
-        command = parse_deepy(read_hf_model=hf_model_keys, home=install_root())
+        command = parse_deepy(read_hf_model=hf_model_keys, preset_root=install_root())
         if command.presets:
             print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
         if command.print_config:
@@ -53,7 +53,7 @@ def main() -> int:
             print(said, file=sys.stderr)
         return launch(command.user_script, command.args, (), command.node_rank, command.hosts)
     except UserError as problem:
-        sys.stderr.write(problem.told("deepy.py"))
+        sys.stderr.write(problem.error_lines("deepy.py"))
         return 1
 
 

@@ -33,7 +33,7 @@ def main(
 
         return 0 if run_evaluation(args, process, track) else 1
     except UserError as problem:
-        sys.stderr.write(problem.told("eval.py"))
+        sys.stderr.write(problem.error_lines("eval.py"))
         return 1
 
 

@@ -28,7 +28,7 @@ def main(
 
         generate(args, process)
     except UserError as problem:
-        sys.stderr.write(problem.told("generate.py"))
+        sys.stderr.write(problem.error_lines("generate.py"))
         return 1
     return 0
 

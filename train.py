@@ -51,7 +51,7 @@ def main(
         train(training, evaluations)
         training.close()
     except UserError as problem:
-        sys.stderr.write(problem.told("train.py"))
+        sys.stderr.write(problem.error_lines("train.py"))
         return 1
     return 0
 

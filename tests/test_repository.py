@@ -1,9 +1,10 @@
 """What holds for the tree as a whole: who may import whom, how long files are, which versions are pinned."""
 
 import ast
+import graphlib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,38 @@ def test_training_reads_no_preprocessing_or_inspection():
             continue
         for name in imports(path):
             assert tuple(name.split(".")[1:3]) not in aside, f"{path} imports {name}"
+
+
+def modules_imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Those of `modules` that a file imports: at its top, for types alone, or inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in modules else node.module for name in submodules}
+    return names & modules.keys()
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_no_modules_import_each_other_in_a_circle(package):
+    paths = ROOT.glob(f"megatron/{package}/**/*.py")
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+    graph = {name: modules_imported(path, modules) - {name} for name, path in modules.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail(f"{' imports '.join(reversed(circle.args[1]))}: move what both need below them")
+
+
+def test_circles_are_found(tmp_path):
+    for name, text in {"a": "def late():\n    from pack import b\n", "b": "import pack.a\n"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    modules = {f"pack.{path.stem}": path for path in tmp_path.iterdir()}
+    assert {name: modules_imported(path, modules) for name, path in modules.items()} == {
+        "pack.a": {"pack.b"}, "pack.b": {"pack.a"},
+    }  # fmt: skip
 
 
 def test_one_package_imports_deepspeed():

@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(options)
     except UserError as problem:
-        sys.stderr.write(problem.told("ask.py"))
+        sys.stderr.write(problem.error_lines("ask.py"))
         return 1
     except KeyboardInterrupt:
         print("ask.py: interrupted", file=sys.stderr)

@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def taken_over(args: NeoXArgs) -> dict[str, Any]:
     """The keys of a finished run that the next run takes over."""
     keys = keys_of(NeoXArgs)
-    given = {name: value for name, value in thaw(args.given).items() if name in keys and name not in _LEFT}
+    given = {name: value for name, value in thaw(args.user_values).items() if name in keys and name not in _LEFT}
     return {name: value for name, value in given.items() if keys[name].owner in _TAKEN and value is not None}
 
 
@@ -74,8 +74,8 @@ def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> 
     Its data are two prefixes of tokenised conversations; the checkpoint's optimizer goes on at its learning rate.
     """
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
-    if args.given.get("optimizer"):
-        own = thaw(args.given["optimizer"])
+    if args.user_values.get("optimizer"):
+        own = thaw(args.user_values["optimizer"])
         rate = {"lr": recipe["optimizer"]["params"]["lr"]}
         keys["optimizer"] = {**own, "params": {**own.get("params", {}), **rate}}
     return keys

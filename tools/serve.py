@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         serve(args, process)
     except UserError as problem:
-        sys.stderr.write(problem.told("serve.py"))
+        sys.stderr.write(problem.error_lines("serve.py"))
         return 1
     return 0
 

@@ -38,7 +38,7 @@ def responsible_key(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any
     """
     if given:
         for key in keys:
-            if _at(given, key) != _at(args.given, key):
+            if _at(given, key) != _at(args.user_values, key):
                 return key
     return next((key for key in keys if args.origin(key) not in ("default", "derived")), keys[-1])
 

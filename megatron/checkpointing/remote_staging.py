@@ -23,7 +23,7 @@ from megatron.checkpointing.object_store import (
 )
 from megatron.checkpointing.tensor_files import open_lock_file
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.remote_paths import is_remote, problem_of
+from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_error
 
 
 def remote_folders(args: NeoXArgs) -> dict[str, Path]:
@@ -177,7 +177,7 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
 
 
 def _tool_store(url: str) -> ObjectStore:
-    wrong = problem_of(url)
+    wrong = remote_path_error(url)
     if wrong is not None:
         raise CheckpointError(wrong)
     return ObjectStore(url)

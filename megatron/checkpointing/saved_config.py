@@ -7,8 +7,8 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import read_manifest, saved_model
 from megatron.checkpointing.weight_files import CheckpointDescription, describe_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
-from megatron.neox_arguments.frozen import each
-from megatron.neox_arguments.values.ffn_width import READINGS
+from megatron.neox_arguments.frozen import as_tuple
+from megatron.neox_arguments.values.ffn_width import CONVENTIONS
 
 
 def load_checkpoint_args(
@@ -34,16 +34,16 @@ def load_checkpoint_args(
         raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
     try:
         args = load(files, known)
-        if args.compat_ffn_width is not None or each(args.ffn_size)[0] == facts.ffn_size:
+        if args.compat_ffn_width is not None or as_tuple(args.ffn_size)[0] == facts.ffn_size:
             return args, facts
     except ConfigError as problem:
         if "compat_ffn_width" not in str(problem):
             raise
-    for reading in READINGS:
+    for reading in CONVENTIONS:
         try:
             args = load(files, {**known, "compat_ffn_width": reading})
         except ConfigError:
             continue
-        if each(args.ffn_size)[0] == facts.ffn_size:
+        if as_tuple(args.ffn_size)[0] == facts.ffn_size:
             return args, facts
     return load(files, known), facts

@@ -64,8 +64,8 @@ def check_curriculum(args: NeoXArgs) -> None:
     else:
         return
     if min(lengths) < 1:
-        raise args.problem(path, "expected lengths of at least one token")
+        raise args.error(path, "expected lengths of at least one token")
     odd = [length for length in lengths if length % args.tp]
     if args.sequence_parallel and odd:
         problem = f"sequence_parallel cuts sequences over {args.tp} ranks, which does not divide {odd[0]}"
-        raise args.problem(path, f"{problem}; use multiples of {args.tp}")
+        raise args.error(path, f"{problem}; use multiples of {args.tp}")

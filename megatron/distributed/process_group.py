@@ -90,7 +90,7 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
     elif backend == "nccl" and not has_gpu:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if _GPUS.is_dir() and not hidden:
-            raise args.problem(
+            raise args.error(
                 "distributed_backend", "nccl, but torch sees none of this machine's GPUs: `python deepy.py doctor` "
                 "says why (distributed_backend: gloo trains on CPUs)",
             )  # fmt: skip

@@ -185,7 +185,7 @@ def run_task(
 
 def _report(args: NeoXArgs, logger: logging.Logger, name: str, why: str) -> None:
     if args.eval_failures == "stop":
-        raise args.problem("eval_tasks", f"{name}: {why} (eval_failures: stop)")
+        raise args.error("eval_tasks", f"{name}: {why} (eval_failures: stop)")
     logger.warning(f"evaluation: {name} is left out: {why}")
 
 

@@ -47,7 +47,7 @@ def output_folder(args: NeoXArgs) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as problem:
-        raise args.problem("eval_output_dir", f"{folder}: cannot be written to ({problem.strerror})") from problem
+        raise args.error("eval_output_dir", f"{folder}: cannot be written to ({problem.strerror})") from problem
     return folder
 
 

@@ -35,12 +35,12 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     track: on rank 0, takes the metrics. Raises ConfigError, CheckpointError, TokenizerError.
     """
     logger = configure_logging(process.rank)
-    args = args.check_evaluation().for_reading(process.world_size)
+    args = args.check_evaluation().for_inference(process.world_size)
     watchdog = Watchdog(args, process.world_size, logger)
     store = rendezvous_and_check(args, process, logger)
     args = with_local_model(args)
     groups = init_model_parallel(args, process, logger, store)
-    for note in args.notes():
+    for note in args.startup_notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)
     watchdog.now("loading the tasks")

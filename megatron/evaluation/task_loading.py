@@ -85,7 +85,7 @@ def check_best_metric(args: NeoXArgs, loaded_tasks: LoadedTasks) -> None:
     if asked in known or any(asked.startswith(f"{name}_") for name in free):
         return
     available = ", ".join(f"{_ROW}{name}" for name in [*known, *(f"{name}_..." for name in free)])
-    raise args.problem("save_best", f"{metric}: this run has no such metric; its tasks have {available}")
+    raise args.error("save_best", f"{metric}: this run has no such metric; its tasks have {available}")
 
 
 def _metrics(task: Task) -> list[str] | None:

@@ -25,7 +25,7 @@ def demo_questions(args: NeoXArgs) -> list[Question]:
     try:
         return read_questions(str(args.demo_prompts), args.chat, system)
     except RequestError as problem:
-        raise args.problem("demo_prompts", str(problem)) from problem
+        raise args.error("demo_prompts", str(problem)) from problem
 
 
 class Demos(Callback):
@@ -48,7 +48,7 @@ class Demos(Callback):
         try:
             tokens = all_tokens(self.questions, run.tokenizer, template, positions - args.maximum_tokens)
         except RequestError as problem:
-            raise args.problem("demo_prompts", f"{args.demo_prompts}: {problem}") from problem
+            raise args.error("demo_prompts", f"{args.demo_prompts}: {problem}") from problem
         self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
         self.stop_token_ids = template.stop_token_ids if template is not None else ()
 

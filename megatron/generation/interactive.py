@@ -125,7 +125,7 @@ def converse(model: Model) -> int:
 
     def refuse_empty_input() -> None:
         if not on_terminal:
-            raise args.problem(
+            raise args.error(
                 "text_gen_type",
                 "interactive takes prompts from the standard input of rank 0, which ended before the first one; use a "
                 "terminal, a pipe, or input-file with -i FILE",

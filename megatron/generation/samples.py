@@ -59,7 +59,7 @@ def generate(args: NeoXArgs, process: Process) -> None:
     Raises ConfigError, CheckpointError, TokenizerError, DataError.
     """
     logger = configure_logging(process.rank)
-    args = args.check_generation().for_reading(process.world_size)
+    args = args.check_generation().for_inference(process.world_size)
     store = rendezvous_and_check(args, process, logger)
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
@@ -93,12 +93,12 @@ def _write_samples(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer,
 
 
 def _notes(args: NeoXArgs) -> list[str]:
-    lines = args.notes()
+    lines = args.startup_notes()
     if args.temperature == 0.0 and (args.top_k > 0 or args.top_p > 0.0):
         lines.append("top_k and top_p change nothing at temperature 0, which takes the most likely token")
     if args.text_gen_type not in ("input-file", "score") and args.sample_input_file is not None:
         lines.append(f"sample_input_file is not read: text_gen_type is {args.text_gen_type}, not input-file")
-    if args.text_gen_type in ("interactive", "precompute") and args.given.get("sample_output_file") is not None:
+    if args.text_gen_type in ("interactive", "precompute") and args.user_values.get("sample_output_file") is not None:
         lines.append(f"sample_output_file is not written: text_gen_type is {args.text_gen_type}")
     return lines
 
@@ -110,7 +110,7 @@ def output_file(args: NeoXArgs) -> Path:
     """The file that samples go to. Raises ConfigError now, not after an hour, when it cannot be written."""
     file = Path(args.sample_output_file or "")
     ending = {"input-file": "output", "score": "scores"}.get(str(args.text_gen_type))
-    if ending is not None and args.given.get("sample_output_file") is None:
+    if ending is not None and args.user_values.get("sample_output_file") is None:
         file = Path(f"{args.sample_input_file}.{ending}.jsonl")
     folder = file.parent
     reason = None
@@ -121,7 +121,7 @@ def output_file(args: NeoXArgs) -> Path:
     elif not os.access(folder, os.W_OK):
         reason = f"the folder {folder} cannot be written to"
     if reason is not None:
-        raise args.problem("sample_output_file", f"{file}: {reason}")
+        raise args.error("sample_output_file", f"{file}: {reason}")
     return file
 
 
@@ -133,7 +133,7 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
         os.replace(unfinished, file)
     except OSError as cause:
         unfinished.unlink(missing_ok=True)
-        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
 # -- generating --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
         if any(weights):
             return weights
     expected = "expected uniform, parameters, or type:REGEX that finds a layer, as type:transformer|mlp"
-    raise args.problem("pipe_partition_method", f"{args.pipe_partition_method}: {expected}")
+    raise args.error("pipe_partition_method", f"{args.pipe_partition_method}: {expected}")
 
 
 def partition_layers(args: NeoXArgs, stages: int) -> list[tuple[LayerSpec, ...]]:

@@ -1,5 +1,4 @@
-"""What all rooms' exceptions for people derive from, this room's own, and the collector that lets all problems be told
-together."""
+"""The base of all exceptions that people can act on, the one of configurations, and the collector of problems."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,16 +9,16 @@ from megatron.neox_arguments.frozen import thaw
 class UserError(Exception):
     """What a person can mend: commands print the message, a line for each problem, and no traceback.
 
-    Here, so that a command can name it before the rooms that raise it, and torch with them, are imported.
+    It is declared here so that a command can name it before it imports the packages that raise it, and torch.
     """
 
-    def told(self, command: str) -> str:
-        """The lines of `command` for it."""
+    def error_lines(self, command: str) -> str:
+        """The message as `command` prints it: `train.py: error: ...`, one line for each problem."""
         return "".join(f"{command}: error: {line}\n" for line in str(self).splitlines())
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; one line for each problem, each naming its place and key."""
+    """A configuration that cannot be used; one line for each problem, each naming the key and where it was set."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -29,13 +28,13 @@ class ConfigError(UserError, ValueError):
         return ConfigError, (self.problems,)
 
 
-class Problems:
-    """Collects problems as lines `a.yml:12: num_layers: expected int, got "twelve"`."""
+class ErrorCollector:
+    """Collects problems, to show all of them together, as lines `a.yml:12: num_layers: expected int, got "twelve"`."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self.origins = origins
         self.lines: list[str] = []
-        self.complete = True  # false when a file could not be read: a missing key may stand there
+        self.complete = True  # False when a file could not be read, which may hold the keys that are missing.
 
     def origin(self, path: str) -> str | None:
         """Where `path` (dotted) or the nearest section around it was set; None when it is nowhere set."""
@@ -44,11 +43,12 @@ class Problems:
         return self.origins.get(path)
 
     def add(self, path: str, text: str) -> None:
-        """Note a problem of one key."""
+        """Note a problem of the key at a dotted path."""
         origin = self.origin(path)
         self.lines.append(f"{origin}: {path}: {text}" if origin else f"{path}: {text}")
 
     def raise_if_any(self) -> None:
+        """Raises ConfigError with all problems noted so far, if there are any."""
         if self.lines:
             raise ConfigError(self.lines)
 

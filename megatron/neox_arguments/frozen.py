@@ -29,8 +29,8 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def each(value: Any) -> tuple[Any, ...]:
-    """The values of a key that may be a list for the layers."""
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """The different values of a key that may be one number for all layers or a tuple with one for each."""
     return value if isinstance(value, tuple) else (value,)
 
 

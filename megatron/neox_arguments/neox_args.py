@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron.neox_arguments.compat.key_groups import key_group
 from megatron.neox_arguments.compat.methods import GPTNeoXMethods
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import freeze, thaw
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.reading.files import Given, parse_overrides, read_deepspeed_config, read_files
+from megatron.neox_arguments.reading.files import RawConfig, parse_overrides, read_deepspeed_config, read_files
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.consistency import (
     validate,
@@ -20,8 +20,8 @@ from megatron.neox_arguments.validation.consistency import (
     validate_serving,
     validate_training,
 )
-from megatron.neox_arguments.validation.notes import notes
 from megatron.neox_arguments.validation.refusals import refusals
+from megatron.neox_arguments.validation.startup_notes import startup_notes
 from megatron.neox_arguments.validation.types import check_keys
 from megatron.neox_arguments.values.batch_sizes import BATCH_KEYS, batch_sizes
 from megatron.neox_arguments.values.derive import derive
@@ -37,7 +37,7 @@ class NeoXArgs(GPTNeoXMethods):
         return load([], values, origin)
 
     def frozen(self) -> "NeoXArgs":
-        """This object; what programs write to (`MutableNeoXArgs`) gives one of these by the same name."""
+        """This object: entry points call it on what they are given, which may be a `MutableNeoXArgs`."""
         return self
 
     def replace(self, **changes: Any) -> "NeoXArgs":
@@ -45,16 +45,16 @@ class NeoXArgs(GPTNeoXMethods):
 
         Dotted paths reach into sections: `args.replace(**{"optimizer.params.lr": 1e-3})`. Raises ConfigError.
         """
-        given = Given(thaw(self.given), dict(self.origins), dict(self.config_files))
+        config = RawConfig(thaw(self.user_values), dict(self.origins), dict(self.config_files))
         for path, value in changes.items():
-            given.assign(path, value, "program")
-        args = _resolve(given)
+            config.assign(path, value, "program")
+        args = _resolve(config)
         return args if self.world_size is None else args.for_world(self.world_size)
 
     def for_world(self, world_size: int) -> "NeoXArgs":
         """The configuration on `world_size` ranks: batch sizes and data_parallel_size known. Raises ConfigError."""
         model_parallel = self.pp * self.tp
-        problems = Problems(self.origins)
+        problems = ErrorCollector(self.origins)
         if world_size < 1 or world_size % model_parallel:
             problems.add(
                 "pipe_parallel_size" if self.pp > 1 else "model_parallel_size",
@@ -62,27 +62,28 @@ class NeoXArgs(GPTNeoXMethods):
                 f"{self.tp} = {model_parallel}; start a multiple of {model_parallel} ranks or change these keys",
             )
             problems.raise_if_any()
-        batch = (self.given.get(name) for name in BATCH_KEYS)
+        batch = (self.user_values.get(name) for name in BATCH_KEYS)
         try:
             sizes = batch_sizes(world_size // model_parallel, *batch)
         except ValueError as cause:
-            first, *others = [name for name in BATCH_KEYS if self.given.get(name) is not None]
-            places = "".join(f" ({name}: {self.origin(name)})" for name in others)
-            problems.add(first, f"{cause}{places}")
+            first, *others = [name for name in BATCH_KEYS if self.user_values.get(name) is not None]
+            origins = "".join(f" ({name}: {self.origin(name)})" for name in others)
+            problems.add(first, f"{cause}{origins}")
             problems.raise_if_any()
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         made = {"batch_size": sizes.get("train_micro_batch_size_per_gpu"), "world_size": world_size}
         return NeoXArgs(**{**values, **sizes, **made})
 
-    def for_reading(self, world_size: int) -> "NeoXArgs":
-        """`for_world`, of a command that trains nothing: its batches need not work out on this number of ranks."""
+    def for_inference(self, world_size: int) -> "NeoXArgs":
+        """The configuration on `world_size` ranks of a command that trains nothing, so without batch sizes, which might
+        not be possible on that number of ranks. Raises ConfigError."""
         return self.replace(
             train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
         ).for_world(world_size)
 
-    def notes(self) -> list[str]:
-        """Lines to be said once at start: keys without effect here, and readings that differ from GPT-NeoX."""
-        return notes(self)
+    def startup_notes(self) -> list[str]:
+        """Lines to print once at start: keys without effect here, and what is done otherwise than in GPT-NeoX."""
+        return startup_notes(self)
 
     def check_training(self) -> "NeoXArgs":
         """This object, if it has all that training needs. Raises ConfigError."""
@@ -90,8 +91,8 @@ class NeoXArgs(GPTNeoXMethods):
 
     def check_generation(self) -> "NeoXArgs":
         """This object, if it has all that text generation needs. Raises ConfigError."""
-        # Text is written and scored alike, however the weights are trained.
-        return self._check(validate_generation(self), but=("train_impl", "dataset_impl"))
+        # How the weights are trained makes no difference to writing and scoring text.
+        return self._check(validate_generation(self), allowed=("train_impl", "dataset_impl"))
 
     def check_evaluation(self) -> "NeoXArgs":
         """This object, if it has all that evaluation needs. Raises ConfigError."""
@@ -115,20 +116,21 @@ class NeoXArgs(GPTNeoXMethods):
         return checks.get(Path(script).stem, lambda: self)()
 
     def refusals(self) -> dict[str, str]:
-        """What a run refuses, by dotted path, with the reason and what to do; empty for what can run."""
+        """Why a run refuses values, and what to do instead, by dotted path; empty when it refuses none."""
         return refusals(self)
 
-    def _check(self, problems: Problems, but: Sequence[str] = ()) -> "NeoXArgs":
+    def _check(self, problems: ErrorCollector, allowed: Sequence[str] = ()) -> "NeoXArgs":
         for path, reason in self.refusals().items():
-            if path not in but:
+            if path not in allowed:
                 problems.add(path, reason)
         problems.raise_if_any()
         return self
 
     @classmethod
     def from_json(cls, text: str) -> "NeoXArgs":
+        """The object whose `to_json` gave this text. Raises ConfigError, and ValueError or KeyError for other text."""
         state = json.loads(text)
-        args = _resolve(Given(state["given"], state["origins"], state["config_files"]))
+        args = _resolve(RawConfig(state["given"], state["origins"], state["config_files"]))
         return args if state["world_size"] is None else args.for_world(state["world_size"])
 
 
@@ -144,28 +146,28 @@ def load(
 
 
 def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[str, Any, str]]) -> NeoXArgs:
-    """As `load`, with overrides as (dotted path, value, origin)."""
-    given = read_files(files)
-    for path, value, place in assignments:
-        given.assign(path, value, place)
-    read_deepspeed_config(given, keys_of(ResolvedArgs).__contains__)
-    return _resolve(given)
+    """Merge files, apply overrides given as (dotted path, value, origin), resolve and freeze. Raises ConfigError."""
+    config = read_files(files)
+    for path, value, origin in assignments:
+        config.assign(path, value, origin)
+    read_deepspeed_config(config, keys_of(ResolvedArgs).__contains__)
+    return _resolve(config)
 
 
-def _resolve(given: Given) -> NeoXArgs:
-    problems = Problems(given.origins)
-    problems.lines += given.problems
-    problems.complete = not given.unread
-    values = check_keys(ResolvedArgs, given.values, problems)
+def _resolve(config: RawConfig) -> NeoXArgs:
+    problems = ErrorCollector(config.origins)
+    problems.lines += config.problems
+    problems.complete = not config.unread
+    values = check_keys(ResolvedArgs, config.values, problems)
     problems.raise_if_any()
-    values = derive(values, keys_of(ResolvedArgs), given.values, problems)
+    values = derive(values, keys_of(ResolvedArgs), config.values, problems)
     problems.raise_if_any()
-    extra = {"config_files": given.config_files, "given": given.values, "origins": given.origins}
+    extra = {"config_files": config.config_files, "user_values": config.values, "origins": config.origins}
     args = NeoXArgs(**{**values, **freeze(extra)})
     validate(args).raise_if_any()
     return args
 
 
 def __getattr__(name: str) -> type:
-    """GPT-NeoX's groups of keys, which programs import from a module of this name there."""
+    """GPT-NeoX's groups of keys, which programs written for it import from a module of this name."""
     return key_group(name, __name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.neox_arguments.errors import ConfigError, Problems
+from megatron.neox_arguments.errors import ConfigError, ErrorCollector
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.keys.architectures import (
     MoEKeys,
@@ -39,48 +39,52 @@ class ResolvedArgs(
 ):  # fmt: skip
     """Every key as a read-only attribute, with its value resolved; programs use its subclass `NeoXArgs`."""
 
-    given: Mapping[str, Any] = field(default_factory=FrozenDict)
-    """What the user wrote, unresolved; everything else is made from it."""
+    user_values: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """The keys that the user wrote and their values, unresolved; everything else is made from them."""
     origins: Mapping[str, str] = field(default_factory=FrozenDict)
-    """Where it was written: `a.yml:12` by dotted path."""
+    """Where they were written, by dotted path: `a.yml:12`, or the name of a flag."""
 
     def origin(self, key: str) -> str:
-        """Where the value of `key` (dotted for sub-keys) comes from: a place, "derived" or "default"."""
-        place = Problems(self.origins).origin(key)
+        """Where the value of `key` (dotted for sub-keys) comes from: `a.yml:12`, a flag, "derived" or "default"."""
+        written_at = ErrorCollector(self.origins).origin(key)
         name, *inner = key.split(".")
         if inner:
-            given: Any = self.given
+            user_value: Any = self.user_values
             for part in (name, *inner):
-                given = given.get(part) if isinstance(given, Mapping) else None
-            return place if place is not None and given is not None else "default"
+                user_value = user_value.get(part) if isinstance(user_value, Mapping) else None
+            return written_at if written_at is not None and user_value is not None else "default"
         value = getattr(self, name)
-        if place is None:
+        if written_at is None:
             return "default" if value == keys_of(type(self))[name].default else "derived"
-        changed = value == 0.0 and name in ("gradient_clipping", *DROPOUT_KEYS) and self.given[name] != 0
-        return f"derived from {place}" if changed else place
+        changed = value == 0.0 and name in ("gradient_clipping", *DROPOUT_KEYS) and self.user_values[name] != 0
+        return f"derived from {written_at}" if changed else written_at
 
-    def problem(self, key: str, text: str) -> ConfigError:
-        """What is wrong with the value of `key`, beginning with where that stands."""
+    def error(self, key: str, text: str) -> ConfigError:
+        """An error about the value of `key`, to be raised: its message begins with where that was set."""
         return ConfigError([f"{self.origin(key)}: {key}: {text}"])
+
+    def cite(self, key: str) -> str:
+        """`12 (a.yml:3)`: the value of `key` and its origin, for messages."""
+        return f"{getattr(self, key)} ({self.origin(key)})"
 
     def to_json(self) -> str:
         """Everything needed to make the same object in another process (`from_json`)."""
-        state = {"given": self.given, "origins": self.origins, "config_files": self.config_files}
+        state = {"given": self.user_values, "origins": self.origins, "config_files": self.config_files}
         return json.dumps({**state, "world_size": self.world_size}, indent=1)
 
     @property
     def pp(self) -> int:
-        """Pipeline stages, at least 1."""
+        """The number of pipeline stages, at least 1."""
         return max(1, self.pipe_parallel_size)
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks."""
+        """The number of tensor-parallel ranks."""
         return self.model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Data-parallel ranks; only known after `for_world`."""
+        """The number of data-parallel ranks. Raises ConfigError before `for_world`, which makes it known."""
         if self.world_size is None:
             raise ConfigError(["data_parallel_size is only known after for_world(world_size)"])
         return self.world_size // (self.pp * self.tp)
@@ -92,12 +96,13 @@ class ResolvedArgs(
 
     @property
     def ffn_size(self) -> int | tuple[int, ...]:
-        """Inner width of the MLP, of each layer where they differ; a gated MLP has as many gate rows as up rows."""
+        """The inner width of the MLP, a tuple with one for each layer where they differ; a gated MLP has as many gate
+        rows as up rows."""
         return ffn_width(self)
 
     @property
     def kv_heads(self) -> int | tuple[int, ...]:
-        """Key-value heads, of each layer where they differ."""
+        """The number of key-value heads, a tuple with one for each layer where they differ."""
         return self.num_kv_heads or self.num_attention_heads
 
     @property
@@ -109,7 +114,7 @@ class ResolvedArgs(
 
     @property
     def params_dtype(self) -> str:
-        """fp32, fp16 or bf16."""
+        """The precision of parameters and activations: fp32, fp16 or bf16."""
         return {"bfloat16": "bf16"}.get(self.precision, self.precision)
 
     @property
@@ -122,10 +127,10 @@ class ResolvedArgs(
         """`load`, or the folder of this machine that stands for a remote one."""
         return self._local(self.load)
 
-    def _local(self, place: str | None) -> str | None:
-        return staging_folder(place, self.remote_staging) if place is not None and is_remote(place) else place
+    def _local(self, path: str | None) -> str | None:
+        return staging_folder(path, self.remote_staging) if path is not None and is_remote(path) else path
 
     @property
     def optimizer_name(self) -> str:
-        """adam, adamw or sgd."""
+        """The kind of optimizer in lower case, as adam, adamw or sgd."""
         return self.optimizer["type"].lower()

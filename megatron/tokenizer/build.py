@@ -67,7 +67,7 @@ def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
         return args.replace(padded_vocab_size=padded)
     if args.padded_vocab_size < tokenizer.vocab_size:
         small = f"{args.padded_vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer.vocab_size}"
-        raise args.problem("padded_vocab_size", small)
+        raise args.error("padded_vocab_size", small)
     return args
 
 

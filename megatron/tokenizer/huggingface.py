@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -147,4 +147,4 @@ def _declared_tokens(path: Path) -> dict[str, str]:
 
 
 def _library(name: str) -> Any:
-    return package(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))
+    return import_optional(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))

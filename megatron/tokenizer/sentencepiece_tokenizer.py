@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -21,7 +21,7 @@ class SPMTokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
         missing = TokenizerError("SPMTokenizer needs the sentencepiece package (pip install 'neox[data]')")
-        sentencepiece = package("sentencepiece", missing)
+        sentencepiece = import_optional("sentencepiece", missing)
         self._content = read_file(vocab_file)
         self._processor = sentencepiece.SentencePieceProcessor()
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     Tokenizer,
@@ -24,7 +24,7 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     def __init__(self, vocab_file: str | Path, eod_token: str | None = None):
-        tiktoken = package(
+        tiktoken = import_optional(
             "tiktoken", TokenizerError("TiktokenTokenizer needs the tiktoken package (pip install 'neox[data]')")
         )
         if Path(vocab_file).is_dir():

@@ -25,7 +25,7 @@ def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
     for name, values in _VARIABLES.items():
         if os.environ.setdefault(name, values[0]) not in values:
             wrong = f"the environment sets {name}={os.environ[name]}"
-            raise args.problem("deterministic_mode", f"{wrong}; unset it, or use one of {', '.join(values)}")
+            raise args.error("deterministic_mode", f"{wrong}; unset it, or use one of {', '.join(values)}")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     variables = ", ".join(f"{name}={os.environ[name]}" for name in _VARIABLES)

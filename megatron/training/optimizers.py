@@ -45,7 +45,7 @@ def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim
 
 def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
     if args.optimizer_name not in ("adam", "adamw"):
-        raise args.problem("use_bnb_optimizer", f"is for Adam and AdamW, not {args.optimizer['type']}")
+        raise args.error("use_bnb_optimizer", f"is for Adam and AdamW, not {args.optimizer['type']}")
     try:
         import bitsandbytes
     except ImportError as problem:

@@ -53,4 +53,4 @@ def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
     names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     if not any(shutil.which(name) for name in names):
         needed = f"{args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"
-        raise args.problem("compile", needed)
+        raise args.error("compile", needed)

@@ -147,7 +147,7 @@ def start(
             f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in "
             "the softmax"
         )
-    for note in args.notes():
+    for note in args.startup_notes():
         logger.info(note)
     for line in on_rank_zero(groups, lambda: data_log_lines(args)):
         logger.info(line)

@@ -73,7 +73,7 @@ def test_presets_are_named_as_files_of_ones_own_which_come_first(tmp_path, monke
     (tmp_path / "train.py").touch()
 
     def taken(*words):
-        command = parse_deepy(["train.py", *words], home=ROOT)
+        command = parse_deepy(["train.py", *words], preset_root=ROOT)
         return [path.removeprefix(f"{ROOT}/") for path in command.presets], command.args
 
     both = ["configs/pythia/14M.yml", "configs/local_setup.yml"]

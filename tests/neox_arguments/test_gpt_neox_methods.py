@@ -78,7 +78,7 @@ def test_every_value_of_a_file_is_that_of_the_attribute(size, more):
     for file in files:
         for key, value in yaml.safe_load(Path(file).read_text()).items():
             name = key.replace("-", "_")
-            assert getattr(args, name) == thaw(args.given[name]), key
+            assert getattr(args, name) == thaw(args.user_values[name]), key
             assert getattr(args, name) == value or isinstance(value, dict | str), key  # YAML 1.1 takes 1e-4 for text
 
 

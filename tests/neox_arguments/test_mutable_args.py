@@ -77,12 +77,12 @@ def test_what_is_written_is_in_the_frozen_one(args):
     assert type(frozen) is Resolved and frozen.frozen() is frozen
     with pytest.raises(dataclasses.FrozenInstanceError):
         frozen.train_iters = 4
-    assert args.notes() == frozen.notes() and args.replace(seed=5).seed == 5 and args.seed == 1234
+    assert args.startup_notes() == frozen.startup_notes() and args.replace(seed=5).seed == 5 and args.seed == 1234
 
 
 def test_what_was_not_written_is_what_load_gives(args):
     frozen = args.frozen()
-    assert frozen == load(["a.yml"]) and frozen.given == load(["a.yml"]).given
+    assert frozen == load(["a.yml"]) and frozen.user_values == load(["a.yml"]).user_values
     args.num_layers = 4
     args.num_layers = 2
     assert args.frozen() == load(["a.yml"])
@@ -165,7 +165,7 @@ def test_ranks_of_another_starter_are_not_taken_for_single_ones(args, monkeypatc
 
 
 def test_equality_is_that_of_values(args):
-    again = megatron.NeoXArgs.from_dict({**args.frozen().given})
+    again = megatron.NeoXArgs.from_dict({**args.frozen().user_values})
     assert again == args and args.frozen() == args and args == args.frozen()
     args.rank = 1
     assert again != args and args != "a.yml" and "num_layers=2" in repr(args) and "seed" not in repr(args)

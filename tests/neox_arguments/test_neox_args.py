@@ -26,7 +26,7 @@ def test_nothing_can_be_written(args):
     with pytest.raises(TypeError, match="read-only"):
         args.zero_optimization.update(stage=1)
     with pytest.raises(TypeError, match="read-only"):
-        args.given["optimizer"]["params"].pop("lr")
+        args.user_values["optimizer"]["params"].pop("lr")
     with pytest.raises(AttributeError):
         args.extra_save_iters.append(3)
 
@@ -110,9 +110,9 @@ def test_clipping_as_written_and_as_neox_read_it(model):
     assert NeoXArgs.from_dict(model).gradient_clipping == 1.0
     args = NeoXArgs.from_dict(model | {"gradient_clipping": 1, "compat_clip_one_is_off": True})
     assert args.gradient_clipping == 0.0 and args.origin("gradient_clipping") == "derived from program"
-    assert any("compat_clip_one_is_off" in note for note in args.notes())
+    assert any("compat_clip_one_is_off" in note for note in args.startup_notes())
     args = NeoXArgs.from_dict(model | {"gradient_clipping": 0.5, "compat_clip_one_is_off": True})
-    assert args.gradient_clipping == 0.5 and args.notes() == []
+    assert args.gradient_clipping == 0.5 and args.startup_notes() == []
 
 
 def test_settings_without_effect_are_named_once(model):
@@ -120,7 +120,7 @@ def test_settings_without_effect_are_named_once(model):
         model
         | {"rope_fusion": True, "layernorm_fusion": False, "fp16": {"enabled": True, "type": "fp16", "fp16": False}}
     )
-    (note,) = args.notes()
+    (note,) = args.startup_notes()
     assert "rope_fusion (" in note and "fp16.fp16 (" in note and "layernorm_fusion" not in note
 
 

@@ -109,7 +109,7 @@ def test_every_file_is_known():
 @pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS}))
 def test_a_preset_runs_as_it_is(name):
     args = preset(name).check_training()
-    assert args.refusals() == {} and args.notes() == []  # nor does a key stand there that has no effect
+    assert args.refusals() == {} and args.startup_notes() == []  # nor does a key stand there that has no effect
     assert args.compat_ffn_width in (None, "none")
     assert args.save.startswith("checkpoints/")
     for nodes in (1, 8):
@@ -158,13 +158,13 @@ def test_environment_files_go_after_any_preset():
     for name in sorted(ENVIRONMENT):
         files = ["configs/pythia/1-4B.yml", f"configs/{name}.yml"]
         args = load(files + ["configs/local_setup.yml"] * (name == "text_generation")).check_training()
-        assert args.refusals() == {} and args.notes() == []
+        assert args.refusals() == {} and args.startup_notes() == []
         assert args.data_path and args.vocab_file
 
 
 def test_a_container_is_configured_by_its_environment(monkeypatch):
     args = load(["configs/container_setup.yml"]).check_training()
-    assert args.refusals() == {} and args.notes() == [] and (args.train_epochs, args.lr) == (1, 6e-4)
+    assert args.refusals() == {} and args.startup_notes() == [] and (args.train_epochs, args.lr) == (1, 6e-4)
     for name, value in {"DATA_DIR": "/d", "OUTPUT_DIR": "/o", "EPOCHS": "3", "BATCH_SIZE": "64"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LEARNING_RATE", "3e-4")

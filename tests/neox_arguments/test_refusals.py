@@ -102,7 +102,7 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
     ],
 )
 def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(model, values, line):
-    assert NeoXArgs.from_dict(model | TRAINABLE | values).check_training().notes() == [line]
+    assert NeoXArgs.from_dict(model | TRAINABLE | values).check_training().startup_notes() == [line]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def resolved_here() -> set[str]:
     found = {name for name, _ in reads(ast.parse((HERE / "validation" / "refusals.py").read_text()))}
     found |= {impl.key for impl in TRAIN_IMPLS.values()}
     for node in ast.walk(ast.parse((HERE / "reading" / "files.py").read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "given.values.get":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
             found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
     for name, owner in (("values/derive.py", "values"), ("values/ffn_width.py", "values"), ("resolved.py", "self")):
         for node in ast.walk(ast.parse((HERE / name).read_text())):

@@ -48,7 +48,7 @@ def tool(words: list[str]) -> str:
 
 def small(argv: list[str]) -> tuple[list[str], list[str]]:
     """Files and overrides of a training command, at tiny size."""
-    given = parse_deepy(argv).args.given  # what the files and the command say, checked as deepy.py does
+    given = parse_deepy(argv).args.user_values  # what the files and the command say, checked as deepy.py does
     at = argv.index("--set") if "--set" in argv else len(argv)
     sizes = {key: value for key, value in SMALL.items() if key.split(".")[0] in given or key in ("exit_interval",)}
     if "gradient_accumulation_steps" in given and "train_batch_size" in given:

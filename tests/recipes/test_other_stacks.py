@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import Key, keys_of
 from megatron.neox_arguments.validation.types import check_value
 from tests.recipes.readme import ROOT
@@ -65,7 +65,7 @@ def problem(word: str) -> str | None:
     if key.standing not in ("honoured", "honoured, differs"):
         return f"the key is {key.standing}"
     if value:
-        problems = Problems({})
+        problems = ErrorCollector({})
         read = yaml.safe_load(value)
         check_value(key, path, read, problems)
         return "; ".join(problems.lines) or key.refusal(tuple(read) if isinstance(read, list) else read)

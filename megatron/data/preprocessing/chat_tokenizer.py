@@ -13,7 +13,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.conversations import Message, message_texts
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 Span = tuple[int, int]
 
@@ -165,7 +165,7 @@ class ChatTokenizer:
 def load_chat_tokenizer(path: str, template_file: str | None = None, day: date | None = None) -> ChatTokenizer:
     """The tokenizer of a folder, or of a name on the HuggingFace hub. Raises DataError with what to do."""
     missing = DataError("chat templates need the transformers package (pip install transformers)")
-    transformers = package("transformers", missing)
+    transformers = import_optional("transformers", missing)
     local = Path(path).exists()
     if not local and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise DataError(f"{path}: no such folder (--tokenizer-path)")

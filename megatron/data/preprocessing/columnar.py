@@ -9,7 +9,7 @@ from typing import Any
 from megatron.data.errors import DataError
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.shards import InputRow, Shard
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 ROWS_AT_ONCE = 64
 
@@ -138,5 +138,5 @@ def _damage_named(path: str | Path, kind: str) -> Iterator[None]:
 def _pyarrow(path: Path) -> Any:
     missing = DataError(f"{path}: reading Parquet and Arrow needs the pyarrow package (pip install pyarrow)")
     for part in ("pyarrow.ipc", "pyarrow.parquet"):
-        package(part, missing)
-    return package("pyarrow", missing)
+        import_optional(part, missing)
+    return import_optional("pyarrow", missing)

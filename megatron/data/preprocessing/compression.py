@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from megatron.data.errors import DataError
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 COMPRESSED = (".gz", ".zst")
 ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousands of times as many
@@ -51,7 +51,7 @@ def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]
             yield stream
     elif compression == ".zst":
         missing = DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)")
-        zstandard = package("zstandard", missing)
+        zstandard = import_optional("zstandard", missing)
         try:
             yield io.BufferedReader(_ZstdReader(raw, zstandard.ZstdDecompressor().decompressobj), ZSTD_BYTES)
         except zstandard.ZstdError as problem:

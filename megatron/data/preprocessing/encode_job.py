@@ -17,7 +17,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.data.preprocessing.shards import InputRow, row_texts
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 LONG = 1 << 19  # characters; longer texts are tokenised in pieces
 SEAMS = (re.compile(r"(?<=\S)[ \n](?=\S)"), re.compile(r"(?<=[^\w\s])(?=\w)"))  # before blanks; after punctuation
@@ -173,4 +173,4 @@ def _build(make_tokenizer: Callable[..., Encoder], tokenizer_args: tuple[str | N
 
 def fix_text(text: str) -> str:
     """Text with broken encodings repaired."""
-    return package("ftfy", DataError("--ftfy needs the ftfy package (pip install ftfy)")).fix_text(text)
+    return import_optional("ftfy", DataError("--ftfy needs the ftfy package (pip install ftfy)")).fix_text(text)

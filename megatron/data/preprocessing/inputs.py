@@ -18,7 +18,7 @@ from megatron.data.preprocessing.compression import COMPRESSED
 from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.splits import WHOLE, requested_splits, split_of, split_rows
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 HUB = "hf://"
 LFS_POINTER = b"version https://git-lfs"
@@ -259,7 +259,7 @@ def _converted(name: str, subset: str | None, split: str, hub: dict[str, Any]) -
 
 def _datasets(name: str | Path) -> Any:
     what = "reading a folder as on" if isinstance(name, Path) else "no such file; reading"
-    return package("datasets", DataError(f"{name}: {what} the HuggingFace hub needs the datasets package"))
+    return import_optional("datasets", DataError(f"{name}: {what} the HuggingFace hub needs the datasets package"))
 
 
 def _reason(problem: Exception) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron.data.errors import DataError
-from megatron.neox_arguments.optional_packages import package
+from megatron.neox_arguments.optional_packages import import_optional
 
 KEYWORDS = {
     "train": ("train", "training"),
@@ -55,7 +55,8 @@ def split_rows(part: str, name: str, rows: int) -> tuple[int, int]:
     """[first, last) of the rows of a split that a part of `--split` asks for, `train[:10%]`, rounded as `datasets`."""
     if part == name:
         return 0, rows
-    datasets = package("datasets", DataError(f"--split {part}: needs the datasets package (pip install datasets)"))
+    missing = DataError(f"--split {part}: needs the datasets package (pip install datasets)")
+    datasets = import_optional("datasets", missing)
     try:
         (wanted,) = datasets.ReadInstruction.from_spec(part).to_absolute({name: rows})
     except (ValueError, AssertionError) as problem:

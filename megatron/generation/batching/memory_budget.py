@@ -101,7 +101,7 @@ def cache_blocks(
             dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.group(axis))
     blocks = int(least)
     if blocks < 1:
-        raise args.problem("kv_cache_gb", f"{available / 1e9:.3g} GB hold no {BLOCK_SIZE} tokens; set it higher")
+        raise args.error("kv_cache_gb", f"{available / 1e9:.3g} GB hold no {BLOCK_SIZE} tokens; set it higher")
     if auto and log is not None:
         log(f"kv_cache_gb: auto chose {blocks * block_bytes / 1e9:.3g}, for {blocks * BLOCK_SIZE} tokens")
     return blocks

@@ -30,7 +30,7 @@ def read_prompts(args: NeoXArgs, tokenizer: Tokenizer) -> list[Prompt]:
     if not too_long:
         return prompts
     if args.eval_overlong == "refuse":
-        raise args.problem(
+        raise args.error(
             "sample_input_file",
             f"{len(too_long)} prompts, the first of them number {too_long[0] + 1}, are too long with maximum_tokens "
             f"{args.maximum_tokens} (eval_overlong: refuse); set eval_overlong to truncate_left or skip",
@@ -68,12 +68,12 @@ def _prompt_texts(args: NeoXArgs) -> list[str]:
     try:
         content = Path(file).read_text(encoding="utf-8")
     except OSError as cause:
-        raise args.problem(key, f"{file}: {cause.strerror}") from cause
+        raise args.error(key, f"{file}: {cause.strerror}") from cause
     except UnicodeDecodeError as cause:
-        raise args.problem(key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+        raise args.error(key, f"{file}: is not UTF-8 text (byte {cause.start})") from cause
     texts = [text for part in content.split(args.prompt_end) if (text := part.strip())]
     if not texts:
-        raise args.problem(key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
+        raise args.error(key, f"{file}: holds no prompt (they are separated by prompt_end {args.prompt_end!r})")
     return texts
 
 
@@ -84,4 +84,4 @@ def read_key_file(args: NeoXArgs, key: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        raise args.problem(key, f"{file}: cannot be read ({cause})") from cause
+        raise args.error(key, f"{file}: cannot be read ({cause})") from cause

@@ -76,13 +76,13 @@ def _lines(args: NeoXArgs, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(text)
             except ValueError as cause:
-                raise args.problem("sample_input_file", f"{file}:{number}: not JSON ({cause})") from cause
+                raise args.error("sample_input_file", f"{file}:{number}: not JSON ({cause})") from cause
             keys = ("text",) if isinstance(row, dict) and "text" in row else ("prompt", "completion")
             if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
                 expected = 'expected {"text": ...}, or {"prompt": ..., "completion": ...}, of strings'
-                raise args.problem("sample_input_file", f"{file}:{number}: {expected}")
+                raise args.error("sample_input_file", f"{file}:{number}: {expected}")
             if not row[keys[-1]]:
-                raise args.problem("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
+                raise args.error("sample_input_file", f"{file}:{number}: {keys[-1]} is empty: nothing to score")
             yield number, row
 
 
@@ -91,11 +91,11 @@ def _check(args: NeoXArgs, file: Path) -> int:
     try:
         total = sum(1 for _ in _lines(args, file))
     except OSError as cause:
-        raise args.problem("sample_input_file", f"{file}: {cause.strerror}") from cause
+        raise args.error("sample_input_file", f"{file}: {cause.strerror}") from cause
     except UnicodeDecodeError as cause:
-        raise args.problem("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
+        raise args.error("sample_input_file", f"{file}: is not UTF-8 text (byte {cause.start})") from cause
     if not total:
-        raise args.problem("sample_input_file", f"{file}: holds no lines")
+        raise args.error("sample_input_file", f"{file}: holds no lines")
     return total
 
 
@@ -163,7 +163,7 @@ def _append(args: NeoXArgs, file: Path, lines: Sequence[ScoredLine]) -> None:
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as cause:
-        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause
 
 
 def _finish(args: NeoXArgs, growing: Path, file: Path) -> None:
@@ -171,4 +171,4 @@ def _finish(args: NeoXArgs, growing: Path, file: Path) -> None:
         os.replace(growing, file)
         sync(file.parent)
     except OSError as cause:
-        raise args.problem("sample_output_file", f"{file}: {cause.strerror}") from cause
+        raise args.error("sample_output_file", f"{file}: {cause.strerror}") from cause

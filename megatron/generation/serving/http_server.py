@@ -51,7 +51,7 @@ def _find_token(args: NeoXArgs) -> str | None:
         return os.environ.get(TOKEN_VARIABLE) or None
     token = read_key_file(args, "serve_token_file").strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise args.problem("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
+        raise args.error("serve_token_file", f"{args.serve_token_file}: expected one word of ASCII characters")
     return token
 
 
@@ -60,9 +60,9 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as cause:
-        raise args.problem("serve_host", f"{host}: is no address of this machine ({cause.strerror})") from cause
+        raise args.error("serve_host", f"{host}: is no address of this machine ({cause.strerror})") from cause
     if not has_token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise args.problem(
+        raise args.error(
             "serve_host", f"{host}: others reach it, and would need no token; set the environment variable "
             f"{TOKEN_VARIABLE} or serve_token_file, or leave serve_host at 127.0.0.1",
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _bind(args: NeoXArgs, has_token: bool) -> socket.socket:
         bound.bind(address)
     except OSError as cause:
         bound.close()
-        raise args.problem("serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
+        raise args.error("serve_port", f"{port} on {host}: {cause.strerror}; choose another (--port)") from cause
     return bound
 
 

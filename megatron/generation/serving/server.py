@@ -52,11 +52,11 @@ def serve(args: NeoXArgs, process: Process) -> None:
     """
     logger = configure_logging(process.rank)
     name = model_name(args)  # not that of a local copy
-    args = args.check_serving().for_reading(process.world_size)
+    args = args.check_serving().for_inference(process.world_size)
     store = rendezvous_and_check(args, process, logger)
     args = with_local_model(args)
     groups = init_model_parallel(args, process, logger, store)
-    for note in args.notes():
+    for note in args.startup_notes():
         logger.info(note)
     tokenizer = build_tokenizer(args)
     setup = run_on_each_rank(groups, lambda: _prepare_server(name, args, tokenizer) if groups.world_rank == 0 else None)
@@ -115,7 +115,7 @@ def _serve_on_rank0(
     try:
         http_server = HTTPServerThread(server_socket.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two may bind what only one can listen at
-        raise args.problem("serve_port", f"{server_socket.address}: {cause.strerror}") from cause
+        raise args.error("serve_port", f"{server_socket.address}: {cause.strerror}") from cause
     dispatcher.on_outcomes = partial(http_server.call_soon, queue.deliver)
     rejection = Rejection("the server has shut down", 503)
     with _on_signals(stop):

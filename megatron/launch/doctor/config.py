@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.launch.doctor.check import Check, failed
 from megatron.launch.environment import install_root
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
-from megatron.neox_arguments.frozen import each
+from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.reading.presets import files_of
 from megatron.neox_arguments.values.remote_paths import is_remote
 
@@ -16,7 +16,7 @@ _SHOWN = 10  # problems of a configuration
 def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
     """The configuration, if it can train, and what is wrong with it."""
     try:
-        files, _ = files_of(files, home=install_root())
+        files, _ = files_of(files, preset_root=install_root())
         args = load(files).check_training()
     except ConfigError as refused:
         more = len(refused.problems) - _SHOWN
@@ -69,7 +69,7 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
 def checkpoint_bytes(args: NeoXArgs) -> int:
     """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
     h, blocks = args.hidden_size, range(args.num_layers)
-    kv_heads, widths = each(args.kv_heads), each(args.ffn_size)
+    kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size)
     attention = sum(
         2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks
     )

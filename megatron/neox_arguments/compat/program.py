@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments.compat.methods import LAUNCHER_FLAG
-from megatron.neox_arguments.errors import ConfigError, Problems
+from megatron.neox_arguments.errors import ConfigError, ErrorCollector
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.neox_args import NeoXArgs, load
@@ -22,9 +22,9 @@ from megatron.neox_arguments.reading.command_line import ReadHFModel, parse_deep
 from megatron.neox_arguments.resolved import ARGS_FLAG
 from megatron.neox_arguments.validation.types import check_value, unknown
 
-# Facts of one process, which stay on the object: a configuration that held them would differ from rank to rank.
-AT_RUN_TIME = ("user_script", "rank", "local_rank")
-_OTHER_STARTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+# Keys that say what one process is: they stay on this object, as a configuration with them would differ by rank.
+PROCESS_KEYS = ("user_script", "rank", "local_rank")
+_OTHER_LAUNCHERS_WORLD_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class MutableNeoXArgs:
@@ -39,9 +39,9 @@ class MutableNeoXArgs:
     validate_keys = NeoXArgs.validate_keys
 
     def __init__(self, **values: Any) -> None:
-        """As `from_dict`."""
-        resolved, here = _apart(values)
-        self._hold(load([], resolved, "program"), here)
+        """The configuration of these keys, as `from_dict(values)`. Raises ConfigError."""
+        resolved, process_values = _split_process_keys(values)
+        self._set_values(load([], resolved, "program"), process_values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MutableNeoXArgs":
@@ -52,15 +52,15 @@ class MutableNeoXArgs:
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
     ) -> "MutableNeoXArgs":
-        """As `load`; overwrite_values win over the files. Raises ConfigError."""
-        values, here = _apart(overwrite_values)
-        return cls._of(load(paths_to_yml_files, values, "overwrite_values"), here)
+        """The configuration of these files; overwrite_values win over them. Raises ConfigError."""
+        values, process_values = _split_process_keys(overwrite_values)
+        return cls._wrap(load(paths_to_yml_files, values, "overwrite_values"), process_values)
 
     @classmethod
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "MutableNeoXArgs":
         """The configuration of a command line of deepy.py, `train.py a.yml b.yml`; sys.argv's. Raises ConfigError."""
         command = parse_deepy(input_args)
-        return cls._of(command.args, {"user_script": command.user_script})
+        return cls._wrap(command.args, {"user_script": command.user_script})
 
     @classmethod
     def consume_neox_args(
@@ -73,19 +73,19 @@ class MutableNeoXArgs:
             raise ConfigError([f"{ARGS_FLAG} FILE is not among the arguments: start this through deepy.py"])
         start = words.index(ARGS_FLAG)
         args = parse_script(words[start : start + 2], "train.py")
-        values, here = _apart(overwrite_values)
+        values, process_values = _split_process_keys(overwrite_values)
         script = next((word for word in reversed(words[:start]) if not word.startswith("-")), None)
-        return cls._of(args.replace(**values) if values else args, {"user_script": script} | here)
+        return cls._wrap(args.replace(**values) if values else args, {"user_script": script} | process_values)
 
     @classmethod
-    def _of(cls, args: NeoXArgs, here: Mapping[str, Any]) -> "MutableNeoXArgs":
-        made = cls.__new__(cls)
-        made._hold(args, here)
-        return made
+    def _wrap(cls, args: NeoXArgs, process_values: Mapping[str, Any]) -> "MutableNeoXArgs":
+        wrapper = cls.__new__(cls)
+        wrapper._set_values(args, process_values)
+        return wrapper
 
-    def _hold(self, args: NeoXArgs, here: Mapping[str, Any]) -> None:
+    def _set_values(self, args: NeoXArgs, process_values: Mapping[str, Any]) -> None:
         # Two copies: lists and sections can be changed in place, which only a comparison shows.
-        self.__dict__.update(_values(args), **here, _args=args, _before=_values(args))
+        self.__dict__.update(_values(args), **process_values, _args=args, _before=_values(args))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.update_value(name, value)
@@ -93,7 +93,7 @@ class MutableNeoXArgs:
     def update_value(self, key: str, value: Any) -> None:
         """Write a key. Raises ConfigError for a name that is none, and for a value of another type."""
         keys = keys_of(NeoXArgs)
-        problems = Problems({})
+        problems = ErrorCollector({})
         if key not in keys:
             problems.add(key, unknown(key, keys))
         elif value is not None:
@@ -102,19 +102,20 @@ class MutableNeoXArgs:
         self.__dict__[key] = value
 
     def update_values(self, values: Mapping[str, Any]) -> None:
-        """Write several keys. Raises ConfigError as `update_value`."""
+        """Write several keys, each with `update_value`. Raises ConfigError."""
         for key, value in values.items():
             self.update_value(key, value)
 
     def configure_distributed_args(self) -> None:
         """Set rank, local_rank, world_size and the batch sizes from RANK, LOCAL_RANK and WORLD_SIZE, as deepy.py and
-        torchrun set them; a process without them is alone. Raises ConfigError for what cannot be told or divided."""
+        torchrun set them; a process without them is alone. Raises ConfigError for values that are no
+        numbers or cannot be divided among the ranks."""
         env = os.environ
-        other = next((name for name in _OTHER_STARTERS if env.get(name, "1") != "1"), None)
-        if other is not None and "RANK" not in env:
+        variable = next((name for name in _OTHER_LAUNCHERS_WORLD_SIZES if env.get(name, "1") != "1"), None)
+        if variable is not None and "RANK" not in env:
             raise ConfigError([
-                f"{other} is {env[other]} in the environment, but RANK is not there; call megatron.launch.enter(args) "
-                "first, which sets RANK, LOCAL_RANK and WORLD_SIZE under srun and mpirun"
+                f"{variable} is {env[variable]} in the environment, but RANK is not there; call "
+                "megatron.launch.enter(args) first, which sets RANK, LOCAL_RANK and WORLD_SIZE under srun and mpirun"
             ])  # fmt: skip
         try:
             rank, local_rank, world_size = (
@@ -122,8 +123,8 @@ class MutableNeoXArgs:
             )
         except ValueError as cause:
             raise ConfigError([f"RANK, LOCAL_RANK, WORLD_SIZE in the environment: {cause}"]) from None
-        here = {name: self.__dict__[name] for name in AT_RUN_TIME}
-        self._hold(self.frozen().for_world(world_size), here | {"rank": rank, "local_rank": local_rank})
+        process_values = {name: self.__dict__[name] for name in PROCESS_KEYS}
+        self._set_values(self.frozen().for_world(world_size), process_values | {"rank": rank, "local_rank": local_rank})
 
     def frozen(self) -> NeoXArgs:
         """The resolved object with everything that was written, derived and validated anew. Raises ConfigError.
@@ -134,7 +135,7 @@ class MutableNeoXArgs:
         changed = {
             name: value
             for name, value in ((name, self.__dict__.get(name)) for name in before)
-            if name not in AT_RUN_TIME and value != before[name]
+            if name not in PROCESS_KEYS and value != before[name]
         }
         return self._args.replace(**changed) if changed else self._args
 
@@ -153,39 +154,39 @@ class MutableNeoXArgs:
         """Whether every key resolves to the same value, wherever it was written. Raises ConfigError as `frozen`."""
         if not isinstance(other, NeoXArgs):
             return NotImplemented
-        mine, theirs = self.frozen(), other.frozen()
-        keys = keys_of(NeoXArgs).keys() - {"config_files", *AT_RUN_TIME}
-        return all(getattr(mine, name) == getattr(theirs, name) for name in keys) and all(
-            getattr(self, name) == getattr(other, name) for name in AT_RUN_TIME
+        left, right = self.frozen(), other.frozen()
+        keys = keys_of(NeoXArgs).keys() - {"config_files", *PROCESS_KEYS}
+        return all(getattr(left, name) == getattr(right, name) for name in keys) and all(
+            getattr(self, name) == getattr(other, name) for name in PROCESS_KEYS
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """The keys whose values are no defaults."""
+        """`NeoXArgs(...)` with the keys whose values are not their defaults."""
         values = ((name, self.__dict__.get(name), key.default) for name, key in keys_of(NeoXArgs).items())
-        told = (f"{name}={value!r}" for name, value, default in values if value != default and name != "config_files")
-        return f"NeoXArgs({', '.join(told)})"
+        shown = (f"{name}={value!r}" for name, value, default in values if value != default and name != "config_files")
+        return f"NeoXArgs({', '.join(shown)})"
 
 
 NeoXArgs.register(MutableNeoXArgs)
 NeoXArgs.mutable_class = MutableNeoXArgs
 
 
-def _apart(values: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configuration, and what stays on the object."""
+def _split_process_keys(values: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the keys of the configuration, those of PROCESS_KEYS) among `values`."""
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for name, value in (values or {}).items():
-        parts[name in AT_RUN_TIME][name] = value
+        parts[name in PROCESS_KEYS][name] = value
     return parts
 
 
 def _values(args: NeoXArgs) -> dict[str, Any]:
     """Every key as plain lists and mappings: sections as they were written, the rest as it was resolved."""
-    return {
-        name: thaw(args.given[name] if key.section is not None and name in args.given else getattr(args, name))
-        for name, key in keys_of(NeoXArgs).items()
-    }
+    values = {name: getattr(args, name) for name in keys_of(NeoXArgs)}
+    sections = {name: args.user_values[name] for name, key in keys_of(NeoXArgs).items()
+                if key.section is not None and name in args.user_values}  # fmt: skip
+    return {name: thaw(value) for name, value in (values | sections).items()}
 
 
 def script_args(

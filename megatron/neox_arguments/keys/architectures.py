@@ -15,6 +15,8 @@ _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
 
 @dataclass(frozen=True)
 class TransformerEngineKeys:
+    """Transformer-Engine's layers, under its names on disk."""
+
     te_backend: Literal["auto", "native"] = new_key(
         "auto",
         "Whose layers do the maths of te_mha and te_layernorm_mlp, under Transformer-Engine's names on disk; native: "
@@ -34,6 +36,8 @@ class TransformerEngineKeys:
 
 @dataclass(frozen=True)
 class MoEKeys:
+    """Mixture of experts."""
+
     moe_num_experts: int = key(1, "Experts of an MLP", later=_MOE, ge=1)
     moe_expert_interval: int = key(1, "Every this many blocks have experts", later=_MOE, ge=1)
     moe_top_k: int = key(1, "Experts a token goes to", later=_MOE, ge=1)
@@ -44,6 +48,8 @@ class MoEKeys:
 
 @dataclass(frozen=True)
 class OtherArchitectureKeys:
+    """Mamba, RWKV, gMLP and soft prompts."""
+
     mamba_selective_scan_fusion: bool = key(False, "Fused scan", later=_MAMBA)
     mamba_causal_conv_fusion: bool = key(False, "Fused convolution", later=_MAMBA)
     mamba_inner_func_fusion: bool = key(False, "Fused mixer", later=_MAMBA)
@@ -59,6 +65,8 @@ class OtherArchitectureKeys:
 
 @dataclass(frozen=True)
 class MuPKeys:
+    """Maximal update parametrisation."""
+
     use_mup: bool = key(False, "Maximal update parametrisation", later=_MUP)
     coord_check: bool = key(False, "Plot coordinate sizes over widths and end", later=_MUP)
     save_base_shapes: bool = key(False, "Write base_shapes_file and end", later=_MUP)

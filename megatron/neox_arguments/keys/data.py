@@ -10,6 +10,8 @@ from megatron.neox_arguments.keys.sections import SeqCurriculum, WeightSchedule
 
 @dataclass(frozen=True)
 class DataKeys:
+    """The sets of a run, how they are blended, and how documents become samples."""
+
     data_path: str | None = key(None, "Prefix of the one .bin/.idx pair that `split` divides")
     train_epochs: int | None = key(
         None,
@@ -110,6 +112,8 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
+    """The tokenizer."""
+
     tokenizer_type: Literal[
         "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
     ] = key(

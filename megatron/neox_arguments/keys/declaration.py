@@ -13,6 +13,8 @@ from typing import Any, Final
 
 
 class _Required:
+    """The default of a key that has none."""
+
     def __repr__(self) -> str:
         return "required"
 
@@ -46,6 +48,7 @@ class Key:
 
     @property
     def required(self) -> bool:
+        """Whether every configuration must set the key."""
         return self.default is REQUIRED
 
     @property
@@ -56,7 +59,7 @@ class Key:
 
     @property
     def standing(self) -> str:
-        """One of STANDINGS."""
+        """One of STANDINGS: whether a run follows the key, as GPT-NeoX or otherwise, ignores it, or refuses it."""
         if self.no_effect is not None:
             return "no effect"
         if self.differs is not None:
@@ -74,30 +77,30 @@ class Key:
             return f"{self.later} is not built yet"
         if isinstance(value, tuple):
             return next((reason for reason in map(self.refusal, value) if reason), None)
-        found = value.lower() if isinstance(value, str) else value
+        lowered = value.lower() if isinstance(value, str) else value
         for reasons, text in ((self.refuse_values, "{}"), (self.later_values, "{} is not built yet")):
             for refused, reason in reasons.items():
-                if found == (refused.lower() if isinstance(refused, str) else refused):
+                if lowered == (refused.lower() if isinstance(refused, str) else refused):
                     return text.format(reason)
         return None
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values of a Literal key, else ()."""
+        """The values that a key with a Literal type may have, () for any other key."""
         return tuple(v for member in union_members(self.type) for v in literal_values(member))
 
 
-def key(default: Any, meaning: str, **facts: Any) -> Any:
-    """Declare a key; `facts` are the other fields of `Key` (bounds, standing, section).
+def key(default: Any, meaning: str, **details: Any) -> Any:
+    """Declare a key; `details` are the other fields of `Key` (bounds, standing, section).
 
     A default of None means that null is allowed, and that the value is None or made when resolving.
     """
-    return field(default=default, metadata={"meaning": meaning, **facts})
+    return field(default=default, metadata={"meaning": meaning, **details})
 
 
-def new_key(default: Any, meaning: str, **facts: Any) -> Any:
-    """Declare a key that neither GPT-NeoX nor its geodesic fork has; as `key`."""
-    return key(default, meaning, source="new", **facts)
+def new_key(default: Any, meaning: str, **details: Any) -> Any:
+    """Declare a key that neither GPT-NeoX nor its geodesic fork has; the parameters are those of `key`."""
+    return key(default, meaning, source="new", **details)
 
 
 def keys_of(declaration: type) -> Mapping[str, Key]:
@@ -108,12 +111,12 @@ def keys_of(declaration: type) -> Mapping[str, Key]:
 @functools.cache
 def _keys_of(declaration: type) -> Mapping[str, Key]:
     hints = typing.get_type_hints(declaration)
-    found = {}
+    keys = {}
     for item in fields(declaration):
         if "meaning" in item.metadata:
             owner = next(c for c in reversed(declaration.__mro__) if item.name in getattr(c, "__annotations__", {}))
-            found[item.name] = Key(item.name, hints[item.name], item.default, owner=owner.__name__, **item.metadata)
-    return types.MappingProxyType(found)
+            keys[item.name] = Key(item.name, hints[item.name], item.default, owner=owner.__name__, **item.metadata)
+    return types.MappingProxyType(keys)
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
@@ -124,4 +127,5 @@ def union_members(annotation: Any) -> tuple[Any, ...]:
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
+    """`Literal["a", "b"]` -> ("a", "b"); () for any other type."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()

@@ -13,6 +13,8 @@ _UNUSED = "GPT-NeoX never reads it; write {} instead"
 
 @dataclass(frozen=True)
 class DeepspeedKeys:
+    """What is handed on to DeepSpeed."""
+
     deepspeed: Literal[True, False] = key(
         True, "Train on DeepSpeed", refuse_values={False: "there is no other engine; remove it"}
     )

@@ -9,6 +9,8 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class EvaluationKeys:
+    """Evaluation on tasks of lm-eval."""
+
     eval_tasks: tuple[str, ...] | None = key(
         None,
         "Tasks, groups and tags of lm-eval, or YAML files of tasks: for eval.py, and in training at iteration 0 and "

@@ -9,6 +9,8 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class LoggingKeys:
+    """What a run logs, and where."""
+
     log_dir: str | None = key(None, "Folder of each rank's output and of metrics.jsonl; unset: `logs` in `save`")
     log_interval: int = key(100, "Iterations between log lines", ge=1)
     tensorboard_dir: str | None = key(None, "Folder of TensorBoard's event files; unset: none are written")
@@ -54,6 +56,8 @@ class LoggingKeys:
 
 @dataclass(frozen=True)
 class TextgenKeys:
+    """Text generation."""
+
     text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute", "score"] = key(
         None,
         "Where prompts come from, interactive: the terminal; unset: input-file if sample_input_file is set. score: the "

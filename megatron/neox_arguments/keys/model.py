@@ -21,6 +21,8 @@ _KERNEL = "selects a kernel in GPT-NeoX; the mathematics is the same"
 
 @dataclass(frozen=True)
 class ModelKeys:
+    """The shape of the model: layers, heads, positions, norms, activations, initialisation."""
+
     num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1, le=10_000)
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
     num_attention_heads: int = key(REQUIRED, "Number of attention heads", ge=1)
@@ -193,6 +195,8 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class PrecisionKeys:
+    """In which precision the model is computed."""
+
     precision: Literal["fp32", "fp16", "bfloat16"] = key(
         None, "Type of weights and activations; unset: by fp16, bf16, else fp32"
     )

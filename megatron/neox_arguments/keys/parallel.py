@@ -14,6 +14,8 @@ _HOSTS = (
 
 @dataclass(frozen=True)
 class RunnerKeys:
+    """On which machines and devices a run is started, and by what."""
+
     hostfile: str | None = key(
         None, "File with one `host slots=N` a line; unset: DLTS_HOSTFILE, or /job/hostfile where it is", differs=_HOSTS
     )
@@ -56,6 +58,8 @@ class RunnerKeys:
 
 @dataclass(frozen=True)
 class ParallelKeys:
+    """Over how many ranks the model is split, and how."""
+
     pipe_parallel_size: int = key(
         0,
         "Pipeline stages; 0 and 1: no pipeline",

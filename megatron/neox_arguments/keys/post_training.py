@@ -17,6 +17,8 @@ _SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
 
 @dataclass(frozen=True)
 class PostTrainingKeys:
+    """Fine-tuning and preference training: losses, pairs, the reference model."""
+
     train_impl: Impl = key(
         "normal",
         "What is trained: language modelling, or an objective of post-training",
@@ -140,7 +142,7 @@ class PostTrainingKeys:
 
 @dataclass(frozen=True)
 class UnlearningKeys:
-    """Keys of the geodesic fork."""
+    """Unlearning, by the keys of the geodesic fork."""
 
     ga_dataset: str | None = key(None, "Data whose loss is to rise", later=_UNLEARN, source="fork")
     ga_dataset_impl: str = key("mmap", "Its storage", later=_UNLEARN, source="fork")

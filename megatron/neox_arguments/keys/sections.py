@@ -15,6 +15,8 @@ _BF16_SCALE = "bf16 needs no loss scale"
 
 @dataclass(frozen=True)
 class OptimizerParams:
+    """The sub-keys of `optimizer.params`."""
+
     lr: float = key(1e-3, "Peak learning rate", ge=0)
     betas: tuple[float, ...] = key(None, "Adam, AdamW, Lion: decay rates; [0.9, 0.999] when unset, Lion [0.9, 0.99]")
     eps: float = key(None, "Adam, AdamW: term added to the denominator; 1e-8 when unset", gt=0)
@@ -26,6 +28,8 @@ class OptimizerParams:
 
 @dataclass(frozen=True)
 class Optimizer:
+    """The sub-keys of `optimizer`."""
+
     type: Literal["Adam", "AdamW", "SGD", "Lion", "CPU_Adam", "CPU_Torch_Adam", "OneBitAdam", "SM3", "madgrad_wd"] = (
         key(
             "Adam",
@@ -49,6 +53,8 @@ _DEVICE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Trainable:
+    """The sub-keys of `trainable`."""
+
     last_layers: int = key(0, "All of the last blocks, so many", ge=0)
     head: bool = key(False, "The output layer; of a tied one the embedding's weight, which it is")
     names: tuple[str, ...] | None = key(
@@ -65,6 +71,8 @@ class Trainable:
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
+    """The sub-keys of `zero_optimization.offload_optimizer`."""
+
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "In page-locked memory")
     ratio: float = key(None, "Share of the update done on the CPU", ge=0, le=1)
@@ -77,6 +85,8 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam:
+    """The sub-keys of `zero_optimization.offload_param`."""
+
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "In page-locked memory")
     nvme_path: str = key(None, "nvme: folder of the files", no_effect=_ON_DISK)
@@ -87,6 +97,8 @@ class OffloadParam:
 
 @dataclass(frozen=True)
 class ZeroOptimization:
+    """The sub-keys of `zero_optimization`."""
+
     stage: int = key(
         0, "What data-parallel ranks share out: 0 nothing, 1 optimizer, 2 +gradients, 3 +weights", ge=0, le=3
     )
@@ -130,6 +142,8 @@ class ZeroOptimization:
 
 @dataclass(frozen=True)
 class Fp16:
+    """The sub-keys of `fp16`."""
+
     enabled: bool = key(None, "Train in fp16; true when `precision: fp16`")
     fp16: bool = key(True, "Written by many GPT-NeoX files", no_effect="`enabled` decides")
     type: Literal["fp16", "bfloat16"] = key("fp16", "Written by many GPT-NeoX files", no_effect="`enabled` decides")
@@ -144,6 +158,8 @@ class Fp16:
 
 @dataclass(frozen=True)
 class Bf16:
+    """The sub-keys of `bf16`."""
+
     enabled: bool = key(None, "Train in bf16; true when `precision: bfloat16`")
     bf16: bool = key(True, "Written by some GPT-NeoX files", no_effect="`enabled` decides")
     type: Literal["bfloat16"] = key("bfloat16", "Written by some GPT-NeoX files", no_effect="`enabled` decides")
@@ -156,6 +172,8 @@ class Bf16:
 
 @dataclass(frozen=True)
 class DataTypes:
+    """The sub-keys of `data_types`."""
+
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32",
         "Type gradients are summed in",
@@ -165,6 +183,8 @@ class DataTypes:
 
 @dataclass(frozen=True)
 class CurriculumSchedule:
+    """The sub-keys of `curriculum_learning.schedule_config`."""
+
     total_curriculum_step: int = key(None, "fixed_linear, fixed_root: iterations until max_difficulty", gt=0)
     difficulty_step: int = key(None, "fixed_linear, fixed_root: lengths are multiples of this", gt=0)
     root_degree: int = key(None, "fixed_root: which root", gt=0)
@@ -186,18 +206,24 @@ class CurriculumLearning:
 
 @dataclass(frozen=True)
 class SeqCurriculum:
+    """The sub-keys of `seq_curriculum`."""
+
     seq_len: tuple[int, ...] = key(REQUIRED, "Lengths of the phases; each divides seq_length")
     until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
 
 
 @dataclass(frozen=True)
 class WeightSchedule:
+    """The sub-keys of `train_data_weight_schedule`."""
+
     weights: tuple[tuple[float, ...], ...] = key(REQUIRED, "Weights of train_data_paths in each phase; 0: not drawn")
     until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
 
 
 @dataclass(frozen=True)
 class CommsLogger:
+    """The sub-keys of `comms_logger`."""
+
     enabled: bool = key(False, "Use it")
     verbose: bool = key(False, "Print every collective")
     prof_all: bool = key(True, "Record all kinds of collectives")
@@ -207,7 +233,7 @@ class CommsLogger:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """HuggingFace's names."""
+    """The sub-keys of `rope_scaling`, by HuggingFace's names."""
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = key(REQUIRED, "Method")
     factor: float = key(REQUIRED, "How much longer sequences become", ge=1)

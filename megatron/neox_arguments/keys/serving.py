@@ -7,6 +7,8 @@ from megatron.neox_arguments.keys.declaration import new_key
 
 @dataclass(frozen=True)
 class ServingKeys:
+    """The server of tools/serve.py."""
+
     serve_host: str = new_key(
         "127.0.0.1", "Address that tools/serve.py listens at; one that other machines reach needs a token"
     )

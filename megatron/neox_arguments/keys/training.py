@@ -10,6 +10,8 @@ from megatron.neox_arguments.keys.sections import Optimizer, Trainable
 
 @dataclass(frozen=True)
 class OptimizerKeys:
+    """The optimizer and the learning-rate schedule."""
+
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
     trainable: Mapping[str, Any] | None = new_key(
         None, "Parameters that are trained, all others stay as they are; unset: all", section=Trainable
@@ -46,6 +48,8 @@ class OptimizerKeys:
 
 @dataclass(frozen=True)
 class TrainingKeys:
+    """The training loop: how long, when to validate and stop, what is recomputed."""
+
     train_iters: int = key(None, "Optimizer steps of the run", ge=1, le=10**9)
     seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
     deterministic_mode: bool = new_key(False, "Only operations that give the same bits every time (Megatron; slower)")
@@ -86,6 +90,8 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class CheckpointKeys:
+    """What is saved where and when, and what a run starts from."""
+
     save: str | None = key(
         None, "Folder that checkpoints are written to; also s3://BUCKET/FOLDER and whatever fsspec reaches"
     )

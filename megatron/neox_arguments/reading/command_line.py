@@ -67,7 +67,7 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
 
 
 class DeepyCommand(NamedTuple):
-    """What deepy.py was asked to do."""
+    """The command line of deepy.py, parsed, with the configuration resolved."""
 
     user_script: str
     args: NeoXArgs
@@ -76,22 +76,24 @@ class DeepyCommand(NamedTuple):
     hosts: Sequence[str] = ()
     dry_run: bool = False
     words: Sequence[str] = ()
-    """The script, its files and flags as they were typed, without what says where it is started."""
+    """The script, its files and flags as they were typed, without those that name hosts, devices and ports."""
     presets: Sequence[str] = ()
-    """Files that are none of the user's, but come with the package."""
+    """Those of the configuration files that come with the package."""
 
 
-# What by-hand lines say anew for each machine.
+# Keys whose flags differ from machine to machine when a person types a line on each.
 _OF_ONE_MACHINE = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
 ReadHFModel = Callable[[str], Mapping[str, Any]]
 """Gives the keys of a HuggingFace model, for `--hf-model`: what can read one is imported by scripts, not here."""
 
 
 def parse_deepy(
-    argv: Sequence[str] | None = None, read_hf_model: ReadHFModel | None = None, home: Path | None = None
+    argv: Sequence[str] | None = None, read_hf_model: ReadHFModel | None = None, preset_root: Path | None = None
 ) -> DeepyCommand:
-    """Command line of deepy.py (without its name). home: where presets are looked up that no file here is named as.
-    Raises ConfigError."""
+    """Parse the command line of deepy.py (without its name; None: sys.argv's). Raises ConfigError.
+
+    preset_root: the folder of the presets, which names mean that are no file's.
+    """
     description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=read_hf_model is not None)
     parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="which of num_nodes machines this is")
@@ -115,7 +117,7 @@ def parse_deepy(
     elif not (parsed.conf_file or assignments and parsed.hf_model):
         raise ConfigError(["no configuration files; usage: deepy.py SCRIPT CONF [CONF ...]"])
     else:
-        files, presets = files_of(parsed.conf_file, parsed.conf_dir, home)
+        files, presets = files_of(parsed.conf_file, parsed.conf_dir, preset_root)
         args = load_assignments(files, assignments)
         if parsed.hosts and (args.include or args.exclude or args.hostfile):
             key = next(name for name in ("include", "exclude", "hostfile") if getattr(args, name))
@@ -155,11 +157,11 @@ def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFMod
     parser.add_argument("--neox-args", metavar="FILE", help="resolved configuration, instead of files (from deepy.py)")
     parsed = parser.parse_intermixed_args(argv)
     assignments = _assignments(parsed, read_hf_model)
-    given = bool(parsed.conf_file or parsed.hf_model)
-    if (parsed.neox_args is None) != given:
-        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if given else "")])
+    has_files = bool(parsed.conf_file or parsed.hf_model)
+    if (parsed.neox_args is None) != has_files:
+        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if has_files else "")])
     files, _ = files_of(parsed.conf_file, parsed.conf_dir)
-    args = load_assignments(files, assignments) if given else _from_launcher(parsed, assignments)
+    args = load_assignments(files, assignments) if has_files else _from_launcher(parsed, assignments)
     if parsed.print_config:
         sys.stdout.write(print_config(args) + "\n")
         raise SystemExit(0)
@@ -223,14 +225,14 @@ def _parser(
 
 
 def _assignments(parsed: argparse.Namespace, read_hf_model: ReadHFModel | None) -> list[tuple[str, Any, str]]:
-    found: list[tuple[str, Any, str]] = []
+    assignments: list[tuple[str, Any, str]] = []
     if read_hf_model is not None and parsed.hf_model is not None:
-        found += [(key, value, "--hf-model") for key, value in read_hf_model(parsed.hf_model).items()]
+        assignments += [(key, value, "--hf-model") for key, value in read_hf_model(parsed.hf_model).items()]
     for names, key, _ in _FLAGS:
         value = getattr(parsed, key)
         if value is not None:
-            found.append((key, value, next(name for name in names if name.startswith("--"))))
-    return found + parse_overrides(parsed.set, "--set")
+            assignments.append((key, value, next(name for name in names if name.startswith("--"))))
+    return assignments + parse_overrides(parsed.set, "--set")
 
 
 def _from_launcher(parsed: argparse.Namespace, assignments: list[tuple[str, Any, str]]) -> NeoXArgs:

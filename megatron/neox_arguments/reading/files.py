@@ -20,8 +20,8 @@ IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration o
 
 
 @dataclass
-class Given:
-    """What a user wrote: values by key, the place of each (dotted) path, and the text of the files."""
+class RawConfig:
+    """What a user wrote, merged: values by key, the origin of each dotted path (`a.yml:12`), and the files' texts."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -52,92 +52,95 @@ class Given:
             self.origins[path] = origin
 
 
-def read_files(files: Sequence[str | Path]) -> Given:
-    """Merge files into one `Given`; a key set twice, an unreadable file and bad YAML are noted as problems. After the
-    file of an imported model `seq_length` may be set again."""
-    given = Given()
+def read_files(files: Sequence[str | Path]) -> RawConfig:
+    """Merge files into one `RawConfig`.
+
+    A key set twice, an unreadable file and bad YAML are noted as problems. After the file of an imported model
+    `seq_length` may be set again.
+    """
+    config = RawConfig()
     for file in files:
         try:
             text = Path(file).expanduser().read_text(encoding="utf-8")
             name = Path(file).name
-            given.config_files[name if name not in given.config_files else str(file).replace("/", "_")] = text
-            _merge_file(given, str(file), text)
+            config.config_files[name if name not in config.config_files else str(file).replace("/", "_")] = text
+            _merge_file(config, str(file), text)
             continue
         except FileNotFoundError:
-            given.problems.append(f"{file}: no such file")
+            config.problems.append(f"{file}: no such file")
         except (OSError, UnicodeDecodeError) as cause:
-            given.problems.append(f"{file}: cannot be read: {cause}")
+            config.problems.append(f"{file}: cannot be read: {cause}")
         except yaml.MarkedYAMLError as cause:
             mark = cause.problem_mark or cause.context_mark
-            given.problems.append(f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {cause.problem}")
+            config.problems.append(f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {cause.problem}")
         except yaml.YAMLError as cause:
-            given.problems.append(f"{file}: not valid YAML: {' '.join(str(cause).split())}")
-        given.unread.append(str(file))
-    return given
+            config.problems.append(f"{file}: not valid YAML: {' '.join(str(cause).split())}")
+        config.unread.append(str(file))
+    return config
 
 
 def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -> list[tuple[str, Any, str]]:
     """`{"a.b": 1}` or `["a.b=1"]` (values are YAML) -> [(path, value, origin)]."""
     if isinstance(overrides, Mapping):
         return [(path, value, origin) for path, value in overrides.items()]
-    found, problems = [], []
+    assignments, problems = [], []
     for text in overrides:
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
             problems.append(f'{origin}: expected KEY=VALUE, got "{text}"; config files stand before {origin}')
             continue
         try:
-            found.append((path.strip(), yaml.load(value, Loader=ConfigLoader), origin))
+            assignments.append((path.strip(), yaml.load(value, Loader=ConfigLoader), origin))
         except yaml.YAMLError as cause:
             why = f" ({cause.problem})" if isinstance(cause, yaml.constructor.ConstructorError) else ""
             problems.append(f'{origin}: {path.strip()}: "{value[:200]}" is not valid YAML{why}')
     if problems:
         raise ConfigError(problems)
-    return found
+    return assignments
 
 
-def read_deepspeed_config(given: Given, own: Callable[[str], bool]) -> None:
-    """Take the keys of `deepspeed_config_file` into `given`, with that file as their place.
+def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> None:
+    """Take the keys of `deepspeed_config_file` into `config`, with that file as their origin.
 
-    own: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as HuggingFace
+    is_key: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as HuggingFace
     writes it) is left out. A value that stands elsewhere too must be the same, unless an override says it.
     """
-    path = given.values.get("deepspeed_config_file")
+    path = config.values.get("deepspeed_config_file")
     if not isinstance(path, str):
         return
-    theirs = read_files([path])
-    place = given.origins["deepspeed_config_file"]
-    given.problems += [f"{place}: deepspeed_config_file: {problem}" for problem in theirs.problems]
-    given.config_files |= theirs.config_files
-    for name, value in theirs.values.items():
-        _take(given, name if own(name) else f"{_EXTRA}{name}", value, theirs.origins)
+    deepspeed_config = read_files([path])
+    origin = config.origins["deepspeed_config_file"]
+    config.problems += [f"{origin}: deepspeed_config_file: {problem}" for problem in deepspeed_config.problems]
+    config.config_files |= deepspeed_config.config_files
+    for name, value in deepspeed_config.values.items():
+        _merge_value(config, name if is_key(name) else f"{_EXTRA}{name}", value, deepspeed_config.origins)
 
 
-def _take(given: Given, path: str, value: Any, places: Mapping[str, str]) -> None:
+def _merge_value(config: RawConfig, path: str, value: Any, origins: Mapping[str, str]) -> None:
     """Take one value of a DeepSpeed file, or those of a section one by one."""
     if value == "auto":
         return
-    before: Any = given.values
+    before: Any = config.values
     for part in path.split("."):
         before = before.get(part) if isinstance(before, Mapping) else None
     if isinstance(value, Mapping) and value and (before is None or isinstance(before, Mapping)):
         for name, inner in value.items():
-            _take(given, f"{path}.{name}", inner, places)
+            _merge_value(config, f"{path}.{name}", inner, origins)
         return
-    place = _nearest(path.removeprefix(_EXTRA), places)
+    origin = _nearest(path.removeprefix(_EXTRA), origins)
     if before is None:
-        given.assign(path, value, place)
-    elif before != value and not given.origins.get(path, "").startswith("--"):
-        at = _nearest(path, given.origins)
-        values = f"{format_value(value)}, but {at} says {format_value(before)}"
-        given.problems.append(f"{place}: {path}: {values}; keep one of them")
+        config.assign(path, value, origin)
+    elif before != value and not config.origins.get(path, "").startswith("--"):
+        origin_before = _nearest(path, config.origins)
+        values = f"{format_value(value)}, but {origin_before} says {format_value(before)}"
+        config.problems.append(f"{origin}: {path}: {values}; keep one of them")
 
 
-def _nearest(path: str, places: Mapping[str, str]) -> str:
-    """The place of a dotted path, or of the section around it."""
-    while path not in places:
+def _nearest(path: str, origins: Mapping[str, str]) -> str:
+    """The origin of a dotted path, or of the section around it."""
+    while path not in origins:
         path = path.rpartition(".")[0]
-    return places[path]
+    return origins[path]
 
 
 _EXTRA = "deepspeed_extra_args."
@@ -147,54 +150,54 @@ _MARKED = re.compile("\ue000(\\d+)\ue001")
 
 
 def _mark_references(text: str) -> tuple[str, list[str]]:
-    """`${NAME}` as marks that YAML takes for letters, and what stood there: braces would end a flow mapping.
+    """(the text with marks, which YAML reads as letters, for each `${NAME}`, and these): braces would end a mapping.
 
     The two letters of the marks themselves are marked too, where a file holds them.
     """
-    found: list[str] = []
+    references: list[str] = []
 
     def mark(reference: re.Match[str]) -> str:
-        found.append(reference[0])
-        return f"\ue000{len(found) - 1}\ue001"
+        references.append(reference[0])
+        return f"\ue000{len(references) - 1}\ue001"
 
-    return _TO_MARK.sub(mark, text), found
+    return _TO_MARK.sub(mark, text), references
 
 
-def _fill(node: yaml.Node, references: list[str], given: Given, file: str) -> None:
+def _fill(node: yaml.Node, references: list[str], config: RawConfig, file: str) -> None:
     """Put values from the environment into the scalars of a document."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            _fill(key, references, given, file)
-            _fill(value, references, given, file)
+            _fill(key, references, config, file)
+            _fill(value, references, config, file)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _fill(value, references, given, file)
+            _fill(value, references, config, file)
     elif _MARKED.search(node.value) or "${" in node.value:
-        place, before = f"{file}:{node.start_mark.line + 1}", len(given.problems)
-        node.value = _MARKED.sub(lambda mark: _value_of(references[int(mark[1])], given, place), node.value)
+        origin, before = f"{file}:{node.start_mark.line + 1}", len(config.problems)
+        node.value = _MARKED.sub(lambda mark: _value_of(references[int(mark[1])], config, origin), node.value)
         node.tag = "!environment"
         if "${" in node.value:
-            given.problems.append(f"{place}: {node.value}: only ${{NAME}} and ${{NAME:-default}} are filled in")
-        if len(given.problems) > before:
+            config.problems.append(f"{origin}: {node.value}: only ${{NAME}} and ${{NAME:-default}} are filled in")
+        if len(config.problems) > before:
             node.tag, node.value = "tag:yaml.org,2002:null", "null"
-            given.unread.append(file)
+            config.unread.append(file)
 
 
-def _value_of(reference: str, given: Given, place: str) -> str:
+def _value_of(reference: str, config: RawConfig, origin: str) -> str:
     parts = _REFERENCE.fullmatch(reference)
     if parts is None:
         return reference
     name, default = parts.groups()
     value = os.environ.get(name) or default
     if value is None:
-        given.problems.append(
-            f"{place}: {reference}: {name} is not set in the environment, or empty; export it, or write "
+        config.problems.append(
+            f"{origin}: {reference}: {name} is not set in the environment, or empty; export it, or write "
             f"${{{name}:-default}}"
         )
     return value or ""
 
 
-def _merge_file(given: Given, file: str, text: str) -> None:
+def _merge_file(config: RawConfig, file: str, text: str) -> None:
     text, references = _mark_references(text)
     loader = ConfigLoader(text.replace("\t", " ") if file.endswith(".json") else text)
     try:
@@ -202,33 +205,33 @@ def _merge_file(given: Given, file: str, text: str) -> None:
         if root is None:
             return
         if not isinstance(root, yaml.MappingNode):
-            given.problems.append(f"{file}:{root.start_mark.line + 1}: expected `key: value` lines")
+            config.problems.append(f"{file}:{root.start_mark.line + 1}: expected `key: value` lines")
             return
-        _fill(root, references, given, file)
+        _fill(root, references, config, file)
         for key_node, value_node in root.value:
             spelling = str(key_node.value)
             if spelling == "<<":
-                given.problems.append(
+                config.problems.append(
                     f"{file}:{key_node.start_mark.line + 1}: <<: merges sections only; write the keys out"
                 )
                 continue
-            key, place = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
-            if key in given.spellings and not _may_be_set_again(key, given.origins[key], file):
-                before = given.spellings[key]
+            key, origin = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
+            if key in config.spellings and not _may_be_set_again(key, config.origins[key], file):
+                before = config.spellings[key]
                 also = f" (as {before})" if before != spelling else ""
-                given.problems.append(
-                    f"{place}: {spelling}: already set at {given.origins[key]}{also}; keep one of them"
+                config.problems.append(
+                    f"{origin}: {spelling}: already set at {config.origins[key]}{also}; keep one of them"
                 )
                 continue
-            given.spellings[key], given.origins[key] = spelling, place
-            _note_lines(given, file, key, value_node)
+            config.spellings[key], config.origins[key] = spelling, origin
+            _note_lines(config, file, key, value_node)
             value = loader.construct_object(value_node, deep=True)
             if "." in key:  # as --print-config writes sub-keys
-                given.assign(key, value, place)
+                config.assign(key, value, origin)
                 continue
-            given.values[key] = _underscores(value)
+            config.values[key] = _underscores(value)
             if value is None:  # `key:` alone is the default, as in GPT-NeoX
-                del given.values[key]
+                del config.values[key]
     finally:
         loader.dispose()
 
@@ -240,18 +243,18 @@ def _may_be_set_again(key: str, origin: str, file: str) -> bool:
     return key == "seq_length" and before != file and Path(before).name == IMPORTED_MODEL_FILE
 
 
-def _note_lines(given: Given, file: str, path: str, node: yaml.Node) -> None:
+def _note_lines(config: RawConfig, file: str, path: str, node: yaml.Node) -> None:
     """Note the line of every key inside a section, and sub-keys that stand there twice."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:
         inner = f"{path}.{str(key_node.value).replace('-', '_')}"
-        place = f"{file}:{key_node.start_mark.line + 1}"
-        if inner in given.origins:
-            given.problems.append(f"{place}: {inner}: already set at {given.origins[inner]}; keep one of them")
+        origin = f"{file}:{key_node.start_mark.line + 1}"
+        if inner in config.origins:
+            config.problems.append(f"{origin}: {inner}: already set at {config.origins[inner]}; keep one of them")
             continue
-        given.origins[inner] = place
-        _note_lines(given, file, inner, value_node)
+        config.origins[inner] = origin
+        _note_lines(config, file, inner, value_node)
 
 
 def _underscores(value: Any) -> Any:

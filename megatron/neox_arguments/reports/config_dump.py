@@ -7,14 +7,14 @@ from typing import Any
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import Key, keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.validation.notes import notes
 from megatron.neox_arguments.validation.refusals import refusals
+from megatron.neox_arguments.validation.startup_notes import startup_notes
 
 
 def print_config(args: ResolvedArgs) -> str:
     """Every resolved value with its origin, aligned, values that are not defaults first; reads back as YAML.
 
-    What a run would refuse is marked and told at the end.
+    What a run would refuse is marked, with the reasons at the end.
     """
     refused = refusals(args)
     rows = [
@@ -30,7 +30,7 @@ def print_config(args: ResolvedArgs) -> str:
     for title, part in (("set or derived", changed), ("defaults", default)):
         lines.append(f"# {title}")
         lines += [f"{path + ':':<{path_width}} {value:<{value_width}}  # {origin}" for path, value, origin in part]
-    lines += [f"# note: {note}" for note in notes(args)]
+    lines += [f"# note: {note}" for note in startup_notes(args)]
     lines += [
         f"# a run refuses {'' if path in shown else args.origin(path) + ': '}{path}: {reason}"
         for path, reason in refused.items()
@@ -39,7 +39,7 @@ def print_config(args: ResolvedArgs) -> str:
 
 
 def diff_config(one: ResolvedArgs, other: ResolvedArgs) -> str:
-    """The resolved values that differ, a line each: `path: one (place) -> other (place)`; "" when none does."""
+    """The resolved values that differ, a line each: `path: one (origin) -> other (origin)`; "" when none does."""
     left, right = dict(flat_values(one)), dict(flat_values(other))
     lines = []
     for path in dict.fromkeys([*left, *right]):

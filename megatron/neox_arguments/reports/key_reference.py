@@ -1,4 +1,4 @@
-"""What is said of keys: the generated reference, and the pages of `--help-config`."""
+"""Documentation of keys: the generated reference, and the pages of `--help-config`."""
 
 import difflib
 import fnmatch
@@ -33,15 +33,15 @@ def help_pages(declaration: type, pattern: str) -> str:
     Raises ConfigError, with near names, when there is none.
     """
     pattern = pattern.replace("-", "_").lower()
-    found = {path: key for name in keys_of(declaration).values() for path, key in _with_sections(name, "")}
-    names = [path for path in found if path.lower() == pattern]
-    names = [path for name in names for path in found if path == name or path.startswith(f"{name}.")]
-    names = names or [path for path in found if fnmatch.fnmatchcase(path.lower(), pattern)]
-    names = names or [path for path in found if pattern in path.lower() and not set(pattern) & set("*?[")]
+    keys = {path: key for name in keys_of(declaration).values() for path, key in _with_sections(name, "")}
+    names = [path for path in keys if path.lower() == pattern]
+    names = [path for name in names for path in keys if path == name or path.startswith(f"{name}.")]
+    names = names or [path for path in keys if fnmatch.fnmatchcase(path.lower(), pattern)]
+    names = names or [path for path in keys if pattern in path.lower() and not set(pattern) & set("*?[")]
     if not names:
-        near = difflib.get_close_matches(pattern, found, n=3)
+        near = difflib.get_close_matches(pattern, keys, n=3)
         raise ConfigError([f"--help-config {pattern}: no such key" + (f"; near are {', '.join(near)}" if near else "")])
-    return "\n\n".join(_page(path, found[path]) for path in names)
+    return "\n\n".join(_page(path, keys[path]) for path in names)
 
 
 def _counts(declaration: type) -> list[str]:

@@ -35,12 +35,12 @@ def _property(key: Key, path: str) -> dict[str, Any]:
         kinds = [_section(key.section, f"{path}/anyOf/0")]
     else:
         kinds = [_kind(member, key) for member in union_members(key.type)]
-    found: dict[str, Any] = {"description": description(key), "anyOf": [*_unique(kinds), {"type": "null"}, _REFERENCE]}
+    schema: dict[str, Any] = {"description": description(key), "anyOf": [*_unique(kinds), {"type": "null"}, _REFERENCE]}
     if not key.required and key.default is not None:
-        found["default"] = key.default
+        schema["default"] = key.default
     if key.standing in ("refused", "later"):
-        found["deprecated"] = True
-    return found
+        schema["deprecated"] = True
+    return schema
 
 
 def description(key: Key) -> str:
@@ -79,7 +79,7 @@ def _kind(member: Any, key: Key) -> dict[str, Any]:
 
 
 def _spellings(texts: list[str]) -> list[str]:
-    """As declared, in lower and in upper case: names are read without case, and a schema cannot say that."""
+    """Each name as declared, in lower and in upper case: names are read without case, which no schema can say."""
     return list(
         dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper(), text.capitalize()))
     )

@@ -1,19 +1,19 @@
-"""Checks that need more than one key; every problem names its key, its place and what to change."""
+"""Checks that need more than one key; every problem names its key, where it was set, and what to change."""
 
 
-from megatron.neox_arguments.errors import Problems, format_value
+from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
-from megatron.neox_arguments.validation.model import at, validate_model, validate_parallel, validate_trainable
+from megatron.neox_arguments.validation.model import validate_model, validate_parallel, validate_trainable
 from megatron.neox_arguments.validation.preferences import validate_preferences
 from megatron.neox_arguments.validation.schedule import validate_schedule
 from megatron.neox_arguments.values.best_metric import best_metric
-from megatron.neox_arguments.values.remote_paths import is_remote, problem_of
+from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_error
 
 
-def validate(args: ResolvedArgs) -> Problems:
-    """Problems of any use of the configuration."""
-    problems = Problems(args.origins)
+def validate(args: ResolvedArgs) -> ErrorCollector:
+    """The problems that any use of the configuration has."""
+    problems = ErrorCollector(args.origins)
     validate_model(args, problems)
     validate_parallel(args, problems)
     validate_trainable(args, problems)
@@ -28,9 +28,9 @@ def validate(args: ResolvedArgs) -> Problems:
     return problems
 
 
-def validate_training(args: ResolvedArgs) -> Problems:
-    """Problems of training: keys that other commands do without."""
-    problems = Problems(args.origins)
+def validate_training(args: ResolvedArgs) -> ErrorCollector:
+    """The problems that only training has: other commands do without these keys."""
+    problems = ErrorCollector(args.origins)
     if args.train_iters is None and args.train_epochs is None:
         problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
     if args.data_path is None and args.train_data_paths is None and args.dataset_impl == "gpt2":
@@ -46,9 +46,9 @@ def validate_training(args: ResolvedArgs) -> Problems:
     return problems
 
 
-def validate_generation(args: ResolvedArgs) -> Problems:
-    """Problems of text generation."""
-    problems = Problems(args.origins)
+def validate_generation(args: ResolvedArgs) -> ErrorCollector:
+    """The problems that only text generation has."""
+    problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
     _vocab_file(args, problems)
@@ -66,9 +66,9 @@ def validate_generation(args: ResolvedArgs) -> Problems:
     return problems
 
 
-def validate_evaluation(args: ResolvedArgs) -> Problems:
-    """Problems of evaluation."""
-    problems = Problems(args.origins)
+def validate_evaluation(args: ResolvedArgs) -> ErrorCollector:
+    """The problems that only evaluation has."""
+    problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for evaluation: the folder of the checkpoint (`save` serves too)")
     if not args.eval_tasks:
@@ -77,30 +77,30 @@ def validate_evaluation(args: ResolvedArgs) -> Problems:
     return problems
 
 
-def _evaluation(args: ResolvedArgs, problems: Problems) -> None:
+def _evaluation(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.eval_system_prompt is not None and args.eval_system_prompt_file is not None:
-        problems.add("eval_system_prompt_file", f"eval_system_prompt is {at(args, 'eval_system_prompt')}; remove one")
+        problems.add("eval_system_prompt_file", f"eval_system_prompt is {args.cite('eval_system_prompt')}; remove one")
     if args.eval_limit is not None and args.eval_limit >= 1 and args.eval_limit != int(args.eval_limit):
         problems.add("eval_limit", f"expected a whole number of documents or a share below 1, got {args.eval_limit:g}")
 
 
-def validate_serving(args: ResolvedArgs) -> Problems:
-    """Problems of tools/serve.py."""
-    problems = Problems(args.origins)
+def validate_serving(args: ResolvedArgs) -> ErrorCollector:
+    """The problems that only serving (tools/serve.py) has."""
+    problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for serving: the folder of the checkpoint (`save` serves too)")
     _vocab_file(args, problems)
     return problems
 
 
-def _gradients(args: ResolvedArgs, problems: Problems) -> None:
-    if args.given.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
-        problems.add("fp32_allreduce", f"communication_data_type is {at(args, 'communication_data_type')}; remove one")
+def _gradients(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    if args.user_values.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
+        problems.add("fp32_allreduce", f"communication_data_type is {args.cite('communication_data_type')}; remove one")
 
 
-def _logging(args: ResolvedArgs, problems: Problems) -> None:
+def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
-        problems.add("profile_step_stop", f"must be above profile_step_start {at(args, 'profile_step_start')}")
+        problems.add("profile_step_stop", f"must be above profile_step_start {args.cite('profile_step_start')}")
     if args.log_optimizer_states and args.use_bnb_optimizer:
         problems.add(
             "log_optimizer_states", f"states of 8 bits have no norm (use_bnb_optimizer: "
@@ -108,7 +108,7 @@ def _logging(args: ResolvedArgs, problems: Problems) -> None:
         )  # fmt: skip
 
 
-def _checkpoints(args: ResolvedArgs, problems: Problems) -> None:
+def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
     factor = args.checkpoint_factor
     if args.save is not None and not (
         factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
@@ -121,7 +121,7 @@ def _checkpoints(args: ResolvedArgs, problems: Problems) -> None:
     if factor is not None and args.checkpoint_scale == "log" and factor <= 1:
         problems.add("checkpoint_factor", f"expected more than 1 with checkpoint_scale log, got {factor}")
     for name in ("save", "load"):
-        wrong = problem_of(getattr(args, name)) if is_remote(getattr(args, name)) else None
+        wrong = remote_path_error(getattr(args, name)) if is_remote(getattr(args, name)) else None
         if wrong is not None:
             problems.add(name, wrong)
     if args.save is not None and args.save.startswith("hf://"):
@@ -135,7 +135,7 @@ def _checkpoints(args: ResolvedArgs, problems: Problems) -> None:
         problems.add("extra_save_iters", "expected iterations from 0 on")
 
 
-def _best(args: ResolvedArgs, problems: Problems) -> None:
+def _best(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.save_best is None:
         return
     try:
@@ -146,14 +146,15 @@ def _best(args: ResolvedArgs, problems: Problems) -> None:
     if args.save is None:
         problems.add("save_best", "needs save, the folder in which it is kept")
     elif is_remote(args.save):
-        problems.add("save_best", f"keeps one folder up to date, which {at(args, 'save')} cannot; save to a folder")
+        problems.add("save_best", f"keeps one folder up to date, which {args.cite('save')} cannot; save to a folder")
     if metric.startswith("validation/") and args.eval_iters == 0:
-        problems.add("save_best", f"needs validations: eval_iters is {at(args, 'eval_iters')}; set it to their batches")
+        message = f"needs validations: eval_iters is {args.cite('eval_iters')}; set it to their batches"
+        problems.add("save_best", message)
     if metric.startswith("eval_tasks/") and not args.eval_tasks:
         problems.add("save_best", f"{metric}: eval_tasks names no task; add it")
 
 
-def _demos(args: ResolvedArgs, problems: Problems) -> None:
+def _demos(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.demo_prompts is None:
         return
     if args.save is None:
@@ -161,8 +162,8 @@ def _demos(args: ResolvedArgs, problems: Problems) -> None:
     _texts(args, problems)
 
 
-def _texts(args: ResolvedArgs, problems: Problems) -> None:
-    """Of texts that are written after prompts."""
+def _texts(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the keys of writing text after prompts, which generation and `demo_prompts` share."""
     if args.system_prompt_file is not None and not args.chat:
         problems.add("system_prompt_file", "is the beginning of a conversation; set chat: true")
     if "" in args.stop_strings:
@@ -171,11 +172,11 @@ def _texts(args: ResolvedArgs, problems: Problems) -> None:
         problems.add(
             "maximum_tokens",
             f"{args.maximum_tokens} leaves no place for a context in max_position_embeddings "
-            f"{at(args, 'max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
+            f"{args.cite('max_position_embeddings')}; use at most {args.max_position_embeddings - 1}",
         )
 
 
-def _data(args: ResolvedArgs, problems: Problems) -> None:
+def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
     names = ("train_data_paths", "valid_data_paths", "test_data_paths")
     present = [name for name in names if getattr(args, name) is not None]
     if present and args.data_path is not None:
@@ -194,7 +195,7 @@ def _data(args: ResolvedArgs, problems: Problems) -> None:
     _blend(args, problems)
 
 
-def _blend(args: ResolvedArgs, problems: Problems) -> None:
+def _blend(args: ResolvedArgs, problems: ErrorCollector) -> None:
     by = next((key for key in ("weight_by_num_documents", "weight_by") if getattr(args, key)), None)
     for name in ("train", "valid", "test"):
         listed = f"pos_{name}_data_paths" if args.dataset_impl == "pairwise" else f"{name}_data_paths"
@@ -217,7 +218,7 @@ def _blend(args: ResolvedArgs, problems: Problems) -> None:
     validate_pairs(args, problems)
 
 
-def _vocab_file(args: ResolvedArgs, problems: Problems) -> None:
+def _vocab_file(args: ResolvedArgs, problems: ErrorCollector) -> None:
     needed = {
         "GPT2BPETokenizer": {"vocab_file": "its vocab.json", "merge_file": "its merges.txt"},
         "HFTokenizer": {"vocab_file": "its tokenizer.json"},
@@ -226,4 +227,4 @@ def _vocab_file(args: ResolvedArgs, problems: Problems) -> None:
     }
     for key, file in needed.get(args.tokenizer_type, {}).items():
         if getattr(args, key) is None:
-            problems.add(key, f"is required by tokenizer_type {at(args, 'tokenizer_type')}: {file}")
+            problems.add(key, f"is required by tokenizer_type {args.cite('tokenizer_type')}: {file}")

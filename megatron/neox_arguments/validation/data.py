@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.validation.model import at
 from megatron.neox_arguments.values.losses import sample_kind
 
-KINDS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
+_WEIGHT_KEYS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
 
 
-def validate_weights(args: ResolvedArgs, problems: Problems) -> None:
-    used = [key for key in KINDS if getattr(args, key) not in (None, False)]
+def validate_weights(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the weights of the sets of a blend, of which one key alone may say them."""
+    used = [key for key in _WEIGHT_KEYS if getattr(args, key) not in (None, False)]
     for key in used:
         listed = "pos_train_data_paths" if args.dataset_impl == "pairwise" else "train_data_paths"
         if getattr(args, listed) is None:
@@ -21,7 +21,7 @@ def validate_weights(args: ResolvedArgs, problems: Problems) -> None:
         elif key != used[0]:
             problems.add(key, f"{used[0]} ({args.origin(used[0])}) sets the weights; remove one")
     if args.train_data_weight_schedule is not None and args.train_data_weights is not None:
-        problems.add("train_data_weights", f"{KINDS[2]} ({args.origin(KINDS[2])}) sets it; remove one")
+        problems.add("train_data_weights", f"{_WEIGHT_KEYS[2]} ({args.origin(_WEIGHT_KEYS[2])}) sets it; remove one")
     alpha = keys_of(type(args))["weighted_sampler_alpha"].default
     if args.weighted_sampler_alpha != alpha and not (args.weight_by_num_documents or args.weight_by):
         problems.add("weighted_sampler_alpha", "only weight_by_num_documents: true and weight_by read it; remove it")
@@ -31,7 +31,7 @@ def validate_weights(args: ResolvedArgs, problems: Problems) -> None:
     if schedule is None or args.train_data_paths is None or None in (schedule["weights"], schedule["until"]):
         return
     path, sets = "train_data_weight_schedule", len(args.train_data_paths)
-    phases(path, "weights", schedule, problems)
+    validate_phases(path, "weights", schedule, problems)
     for number, weights in enumerate(schedule["weights"], 1):
         if len(weights) != sets:
             problems.add(f"{path}.weights", f"phase {number}: expected {sets} weights, got {len(weights)}")
@@ -39,8 +39,8 @@ def validate_weights(args: ResolvedArgs, problems: Problems) -> None:
             problems.add(f"{path}.weights", f"phase {number}: expected numbers from 0 on, at least one above it")
 
 
-def phases(path: str, name: str, section: Mapping[str, Any], problems: Problems) -> None:
-    """The borders of phases: one fewer than there are phases, rising."""
+def validate_phases(path: str, name: str, section: Mapping[str, Any], problems: ErrorCollector) -> None:
+    """Check the iterations `until` in which phases end: one fewer than there are phases, and rising."""
     until, count = section["until"], len(section[name])
     if len(until) != count - 1:
         problems.add(f"{path}.until", f"expected {count - 1} iterations for {count} phases of {name}, got {len(until)}")
@@ -48,9 +48,10 @@ def phases(path: str, name: str, section: Mapping[str, Any], problems: Problems)
         problems.add(f"{path}.until", f"expected rising iterations from 1 on, got {list(until)}")
 
 
-def validate_packing(args: ResolvedArgs, problems: Problems) -> None:
+def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check how documents become samples, and the labels and rewards that lie beside them."""
     if args.drop_last is not None and args.pack_impl != "packed":
-        problems.add("drop_last", f"cuts packed documents; remove it, or pack_impl {at(args, 'pack_impl')}")
+        problems.add("drop_last", f"cuts packed documents; remove it, or pack_impl {args.cite('pack_impl')}")
     if args.compat_group_texts_batch is not None and args.drop_last is None:
         problems.add("compat_group_texts_batch", "only drop_last reads it; set drop_last: true, or remove it")
     if args.compat_pack_impl:
@@ -73,15 +74,16 @@ def validate_packing(args: ResolvedArgs, problems: Problems) -> None:
                 problems.add(key, f"expected one for each of the {len(paths)} {name}_data_paths "
                              f"({args.origin(f'{name}_data_paths')}), got {len(beside)}")  # fmt: skip
             if kind == "reward" and args.pack_impl != "unpacked" and sample_kind(args) != "answers":
-                problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+                problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {args.cite('pack_impl')})")
 
 
-def validate_pairs(args: ResolvedArgs, problems: Problems) -> None:
+def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that the data are of the kind that the losses read: texts, pairs of answers, or judged answers."""
     pairwise = args.dataset_impl == "pairwise"
     if pairwise and sample_kind(args) == "texts":
-        problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {at(args, 'train_impl')}")
+        problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {args.cite('train_impl')}")
     if sample_kind(args) == "pairs" and not pairwise:
-        problems.add("dataset_impl", f"train_impl {at(args, 'train_impl')} reads pairs; set dataset_impl: pairwise")
+        problems.add("dataset_impl", f"train_impl {args.cite('train_impl')} reads pairs; set dataset_impl: pairwise")
     _answers(args, problems)
     if pairwise and args.pos_train_data_paths is None:
         problems.add("pos_train_data_paths", "is required by dataset_impl: pairwise, with neg_train_data_paths")
@@ -89,22 +91,22 @@ def validate_pairs(args: ResolvedArgs, problems: Problems) -> None:
         for middle in ("", "_label"):
             keys = f"pos_{name}{middle}_data_paths", f"neg_{name}{middle}_data_paths"
             pos, neg = getattr(args, keys[0]), getattr(args, keys[1])
-            given = keys[0] if pos is not None else keys[1]
+            written = keys[0] if pos is not None else keys[1]
             if pos is None and neg is None:
                 continue
             if not pairwise:
-                problems.add(given, "only dataset_impl: pairwise reads it; set that, or remove it")
+                problems.add(written, "only dataset_impl: pairwise reads it; set that, or remove it")
             elif pos is None or neg is None or len(pos) != len(neg):
-                problems.add(given, f"{keys[0]} and {keys[1]} come together, as many of one as of the other")
+                problems.add(written, f"{keys[0]} and {keys[1]} come together, as many of one as of the other")
             elif len(pos) != len(getattr(args, f"pos_{name}_data_paths") or ()):
-                problems.add(given, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
+                problems.add(written, f"expected labels for each of pos_{name}_data_paths, got {len(pos)}")
 
 
-def _answers(args: ResolvedArgs, problems: Problems) -> None:
+def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if sample_kind(args) == "texts":
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
-                problems.add(key, f"is for preferences, not train_impl {at(args, 'train_impl')}; remove it")
+                problems.add(key, f"is for preferences, not train_impl {args.cite('train_impl')}; remove it")
         return
     if args.pack_impl == "packed":
         problems.add("pack_impl", "answers are whole documents; set unpacked, pack_until_overflow or best_fit")
@@ -123,7 +125,7 @@ def _answers(args: ResolvedArgs, problems: Problems) -> None:
     ):
         value = getattr(args, key)
         if value and (key != "curriculum_learning" or value["enabled"]):
-            problems.add(key, f"{why}; remove it, or train_impl {at(args, 'train_impl')}")
+            problems.add(key, f"{why}; remove it, or train_impl {args.cite('train_impl')}")
     longest, prompt = args.max_length, args.max_prompt_length
     if longest is not None and longest > args.seq_length + 1:
         problems.add("max_length", f"rows have {args.seq_length} tokens (seq_length {args.origin('seq_length')})")
@@ -132,11 +134,11 @@ def _answers(args: ResolvedArgs, problems: Problems) -> None:
     if args.compat_pack_impl:
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
-                problems.add(key, f"GPT-NeoX has none; remove it, or compat_pack_impl {at(args, 'compat_pack_impl')}")
+                problems.add(key, f"GPT-NeoX has none; remove it, or compat_pack_impl {args.cite('compat_pack_impl')}")
     if args.kto_kl == "rotated":
         if args.compat_kto:
             problems.add("kto_kl", "GPT-NeoX has its own; remove it, or compat_kto")
         if args.pack_impl != "unpacked":
-            problems.add("kto_kl", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+            problems.add("kto_kl", f"takes an answer for a row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
         if args.train_micro_batch_size_per_gpu == 1:
             problems.add("kto_kl", "a micro-batch of 1 has no other answer; set train_micro_batch_size_per_gpu: 2")

@@ -2,20 +2,21 @@
 
 import re
 
-from megatron.neox_arguments.errors import Problems
-from megatron.neox_arguments.frozen import each
+from megatron.neox_arguments.errors import ErrorCollector
+from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 
-def validate_model(args: ResolvedArgs, problems: Problems) -> None:
+def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the shape of the model: heads, positions, layers, norms and the width of its MLP."""
     heads = args.num_attention_heads
     attends = any(kind in ("global", "flash") for kind in args.attention_config)
     if not attends:
         pass  # a run refuses the others' layers, and they do not split hidden_size into heads
-    elif args.hidden_size % heads and "head_dim" not in args.given:
+    elif args.hidden_size % heads and "head_dim" not in args.user_values:
         problems.add(
             "hidden_size",
-            f"{args.hidden_size} is not a multiple of num_attention_heads {at(args, 'num_attention_heads')}",
+            f"{args.hidden_size} is not a multiple of num_attention_heads {args.cite('num_attention_heads')}",
         )
     elif args.pos_emb == "rotary" and (
         int(args.head_dim * args.rotary_pct) % 2 or int(args.head_dim * args.rotary_pct) == 0
@@ -25,52 +26,52 @@ def validate_model(args: ResolvedArgs, problems: Problems) -> None:
             f"{int(args.head_dim * args.rotary_pct)} of {args.head_dim} dimensions a head would be rotated; "
             "rotary_pct x head_dim must be even",
         )
-    for kv_heads in dict.fromkeys(each(args.kv_heads)):
+    for kv_heads in dict.fromkeys(as_tuple(args.kv_heads)):
         if heads % kv_heads:
-            told = f"{kv_heads} does not divide num_attention_heads {at(args, 'num_attention_heads')}"
-            problems.add("num_kv_heads", told)
+            message = f"{kv_heads} does not divide num_attention_heads {args.cite('num_attention_heads')}"
+            problems.add("num_kv_heads", message)
     if args.seq_length > args.max_position_embeddings:
         problems.add(
             "seq_length",
-            f"{args.seq_length} is more than max_position_embeddings {at(args, 'max_position_embeddings')}",
+            f"{args.seq_length} is more than max_position_embeddings {args.cite('max_position_embeddings')}",
         )
     if args.intermediate_size is not None and args.expansion_factor is not None:
         problems.add(
-            "expansion_factor", f"intermediate_size {at(args, 'intermediate_size')} says the width; remove one"
+            "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} says the width; remove one"
         )
     _positions(args, problems)
     _layers(args, problems)
     _blocks(args, problems)
     try:
         ffn = args.ffn_size
-    except ValueError:  # told when a run asks for it: files that cannot run can be read
+    except ValueError:  # `refusals` has it, when a run asks: files that cannot run can be read
         return
     key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
-    for width in dict.fromkeys(each(ffn)):
+    for width in dict.fromkeys(as_tuple(ffn)):
         if width % args.tp:
-            told = f"the MLP's width {width} is not a multiple of model_parallel_size {at(args, 'model_parallel_size')}"
-            problems.add(key, told)
+            ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
+            problems.add(key, f"the MLP's width {width} is not a multiple of {ranks}")
 
 
-def _positions(args: ResolvedArgs, problems: Problems) -> None:
+def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     scaling = args.rope_scaling
     if args.opt_pos_emb_offset and args.pos_emb != "learned":
-        problems.add("opt_pos_emb_offset", f"only pos_emb learned reads it, not {at(args, 'pos_emb')}; remove it")
+        problems.add("opt_pos_emb_offset", f"only pos_emb learned reads it, not {args.cite('pos_emb')}; remove it")
     rows = args.max_position_embeddings - args.opt_pos_emb_offset
     if args.pos_emb == "learned" and args.opt_pos_emb_offset and args.seq_length > rows:
         problems.add(
-            "opt_pos_emb_offset", f"leaves {rows} of max_position_embeddings {at(args, 'max_position_embeddings')} "
-            f"for seq_length {at(args, 'seq_length')}; raise max_position_embeddings by the offset",
+            "opt_pos_emb_offset", f"leaves {rows} of max_position_embeddings {args.cite('max_position_embeddings')} "
+            f"for seq_length {args.cite('seq_length')}; raise max_position_embeddings by the offset",
         )  # fmt: skip
     if args.pos_emb == "sinusoidal" and args.hidden_size % 2:
-        problems.add("pos_emb", f"sinusoidal needs an even hidden_size, not {at(args, 'hidden_size')}")
+        problems.add("pos_emb", f"sinusoidal needs an even hidden_size, not {args.cite('hidden_size')}")
     if args.pos_emb == "rpe" and args.rpe_max_distance <= args.rpe_num_buckets // 2:
-        problems.add("rpe_max_distance", f"must be more than half of rpe_num_buckets {at(args, 'rpe_num_buckets')}")
+        problems.add("rpe_max_distance", f"must be more than half of rpe_num_buckets {args.cite('rpe_num_buckets')}")
     if scaling is None:
         return
     kind = scaling["rope_type"]
     if args.pos_emb != "rotary":
-        problems.add("rope_scaling", f"only pos_emb rotary reads it, not {at(args, 'pos_emb')}; remove it")
+        problems.add("rope_scaling", f"only pos_emb rotary reads it, not {args.cite('pos_emb')}; remove it")
     needed = {
         "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "dynamic": ("original_max_position_embeddings",),
@@ -97,7 +98,7 @@ def _positions(args: ResolvedArgs, problems: Problems) -> None:
         problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions a head")
 
 
-def _layers(args: ResolvedArgs, problems: Problems) -> None:
+def _layers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Keys that say what differs from layer to layer."""
     sliding = args.layer_types is not None and "sliding_attention" in args.layer_types
     if sliding and args.sliding_window_width is None:
@@ -111,22 +112,22 @@ def _layers(args: ResolvedArgs, problems: Problems) -> None:
         problems.add("no_rope_layers", "needs pos_emb: rotary and is a list of 0 and 1")
 
 
-def _blocks(args: ResolvedArgs, problems: Problems) -> None:
+def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     tied, shape = args.gpt_j_tied, args.norm
     if tied and not args.gpt_j_residual:
         problems.add("gpt_j_tied", "only gpt_j_residual: true reads it; remove it or set gpt_j_residual")
     if args.norm_placement in ("olmo3", "sandwich"):
         for key in ("gpt_j_residual", "te_layernorm_mlp"):
             if getattr(args, key):
-                told = f"{args.norm_placement} has no form with {key} {at(args, key)}; remove one of them"
-                problems.add("norm_placement", told)
+                message = f"{args.norm_placement} has no form with {key} {args.cite(key)}; remove one of them"
+                problems.add("norm_placement", message)
     if args.te_layernorm_mlp and tied:
         problems.add("te_layernorm_mlp", f"its MLP has its own norm, so gpt_j_tied ({args.origin('gpt_j_tied')}) "
             "cannot hold; remove one of them")  # fmt: skip
     if args.te_layernorm_mlp and shape in ("scalenorm", "non_parametric_layernorm"):
-        problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {at(args, 'norm')}")
+        problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {args.cite('norm')}")
     if args.zero_centered_gamma and shape not in ("rmsnorm", "te_rmsnorm"):
-        problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {at(args, 'norm')}")
+        problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {args.cite('norm')}")
     if args.qk_norm_per_head and not args.use_separate_qk_norms:
         problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true")
     if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
@@ -135,56 +136,52 @@ def _blocks(args: ResolvedArgs, problems: Problems) -> None:
         _qk_layernorm(args, problems)
 
 
-def _qk_layernorm(args: ResolvedArgs, problems: Problems) -> None:
+def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
     key = "use_qk_layernorm"
     if args.norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
-        problems.add(key, f"needs norm layernorm or rmsnorm, not {at(args, 'norm')}")
-    elif min(each(args.kv_heads)) < args.num_attention_heads:
+        problems.add(key, f"needs norm layernorm or rmsnorm, not {args.cite('norm')}")
+    elif min(as_tuple(args.kv_heads)) < args.num_attention_heads:
         problems.add(
-            key, f"one norm cannot serve all heads of queries and {min(each(args.kv_heads))} of keys "
+            key, f"one norm cannot serve all heads of queries and {min(as_tuple(args.kv_heads))} of keys "
             f"(num_kv_heads: {args.origin('num_kv_heads')}); set use_separate_qk_norms: true",
         )  # fmt: skip
     elif args.te_mha:
         problems.add(key, f"Transformer-Engine's attention has none (te_mha: {args.origin('te_mha')}); remove one")
 
 
-def validate_parallel(args: ResolvedArgs, problems: Problems) -> None:
-    tp, key, least = args.tp, "model_parallel_size", min(each(args.kv_heads))
+def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that the model can be split over tensor-parallel ranks and pipeline stages."""
+    tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
     if tp > least and args.num_kv_heads is not None:
-        problems.add(key, f"{tp} is more than num_kv_heads {at(args, 'num_kv_heads')}; use at most {least}")
-    elif args.num_attention_heads % tp or any(heads % tp for heads in each(args.kv_heads)):
+        problems.add(key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}; use at most {least}")
+    elif args.num_attention_heads % tp or any(heads % tp for heads in as_tuple(args.kv_heads)):
         name = "num_attention_heads" if args.num_attention_heads % tp else "num_kv_heads"
-        problems.add(key, f"{tp} does not divide {name} {at(args, name)}")
+        problems.add(key, f"{tp} does not divide {name} {args.cite(name)}")
     if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
-        problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {at(args, key)}")
+        problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}")
     if args.pp > args.num_layers:
         problems.add(
-            "pipe_parallel_size", f"{args.pp} stages for num_layers {at(args, 'num_layers')}; use fewer stages"
+            "pipe_parallel_size", f"{args.pp} stages for num_layers {args.cite('num_layers')}; use fewer stages"
         )
     if args.pp > 1 and args.zero_stage > 1:
         stage = f"zero_optimization.stage {args.zero_stage} ({args.origin('zero_optimization.stage')})"
         problems.add("pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}")
     if args.sequence_parallel and args.seq_length % tp:
-        problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {at(args, 'seq_length')}")
+        problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}")
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
 
 
-def validate_trainable(args: ResolvedArgs, problems: Problems) -> None:
+def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check `trainable`, which names the parameters that are trained."""
     if args.trainable is None:
         return
     if args.trainable["last_layers"] > args.num_layers:
-        got = f"{args.trainable['last_layers']} of num_layers {at(args, 'num_layers')}"
+        got = f"{args.trainable['last_layers']} of num_layers {args.cite('num_layers')}"
         problems.add("trainable.last_layers", f"expected at most all blocks, got {got}")
     for pattern in args.trainable["names"] or ():
         try:
             re.compile(pattern)
         except re.error as problem:
             problems.add("trainable.names", f"{pattern} is no regular expression ({problem})")
-
-
-def at(args: ResolvedArgs, key: str) -> str:
-    """`12 (a.yml:3)`: a key's value with its place."""
-    value, origin = getattr(args, key), args.origin(key)
-    return f"{value} ({origin})"

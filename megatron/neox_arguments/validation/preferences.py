@@ -1,16 +1,16 @@
-"""Checks of the losses of preferences."""
+"""Checks of the losses of fine-tuning and preference training, and of the reference model."""
 
 
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.validation.model import at
 from megatron.neox_arguments.values.losses import losses_of, needs_reference, scores_reference
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 
-def validate_preferences(args: ResolvedArgs, problems: Problems) -> None:
+def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the losses of the run, their options, and the reference model that they need."""
     _unread(args, problems)
     if args.neftune_noise_alpha:
         _noise(args, problems)
@@ -18,11 +18,11 @@ def validate_preferences(args: ResolvedArgs, problems: Problems) -> None:
         _pairs(args, problems)
     _reference(args, problems)
     if args.compat_kto and args.pack_impl != "unpacked":
-        problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {at(args, 'pack_impl')})")
+        problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
 
 
-def _unread(args: ResolvedArgs, problems: Problems) -> None:
-    """Keys of losses that are not of this run."""
+def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Refuse options of losses that are not among the run's."""
     keys, chosen = keys_of(type(args)), losses_of(args)
     for name, impl in TRAIN_IMPLS.items():
         readers = {option: list(impl.losses) for option in (impl.key, *impl.options) if option}
@@ -33,22 +33,22 @@ def _unread(args: ResolvedArgs, problems: Problems) -> None:
             if getattr(args, option) == keys[option].default:
                 continue
             if name != args.train_impl:
-                problems.add(option, f"only train_impl: {name} reads it, not {at(args, 'train_impl')}; remove it")
+                problems.add(option, f"only train_impl: {name} reads it, not {args.cite('train_impl')}; remove it")
             elif not set(losses) & set(chosen):
                 who = f"only {impl.key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
                 problems.add(option, f"{who} reads it; remove it")
 
 
-def _noise(args: ResolvedArgs, problems: Problems) -> None:
+def _noise(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.train_impl != "normal":
         problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a reference has no noise, and the policy "
-                     f"would be compared with it; remove it, or train_impl {at(args, 'train_impl')}")  # fmt: skip
+                     f"would be compared with it; remove it, or train_impl {args.cite('train_impl')}")  # fmt: skip
     elif args.pack_impl != "packed" and not args.reset_attention_mask:
         problems.add("neftune_noise_alpha", "depends on the length of a document, and rows here hold several or "
                      "padding; set reset_attention_mask: true")  # fmt: skip
 
 
-def _reference(args: ResolvedArgs, problems: Problems) -> None:
+def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
     needed = scores_reference(args)
     for name in ("dpo_reference", "reference_cache_dir"):
         if getattr(args, name) == keys_of(type(args))[name].default:
@@ -57,7 +57,7 @@ def _reference(args: ResolvedArgs, problems: Problems) -> None:
             why = "precompute_model_name has them" if needs_reference(args) else "no reference is needed"
             problems.add(name, f"is for log-probabilities of a reference, but {why}; remove it")
         elif name == "reference_cache_dir" and args.dpo_reference != "cache":
-            problems.add(name, f"only dpo_reference: cache reads it, not {at(args, 'dpo_reference')}; remove it")
+            problems.add(name, f"only dpo_reference: cache reads it, not {args.cite('dpo_reference')}; remove it")
     if not needed:
         return
     if args.kto_kl == "rotated" and args.dpo_reference == "cache":
@@ -68,7 +68,7 @@ def _reference(args: ResolvedArgs, problems: Problems) -> None:
                              "local folder")  # fmt: skip
 
 
-def _pairs(args: ResolvedArgs, problems: Problems) -> None:
+def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     losses = (args.dpo_loss_type,) if isinstance(args.dpo_loss_type, str) else args.dpo_loss_type
     weights = args.dpo_loss_weights
     if not losses or len(set(losses)) != len(losses):

@@ -6,32 +6,34 @@ from typing import Any
 from megatron.neox_arguments.errors import format_value
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.values.ffn_width import ffn_problem
+from megatron.neox_arguments.values.ffn_width import ffn_width_error
 
 
 def refusals(args: ResolvedArgs) -> dict[str, str]:
     """Reasons by dotted path, with what to do instead; empty for what can run."""
-    found = dict(_declared(type(args), args.given, args))
+    reasons = dict(_refused_values(type(args), args.user_values, args))
     if args.te_mha and not args.use_bias_in_attn_linear:
-        found["te_mha"] = (
+        reasons["te_mha"] = (
             "Transformer-Engine's attention has biases; set use_bias_in_attn_linear: true or remove te_mha"
         )
     if args.te_layernorm_mlp and not args.use_bias_in_mlp:
-        found["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
+        reasons["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
     elif args.te_layernorm_mlp and args.activation not in ("gelu", "geglu", "relu", "reglu", "swiglu"):
-        found["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
-    width = ffn_problem(args)
+        reasons["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
+    width = ffn_width_error(args)
     if width is not None:
         key = "intermediate_size" if args.intermediate_size else "activation"
-        found["compat_ffn_width" if args.compat_ffn_width else key] = width
-    return found
+        reasons["compat_ffn_width" if args.compat_ffn_width else key] = width
+    return reasons
 
 
-def _declared(declaration: type, given: Mapping[str, Any], args: ResolvedArgs | None, prefix: str = "") -> Iterator:
-    for name, value in given.items():
+def _refused_values(
+    declaration: type, user_values: Mapping[str, Any], args: ResolvedArgs | None, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    for name, value in user_values.items():
         key = keys_of(declaration)[name]
         if key.section is not None and isinstance(value, Mapping) and key.refusal(value) is None:
-            yield from _declared(key.section, value, None, f"{prefix}{name}.")
+            yield from _refused_values(key.section, value, None, f"{prefix}{name}.")
             continue
         if args is not None:
             value = getattr(args, name) if name == "attention_config" else value

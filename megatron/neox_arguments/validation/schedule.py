@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.errors import Problems
+from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.validation.data import phases
-from megatron.neox_arguments.validation.model import at
+from megatron.neox_arguments.validation.data import validate_phases
 
 
-def validate_schedule(args: ResolvedArgs, problems: Problems) -> None:
+def validate_schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check warm-up and decay of the learning rate, epochs, and curricula of the sequence length."""
     if args.min_lr > args.lr:
         problems.add(
             "min_lr", f"{args.min_lr} is more than optimizer.params.lr {args.lr} ({args.origin('optimizer.params.lr')})"
         )
-    if "lr_decay_iters" in args.given and args.lr_decay_fraction is not None:
+    if "lr_decay_iters" in args.user_values and args.lr_decay_fraction is not None:
         problems.add(
             "lr_decay_fraction", f"lr_decay_iters is set at {args.origin('lr_decay_iters')}; remove one of them"
         )
@@ -23,17 +23,17 @@ def validate_schedule(args: ResolvedArgs, problems: Problems) -> None:
         problems.add("lr_decay_style", "wsd needs lr_wsd_decay_iters: iterations of the final decay")
     elif args.lr_decay_style != "wsd" and wsd is not None:
         problems.add(
-            "lr_wsd_decay_iters", f"only lr_decay_style wsd reads it, not {at(args, 'lr_decay_style')}; remove it"
+            "lr_wsd_decay_iters", f"only lr_decay_style wsd reads it, not {args.cite('lr_decay_style')}; remove it"
         )
     elif wsd is not None and args.lr_decay_iters is not None and wsd > args.lr_decay_iters - _warmup(args):
         problems.add(
             "lr_wsd_decay_iters",
-            f"{wsd} and the warm-up ({_warmup(args):g}) do not fit into lr_decay_iters {at(args, 'lr_decay_iters')}",
+            f"{wsd} and the warm-up ({_warmup(args):g}) do not fit into lr_decay_iters {args.cite('lr_decay_iters')}",
         )
-    if args.warmup_iters is not None and "warmup" in args.given:
+    if args.warmup_iters is not None and "warmup" in args.user_values:
         problems.add("warmup_iters", f"warmup is set at {args.origin('warmup')}; remove one of them")
     if args.lr_decay_iters is not None and (args.warmup_iters or 0) > args.lr_decay_iters:
-        problems.add("warmup_iters", f"{args.warmup_iters} is more than lr_decay_iters {at(args, 'lr_decay_iters')}")
+        problems.add("warmup_iters", f"{args.warmup_iters} is more than lr_decay_iters {args.cite('lr_decay_iters')}")
     if args.override_lr_scheduler and args.use_checkpoint_lr_scheduler:
         problems.add(
             "override_lr_scheduler", f"use_checkpoint_lr_scheduler ({args.origin('use_checkpoint_lr_scheduler')}) says "
@@ -49,26 +49,26 @@ def validate_schedule(args: ResolvedArgs, problems: Problems) -> None:
         _seq_curriculum(args, args.seq_curriculum, problems)
 
 
-def _seq_curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: Problems) -> None:
+def _seq_curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorCollector) -> None:
     lengths, until = section["seq_len"], section["until"]
     if lengths is None or until is None:
-        return  # said already
-    phases("seq_curriculum", "seq_len", section, problems)
+        return  # the section's own check names what is missing
+    validate_phases("seq_curriculum", "seq_len", section, problems)
     for length in lengths:
         if length < 1 or args.seq_length % length:
             problems.add(
-                "seq_curriculum.seq_len", f"{length} does not divide seq_length {at(args, 'seq_length')}: samples are "
+                "seq_curriculum.seq_len", f"{length} does not divide seq_length {args.cite('seq_length')}: samples are "
                 "cut into rows of it",
             )  # fmt: skip
     if args.pack_impl != "packed":
-        problems.add("seq_curriculum", f"cuts samples of pack_impl: packed, not {at(args, 'pack_impl')}; remove it")
+        problems.add("seq_curriculum", f"cuts samples of pack_impl: packed, not {args.cite('pack_impl')}; remove it")
 
 
 def _warmup(args: ResolvedArgs) -> float:
     return args.warmup * args.lr_decay_iters if args.warmup_iters is None else args.warmup_iters
 
 
-def _epochs(args: ResolvedArgs, problems: Problems) -> None:
+def _epochs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.train_epochs is None:
         return
     if args.train_iters is not None:
@@ -78,7 +78,7 @@ def _epochs(args: ResolvedArgs, problems: Problems) -> None:
             problems.add("train_epochs", f"each set is seen whole; remove {key} ({args.origin(key)})")
 
 
-def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: Problems) -> None:
+def _curriculum(args: ResolvedArgs, section: Mapping[str, Any], problems: ErrorCollector) -> None:
     path, schedule, kind = "curriculum_learning", section["schedule_config"], section["schedule_type"]
     missing = [name for name in ("min_difficulty", "max_difficulty", "schedule_config") if section[name] is None]
     if missing:

@@ -7,12 +7,12 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
-from megatron.neox_arguments.errors import Problems, format_value
+from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
 from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, EnvText
 
-_ELSEWHERE = {
+_NAMES_HERE = {
     "learning_rate": "optimizer.params.lr",
     "max_steps": "train_iters",
     "num_train_epochs": "train_epochs",
@@ -40,44 +40,48 @@ _ADVICE = {
 
 
 class _Mismatch(Exception):
-    """Carries what was expected."""
+    """A value of the wrong type or out of bounds; the message says what was expected."""
 
 
-def check_keys(declaration: type, given: Mapping[str, Any], problems: Problems, prefix: str = "") -> dict[str, Any]:
+def check_keys(
+    declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
+) -> dict[str, Any]:
     """Checked values of all keys that `declaration` declares, defaults filled in; problems are noted, not raised.
 
     A key with a problem holds its default (None when required) in the result.
     """
     keys = keys_of(declaration)
-    for name in given:
+    for name in user_values:
         if name not in keys:
             problems.add(prefix + name, unknown(name, keys))
     values = {}
     for name, key in keys.items():
         values[name] = None if key.required else key.default
-        if given.get(name) is not None:
-            values[name] = _checked(key, prefix + name, given[name], problems, values[name])
-            if key.section is None and isinstance(given, dict) and _from_environment(given[name]):
-                given[name] = thaw(values[name])  # ranks get the value, not their own environment
+        if user_values.get(name) is not None:
+            values[name] = _checked(key, prefix + name, user_values[name], problems, values[name])
+            if key.section is None and isinstance(user_values, dict) and _from_environment(user_values[name]):
+                user_values[name] = thaw(values[name])  # ranks get the value, not their own environment
         elif key.required and problems.complete:
             problems.add(prefix + name, f"is required: {key.meaning[0].lower() + key.meaning[1:]}")
     return values
 
 
-def resolve_section(declaration: type, given: Mapping[str, Any], problems: Problems, prefix: str = "") -> FrozenDict:
-    """As `check_keys`, frozen, without the keys that are refused or have no effect: those need not travel further."""
+def resolve_section(
+    declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
+) -> FrozenDict:
+    """The checked values of a section, read-only, without its keys that are refused or have no effect."""
     keys = keys_of(declaration)
-    values = check_keys(declaration, given, problems, prefix)
+    values = check_keys(declaration, user_values, problems, prefix)
     silent = {name for name, key in keys.items() if key.standing in ("refused", "later", "no effect")}
     return freeze({name: value for name, value in values.items() if name not in silent})
 
 
-def check_value(key: Key, path: str, value: Any, problems: Problems) -> None:
+def check_value(key: Key, path: str, value: Any, problems: ErrorCollector) -> None:
     """Note what is wrong with a value of `key` that stands at another path."""
     _checked(key, path, value, problems, None)
 
 
-def _checked(key: Key, path: str, value: Any, problems: Problems, fallback: Any) -> Any:
+def _checked(key: Key, path: str, value: Any, problems: ErrorCollector, fallback: Any) -> Any:
     if key.section is not None:
         if not isinstance(value, Mapping):
             problems.add(path, f"expected a mapping, got {format_value(value)}")
@@ -167,9 +171,9 @@ def _check_bounds(key: Key, value: Any) -> None:
 
 
 def unknown(name: str, keys: Mapping[str, Key]) -> str:
-    """What is said of a name that no key has, with the nearest that are."""
-    if name in _ELSEWHERE:
-        return f"unknown key; it is {_ELSEWHERE[name]} here"
+    """The message about a name that is no key, with the nearest names that are."""
+    if name in _NAMES_HERE:
+        return f"unknown key; it is {_NAMES_HERE[name]} here"
     if name in _ADVICE:
         return f"unknown key; {_ADVICE[name]}"
     near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)

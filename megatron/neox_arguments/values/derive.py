@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.neox_arguments.errors import Problems, format_value
+from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.keys.declaration import Key
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
@@ -24,7 +24,7 @@ _LAYER_KINDS = (
 
 
 def derive(
-    values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems
+    values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
 ) -> dict[str, Any]:
     """`values` with everything filled in that does not need the world size."""
     values = dict(values)
@@ -41,7 +41,7 @@ def derive(
     for name in ("comms_logger", "dump_state"):
         if name in (values["deepspeed_extra_args"] or {}):
             check_value(keys[name], f"deepspeed_extra_args.{name}", values["deepspeed_extra_args"][name], problems)
-    _repeated(values, keys, given, problems)
+    _repeated(values, keys, user_values, problems)
     values["world_size"] = None  # for_world says it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
@@ -60,26 +60,28 @@ def derive(
 
 
 def _dropout(values: dict[str, Any]) -> None:
-    """None in preference training, unless it is asked for: the reference has none either."""
+    """Preference training has no dropout unless it is asked for: the reference model has none either."""
     if values["disable_dropout"] is None:
         values["disable_dropout"] = TRAIN_IMPLS[values["train_impl"]].reads != "texts"
     if values["disable_dropout"]:
         values |= dict.fromkeys(DROPOUT_KEYS, 0.0)
 
 
-def _repeated(values: dict[str, Any], keys: Mapping[str, Key], given: Mapping[str, Any], problems: Problems) -> None:
+def _repeated(
+    values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
+) -> None:
     """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a contradiction."""
     for name, key in keys.items():
         if key.same_as is None:
             continue
-        value, place = _at(values, key.same_as), problems.origin(key.same_as)
+        value, origin = _at(values, key.same_as), problems.origin(key.same_as)
         # An override of the one is meant for both.
-        overridden = (place or "").startswith(_OVERRIDES) and not (problems.origin(name) or "").startswith(_OVERRIDES)
-        if name in given and not overridden and not _same(values[name], value):
+        overridden = (origin or "").startswith(_OVERRIDES) and not (problems.origin(name) or "").startswith(_OVERRIDES)
+        if name in user_values and not overridden and not _same(values[name], value):
             problems.add(
                 name,
                 f"{format_value(values[name])}, but {key.same_as}, which it is made from, is {format_value(value)}"
-                f"{f' ({place})' if place else ' by default'}; write {key.same_as} and remove {name}",
+                f"{f' ({origin})' if origin else ' by default'}; write {key.same_as} and remove {name}",
             )
         values[name] = value
 
@@ -96,7 +98,7 @@ def _at(values: Any, path: str) -> Any:
     return values
 
 
-def _precision(values: dict[str, Any], problems: Problems) -> None:
+def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
     """`precision` from the fp16 and bf16 sections, and the other way round; contradictions are problems."""
     for name, precision, section in (("fp16", "fp16", values["fp16"]), ("bf16", "bfloat16", values["bf16"])):
         if section is None:
@@ -120,7 +122,7 @@ def _precision(values: dict[str, Any], problems: Problems) -> None:
             values[name] = resolve_section(declaration, {"enabled": True}, problems)
 
 
-def _optimizer(values: dict[str, Any], problems: Problems) -> None:
+def _optimizer(values: dict[str, Any], problems: ErrorCollector) -> None:
     """Fill in the parameters of the chosen optimizer; a parameter of another one is a problem."""
     if values["optimizer"] is None:
         values["optimizer"] = resolve_section(Optimizer, {"params": {"lr": 1e-3}}, problems)
@@ -128,10 +130,10 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     if params is None:
         return
     if params["weight_decay"] is not None:  # DeepSpeed's place for it
-        own = problems.origin("weight_decay")
-        if own and values["weight_decay"] != params["weight_decay"]:
+        origin = problems.origin("weight_decay")
+        if origin and values["weight_decay"] != params["weight_decay"]:
             problems.add("optimizer.params.weight_decay", f"{params['weight_decay']}, but weight_decay is "
-                f"{values['weight_decay']} ({own}); remove one of them")  # fmt: skip
+                f"{values['weight_decay']} ({origin}); remove one of them")  # fmt: skip
         values["weight_decay"] = params["weight_decay"]
     params = {name: value for name, value in params.items() if name != "weight_decay"}
     defaults: dict[str, Any] = _OPTIMIZERS.get(kind, params)
@@ -146,23 +148,25 @@ def _optimizer(values: dict[str, Any], problems: Problems) -> None:
     values["optimizer"] = freeze({"type": kind, "params": {"lr": params["lr"], **filled}})
 
 
-def _each_layer(name: str, given: tuple[Any, ...], num_layers: int, problems: Problems) -> tuple[Any, ...] | None:
-    """A pattern repeated for every layer."""
-    if not 0 < len(given) <= num_layers:
-        problems.add(name, f"has {len(given)} layers, but num_layers is {num_layers}")
+def _each_layer(
+    name: str, pattern: tuple[Any, ...], num_layers: int, problems: ErrorCollector
+) -> tuple[Any, ...] | None:
+    """The values of all layers, from a pattern that is repeated; None, and a problem, if it is too long."""
+    if not 0 < len(pattern) <= num_layers:
+        problems.add(name, f"has {len(pattern)} layers, but num_layers is {num_layers}")
         return None
-    return tuple(given[i % len(given)] for i in range(num_layers))
+    return tuple(pattern[i % len(pattern)] for i in range(num_layers))
 
 
-def _layer_kinds(given: Any, num_layers: int, problems: Problems) -> tuple[str, ...]:
+def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tuple[str, ...]:
     """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of kinds."""
-    if given is None:
+    if config is None:
         return ("global",) * num_layers
-    if all(isinstance(item, str) for item in given):
-        kinds = list(given)
+    if all(isinstance(item, str) for item in config):
+        kinds = list(config)
     else:
         kinds = []
-        for item in given:
+        for item in config:
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple) and item[0]):
                 problems.add("attention_config", f"expected items like [[flash], 12], got {format_value(item)}")
                 return ("global",) * num_layers

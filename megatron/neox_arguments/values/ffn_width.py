@@ -1,4 +1,4 @@
-"""The inner width of the MLP: one meaning here, three in GPT-NeoX and its fork."""
+"""The inner width of the MLP: what `intermediate_size` means here, in GPT-NeoX and in its fork."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 from megatron.neox_arguments.keys.declaration import keys_of
 
 GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
-READINGS: Final = ("none", "upstream", "fork")
+CONVENTIONS: Final = ("none", "upstream", "fork")
 # Widths of gated MLPs by hidden_size, from the published model configurations.
 PUBLISHED: Final = {
     576: {1536: "SmolLM 135M"},
@@ -25,16 +25,19 @@ PUBLISHED: Final = {
 }
 
 
-def ffn_width(values: Any, reading: str | None = None) -> int | tuple[int, ...]:
-    """`_width`, of each layer where intermediate_size is a list."""
-    given = values.intermediate_size
-    if isinstance(given, tuple):
-        return tuple(_width(values, one, reading) for one in given)
-    return _width(values, given, reading)
+def ffn_width(values: Any, convention: str | None = None) -> int | tuple[int, ...]:
+    """The true inner width: one number, or one for each layer where intermediate_size is a list.
+
+    values: a configuration, `ResolvedArgs`. convention: see `_width`.
+    """
+    intermediate_size = values.intermediate_size
+    if isinstance(intermediate_size, tuple):
+        return tuple(_width(values, one, convention) for one in intermediate_size)
+    return _width(values, intermediate_size, convention)
 
 
-def _width(values: Any, given: int | None, reading: str | None) -> int:
-    """True inner width: rows of the up projection, columns of the down projection, as `reading` has it.
+def _width(values: Any, intermediate_size: int | None, convention: str | None) -> int:
+    """True inner width: rows of the up projection, columns of the down projection, as `convention` has it.
 
     none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated activations
     two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256 -> 11008).
@@ -42,28 +45,29 @@ def _width(values: Any, given: int | None, reading: str | None) -> int:
     the fork's where a key that only it has shows that the file was written for it.
     Raises ValueError when the keys contradict each other.
     """
-    reading = reading or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
+    convention = convention or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
     multiple = values.mlp_multiple_of
     gated = values.activation in GATED
-    base = given or int((values.expansion_factor or 4) * values.hidden_size)
-    if reading != "none" and (values.te_layernorm_mlp or (given and reading == "fork")):
+    base = intermediate_size or int((values.expansion_factor or 4) * values.hidden_size)
+    if convention != "none" and (values.te_layernorm_mlp or (intermediate_size and convention == "fork")):
         return base
-    if reading != "none":
+    if convention != "none":
         return _upstream_width(base, multiple, gated)
-    if given is None:
+    if intermediate_size is None:
         return _round_up(int(base * 2 / 3) if gated else base, multiple)
-    if given % multiple:
+    if intermediate_size % multiple:
         raise ValueError(
-            f"intermediate_size {given} is the true width and is not a multiple of mlp_multiple_of {multiple}; write "
-            f"{_round_up(given, multiple)}, drop mlp_multiple_of, or say compat_ffn_width: upstream"
+            f"intermediate_size {intermediate_size} is the true width and is not a multiple of mlp_multiple_of "
+            f"{multiple}; write {_round_up(intermediate_size, multiple)}, drop mlp_multiple_of, or say "
+            "compat_ffn_width: upstream"
         )
-    return given
+    return intermediate_size
 
 
-def ffn_problem(values: Any) -> str | None:
-    """Why nobody can tell which model is meant, with the line to add; None when there is one reading, or one is named.
+def ffn_width_error(values: Any) -> str | None:
+    """Why the keys do not say which width is meant, with the line to add; None when they do.
 
-    A reading that cannot run (upstream's two linears may not fit) is nobody's.
+    A convention by which the model cannot run (upstream's two linears may not fit) is left out.
     """
     cannot = None
     try:
@@ -73,17 +77,17 @@ def ffn_problem(values: Any) -> str | None:
     if values.compat_ffn_width is not None or _written_for_the_fork(values):
         return cannot
     widths: dict[str, int | tuple[int, ...]] = {}
-    for reading in READINGS:
+    for convention in CONVENTIONS:
         try:
-            widths[reading] = ffn_width(values, reading)
+            widths[convention] = ffn_width(values, convention)
         except ValueError:
             continue
     if len(set(widths.values())) < 2:
         return cannot
     names = {"none": "as it is", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
-    told = ", ".join(f"{width} {names[reading]}" for reading, width in widths.items())
+    candidates = ", ".join(f"{width} {names[convention]}" for convention, width in widths.items())
     published: Mapping[Any, str] = PUBLISHED.get(values.hidden_size, {})
-    fitting = [reading for reading, width in widths.items() if width in published]
+    fitting = [convention for convention, width in widths.items() if width in published]
     if fitting:
         width = widths[fitting[0]]
         advice = f"{width} is {published[width]}'s: add the line `compat_ffn_width: {fitting[0]}`"
@@ -91,13 +95,13 @@ def ffn_problem(values: Any) -> str | None:
         advice = (
             "add the line `compat_ffn_width: none` for a new model, upstream or fork for one that was trained there"
         )
-    return f"the MLP would be {told} wide; {advice}"
+    return f"the MLP would be {candidates} wide; {advice}"
 
 
 def _written_for_the_fork(values: Any) -> bool:
     """Whether intermediate_size stands beside a key that only the fork has, so that it is the fork's true width."""
     keys = keys_of(type(values))
-    return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.given)
+    return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.user_values)
 
 
 def _upstream_width(base: int, multiple: int, gated: bool) -> int:

@@ -12,21 +12,21 @@ def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers"]:
 
 
 def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
-    """The losses that a run sums, by name."""
+    """The table's entries of the losses that a run adds up, by name."""
     impl = TRAIN_IMPLS[args.train_impl]
     chosen = getattr(args, impl.key) if impl.key else ()
     return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
 
 
 def needs_reference(args: ResolvedArgs) -> bool:
-    """Whether batches have a reference's log-probabilities."""
+    """Whether batches hold the log-probabilities of a reference model."""
     return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
 
 
 def scores_reference(args: ResolvedArgs) -> bool:
-    """Whether the run makes these itself; sets of pairs may have them beside."""
-    given = args.precompute_model_name is not None and sample_kind(args) == "pairs"
-    return needs_reference(args) and not given
+    """Whether the run computes the log-probabilities of its reference itself: sets of pairs may come with them."""
+    precomputed = args.precompute_model_name is not None and sample_kind(args) == "pairs"
+    return needs_reference(args) and not precomputed
 
 
 def needs_step_baselines(args: ResolvedArgs) -> bool:

@@ -9,39 +9,39 @@ from pathlib import Path
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-def scheme_of(place: str | None) -> str | None:
+def scheme_of(path: str | None) -> str | None:
     """`s3` of s3://bucket/run; None for a folder, and for hf://, which names a model on the Hub."""
-    match = _SCHEME.match(place or "")
+    match = _SCHEME.match(path or "")
     return match[1] if match is not None and match[1] != "hf" else None
 
 
-def is_remote(place: str | None) -> bool:
-    """Whether a path is one that fsspec reaches."""
-    return scheme_of(place) is not None
+def is_remote(path: str | None) -> bool:
+    """Whether a path is scheme://bucket/folder, which fsspec reaches, and no folder of this machine."""
+    return scheme_of(path) is not None
 
 
-def staging_folder(place: str, staging: str | None) -> str:
+def staging_folder(path: str, staging: str | None) -> str:
     """The local folder that stands for a remote one. staging: `remote_staging`, else a folder of the user's in the
     temporary folder."""
-    scheme, _, path = place.partition("://")
-    parts = [re.sub(r"[^\w.=-]", "_", part) for part in path.split("/") if part]
+    scheme, _, inner = path.partition("://")
+    parts = [re.sub(r"[^\w.=-]", "_", part) for part in inner.split("/") if part]
     if staging is None:
         staging = str(Path(tempfile.gettempdir()) / f"neox-remote-{getpass.getuser()}")
     return str(Path(staging, scheme, *("_" if part in (".", "..") else part for part in parts)))
 
 
-def problem_of(place: str) -> str | None:
-    """What is wrong with a remote path, in words."""
+def remote_path_error(path: str) -> str | None:
+    """What is wrong with a remote path, in words; None if nothing is."""
     from fsspec import available_protocols  # comes with torch
 
-    scheme, path = scheme_of(place) or "", place.partition("://")[2]
+    scheme, inner = scheme_of(path) or "", path.partition("://")[2]
     known = sorted(set(available_protocols()))
     if scheme not in known:
         near = difflib.get_close_matches(scheme.lower(), known, n=3)
         meant = (
             f"did you mean {' or '.join(f'{name}://' for name in near)}?" if near else "such as s3://, gs://, abfs://"
         )
-        return f"{place}: fsspec knows no {scheme}://; {meant}"
-    if not path.strip("/") or (path.startswith("/") and scheme not in ("file", "local")):
-        return f"{place}: names no bucket; write {scheme}://BUCKET/FOLDER"
+        return f"{path}: fsspec knows no {scheme}://; {meant}"
+    if not inner.strip("/") or (inner.startswith("/") and scheme not in ("file", "local")):
+        return f"{path}: names no bucket; write {scheme}://BUCKET/FOLDER"
     return None

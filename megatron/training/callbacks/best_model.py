@@ -54,9 +54,9 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
     if metric.startswith("validation/"):
         known = validation_metrics(args, objective)
         if metric not in known:
-            raise args.problem("save_best", f"{metric}: this run has no such metric; it has {', '.join(known)}")
+            raise args.error("save_best", f"{metric}: this run has no such metric; it has {', '.join(known)}")
         if valid is None:
-            raise args.problem("save_best", f"{metric}: there is no validation data")
+            raise args.error("save_best", f"{metric}: there is no validation data")
 
 
 class BestModelCallback(Callback):
@@ -95,7 +95,7 @@ class BestModelCallback(Callback):
             if task_metrics:  # else they were given up, as a signal ends the run
                 args, objective = self.training.args, self.training.engine.objective
                 known = ", ".join([*validation_metrics(args, objective), *task_metrics])
-                raise args.problem("save_best", f"{self.metric}: this run has no such metric; it has {known}")
+                raise args.error("save_best", f"{self.metric}: this run has no such metric; it has {known}")
         if value is None or value != value or step.iteration == 0:
             return None
         if self.best is not None and not self.best.beaten_by(value):

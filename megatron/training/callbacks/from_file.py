@@ -18,7 +18,7 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
     for entry in args.callbacks:
         file_name, _, class_name = entry.rpartition(":")
         if not file_name or not class_name.isidentifier():
-            raise args.problem("callbacks", f"{entry}: expected FILE.py:CLASS")
+            raise args.error("callbacks", f"{entry}: expected FILE.py:CLASS")
         path = Path(file_name).expanduser().resolve()
         if path not in modules:
             modules[path] = _import_file(args, entry, path)
@@ -28,29 +28,29 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
 
 def _import_file(args: NeoXArgs, entry: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise args.problem("callbacks", f"{entry}: {path}: no such file")
+        raise args.error("callbacks", f"{entry}: {path}: no such file")
     name = f"user_callbacks_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise args.problem("callbacks", f"{entry}: {path}: is no Python file")
+        raise args.error("callbacks", f"{entry}: {path}: is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles of the file look for it there
     try:
         spec.loader.exec_module(module)
     except Exception as problem:
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        raise args.problem("callbacks", f"{entry}: {path} cannot be imported ({reason})") from problem
+        raise args.error("callbacks", f"{entry}: {path} cannot be imported ({reason})") from problem
     return module
 
 
 def _make_callback(args: NeoXArgs, entry: str, callback_class: object) -> Callback:
     class_name = entry.rpartition(":")[2]
     if callback_class is None:
-        raise args.problem("callbacks", f"{entry}: the file has no class {class_name}")
+        raise args.error("callbacks", f"{entry}: the file has no class {class_name}")
     if not inspect.isclass(callback_class) or not issubclass(callback_class, Callback):
-        raise args.problem("callbacks", f"{entry}: {class_name} is no subclass of megatron.callbacks.Callback")
+        raise args.error("callbacks", f"{entry}: {class_name} is no subclass of megatron.callbacks.Callback")
     try:
         return callback_class()
     except Exception as problem:
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        raise args.problem("callbacks", f"{entry}: {class_name}() failed ({reason})") from problem
+        raise args.error("callbacks", f"{entry}: {class_name}() failed ({reason})") from problem

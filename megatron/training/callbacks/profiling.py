@@ -127,7 +127,7 @@ def _folder(args: NeoXArgs, key: str, named: str | None) -> Path:
     if logs is not None:
         return logs / "profile"
     folder_key = "tensorboard_dir" if key == "profile" else "memory_profiling_path"
-    raise args.problem(key, f"there is no folder for its files; set {folder_key}, log_dir or save")
+    raise args.error(key, f"there is no folder for its files; set {folder_key}, log_dir or save")
 
 
 def _write_trace(folder: Path, rank: int) -> Callable[[torch.profiler.profile], None]:

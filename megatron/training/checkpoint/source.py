@@ -152,6 +152,6 @@ def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
     meant = {True: tokens, False: None, "auto": real}
     rows = meant[asked] if isinstance(asked, bool | str) else asked
     if rows is not None and rows < tokens:
-        raise args.problem("mask_padded_vocab", f"{rows}, but the tokenizer has {tokens} tokens; write true")
+        raise args.error("mask_padded_vocab", f"{rows}, but the tokenizer has {tokens} tokens; write true")
     masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size
     return args.replace(mask_padded_vocab=rows if masks else False)

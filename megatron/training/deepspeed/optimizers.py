@@ -58,14 +58,14 @@ def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optim
     except RuntimeError as problem:
         reason = " ".join(str(problem.__cause__ or problem).split())
         text = f"{args.optimizer['type']} on the CPU is compiled at its first use, and was not ({reason}); install g++ "
-        raise args.problem("optimizer.type", f"{text}and ninja, or write CPU_Torch_Adam") from problem
+        raise args.error("optimizer.type", f"{text}and ninja, or write CPU_Torch_Adam") from problem
 
 
 def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
     on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
     if on_gpu and offload(args, "offload_optimizer") is None:
         fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
-        raise args.problem("optimizer.type", f"{args.optimizer['type']} updates on the CPU; {fix}")
+        raise args.error("optimizer.type", f"{args.optimizer['type']} updates on the CPU; {fix}")
 
 
 def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

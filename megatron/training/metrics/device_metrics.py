@@ -87,6 +87,6 @@ def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging
 
     missing = [f"rank {rank}: {why}" for rank, why in enumerate(run_on_all_ranks(groups, begin)) if why is not None]
     if missing and args.log_device_metrics is True:
-        raise args.problem("log_device_metrics", f"true, but {missing[0]}")
+        raise args.error("log_device_metrics", f"true, but {missing[0]}")
     logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")
     return None if missing else DeviceMetrics(opened[0], groups)

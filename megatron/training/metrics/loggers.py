@@ -166,7 +166,7 @@ class CometLogger:
             raise ConfigError([f"{place}: use_comet needs comet-ml: pip install 'neox[comet]'"]) from problem
         offline = args.comet_mode == "offline"
         if offline and directory is None:
-            raise args.problem("comet_mode", "offline writes into log_dir; set it")
+            raise args.error("comet_mode", "offline writes into log_dir; set it")
         try:
             self._experiment: Any = comet_ml.start(
                 workspace=args.comet_workspace,
@@ -198,7 +198,7 @@ class CometLogger:
 
 
 def _cannot_start(args: NeoXArgs, key: str, problem: Exception, mode: str) -> ConfigError:
-    return args.problem(key, f"{problem} (or set {mode}: offline)")
+    return args.error(key, f"{problem} (or set {mode}: offline)")
 
 
 def log_directory(args: NeoXArgs) -> Path | None:
@@ -239,7 +239,7 @@ def _writable(args: NeoXArgs, key: str, folder: str | Path | None) -> Iterator[N
     try:
         yield
     except OSError as problem:
-        raise args.problem(key, f"{folder}: {problem.strerror}") from problem
+        raise args.error(key, f"{folder}: {problem.strerror}") from problem
 
 
 def build_trackers(args: NeoXArgs, iteration: int, run_id: str, config: Mapping[str, Any]) -> list[MetricLogger]:

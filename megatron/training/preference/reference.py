@@ -77,7 +77,7 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
     else:
         progress = checkpointer.resume()
         if progress.iteration > 0:
-            raise args.problem(
+            raise args.error(
                 "load",
                 f"goes on from iteration {progress.iteration}, and its weights would be the reference; set finetune: "
                 "true to begin preference training with them",

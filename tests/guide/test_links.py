@@ -1,0 +1,61 @@
+"""What docs/development.md and CONTRIBUTING.md say about the code is there: files, names, commands, the map."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.guide.page import PAGE, ROOT, defined, links
+from tests.pool import run_ranks
+
+PAGES = (PAGE, ROOT / "CONTRIBUTING.md")
+
+
+def wrong(page: Path, label: str, target: str) -> str | None:
+    """What is wrong with a link; one whose text is a name in code leads to the Python file that defines it."""
+    path = (page.parent / target).resolve()
+    if not path.exists():
+        return f"{target} is not there"
+    name = re.fullmatch(r"`([A-Za-z_][\w.]*)`", label)
+    if path.suffix == ".py" and name and not name[1].endswith(".py") and name[1] not in defined(path):
+        return f"{target} defines no {name[1]}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_what_they_name(page: Path) -> None:
+    found = links(page.read_text(encoding="utf-8"))
+    assert found and not [problem for link in found if (problem := wrong(page, *link))]
+
+
+def test_links_within_the_page_lead_to_headings() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+
+
+def test_the_map_of_packages_is_not_stale() -> None:
+    done = subprocess.run([sys.executable, "tools/docs/package_map.py", "--check"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"`make ([a-z-]+)`", page.read_text(encoding="utf-8")))
+        assert named <= targets, f"{page.name}: {named - targets}"
+
+
+def test_the_test_on_the_page_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of a distributed test is a module of its own, as the page gives it."""
+    text = PAGE.read_text(encoding="utf-8").split("`tests/mpu/test_my_sum.py`:\n\n```python\n")[1].split("```")[0]
+    (tmp_path / "test_my_sum.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    import test_my_sum  # type: ignore[import-not-found]
+
+    test_my_sum.test_the_sum_is_the_same_on_every_rank()
+    with pytest.raises(AssertionError, match="never"):
+        run_ranks(test_my_sum.fails_on_one, 2)

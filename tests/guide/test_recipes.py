@@ -1,0 +1,162 @@
+"""Every recipe of docs/development.md, done as it is written in a copy of the tree, which then trains two steps."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.guide.page import PAGE, ROOT, Block, apply, copy_tree, recipes
+
+RECIPES = recipes(PAGE.read_text(encoding="utf-8"))
+Fork = Callable[[Path, str], str]
+
+START = """
+import json, runpy, sys
+from pathlib import Path
+
+def tool(*words):
+    sys.argv = list(words)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, words
+
+def train(**keys):
+    from megatron.neox_arguments import NeoXArgs
+    from tests.training.runs import LLAMA, config
+    from train import main
+
+    small = {"num_layers": 2, "train_iters": 2, "save": "run", "checkpoint_factor": 2}
+    assert main(NeoXArgs.from_dict(config(LLAMA, small, keys))) == 0
+    rows = [json.loads(line) for line in Path("run/logs/metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows][-2:] == [1, 2] and Path("run/latest").read_text() == "global_step2"
+    return rows
+"""
+# What shows that the run had the new part, beside having trained.
+TRAIN = "rows = train(**KEYS)\n"
+CHECKS = {
+    "Add a config key": TRAIN + 'assert "run_note: a first try" in LOG()\n',
+    "Add an attention backend": TRAIN
+    + """
+import tests.model.test_backends
+from megatron.model.attention.backend_choice import _backends
+assert [b.name for b in _backends()][-1] == "einsum"
+""",
+    "Add a mixer": TRAIN
+    + """
+from megatron.checkpointing import load_tensors
+layer = load_tensors(Path("run/global_step2/layer_03-model_00-model_states.pt"))
+assert "attention.values.weight" in layer and "attention.query_key_value.weight" not in layer, layer.keys()
+""",
+    "Add a loss": TRAIN
+    + """
+import torch
+from megatron.objectives import loss_function
+assert loss_function("normal", "focal")(torch.tensor(0.5).log()).isclose(torch.tensor(0.5).log() * -0.25)
+""",
+    "Add a preference loss": """
+from tests.training.preference.test_pairs_train import pairs
+from tests.training import runs
+for key in ("data_path", "split", "eod_mask_loss"):
+    del runs.BASE[key]
+rows = train(**KEYS, **pairs(Path(".")), pack_impl="best_fit", train_batch_size=4)
+assert 0.9 < rows[-1]["train/lm_loss"] < 1.1, rows
+""",
+    "Add a model family": """
+from tests.checkpointing import family_models, test_family_parity as parity
+parity.CASES = family_models.CASES = {"olmo 1": family_models.CASES["olmo 1"]}
+parity.assert_within_bound("HF -> ours", [parity.imported("olmo 1")], [(1, 1)])
+parity.assert_within_bound("ours -> HF", [parity.exported("olmo 1", Path("exported"))], [(1, 1)])
+family_models.random_model("olmo 1", vocab_size=384).save_pretrained("olmo")
+keys, _ = parity.from_hf(json.loads(Path("olmo/config.json").read_text()), lambda name: None)
+del keys["padded_vocab_size"]
+rows = train(**keys, load="olmo")
+""",
+    "Add a dataset format": TRAIN,
+    "Add an optimizer": TRAIN
+    + """
+from megatron.checkpointing import load_tensors
+state = load_tensors(Path("run/global_step2/optim_layer_02-model_00.pt"))
+assert "exp_avg_sq" in str(state)
+""",
+    "Add a schedule": """
+rows = train(**KEYS, train_iters=2, lr_decay_iters=2)
+rates = [row["train/learning_rate"] for row in rows[-2:]]
+assert abs(rates[1] / rates[0] - (2 / 3) ** 0.5) < 1e-9, rates
+""",
+    "Add an lm-eval task": TRAIN + 'assert "eval_tasks/shipped_opposites_acc" in rows[-1], rows[-1]\n',
+    "Add a callback": TRAIN + 'assert rows[-1]["validation/waited"] == 0, rows\n',
+    "Add an engine": TRAIN + 'assert "engine: bare torch" in LOG()\n',
+    "Add a launcher": """
+import os, subprocess
+os.mkdir("bin")
+Path("bin/clush").write_text('#!/bin/sh\\nexec sh -c "$(echo "$4" | sed s/%rank/0/)"\\n')
+os.chmod("bin/clush", 0o755)
+Path("hosts").write_text("localhost slots=1\\n")
+from tests.training.runs import LLAMA, config
+keys = config(LLAMA, num_layers=2, train_iters=2, save="run", checkpoint_factor=2, no_ssh_check=True)
+Path("a.json").write_text(json.dumps({**keys, "force_multi": True, "hostfile": "hosts", "launcher": "clush"}))
+env = {**os.environ, "PATH": "bin:" + os.environ["PATH"]}
+done = subprocess.run([sys.executable, "deepy.py", "train.py", "a.json"], env=env, capture_output=True, text=True)
+assert done.returncode == 0, done.stdout + done.stderr
+assert Path("run/latest").read_text() == "global_step2" and Path("run/logs/rank_0.log").exists()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def fork() -> Iterator[Fork]:
+    """Runs code in a copy of the tree, in a process that finds the copy's packages and has only others imported."""
+    command = [sys.executable, "-P", str(ROOT / "tests" / "guide" / "zygote.py")]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
+    assert server.stdin is not None and server.stdout is not None
+    reader, writer = server.stdout, server.stdin
+
+    def run(folder: Path, code: str) -> str:
+        log = folder / "recipe.log"
+        writer.write(json.dumps({"folder": str(folder), "code": code, "log": str(log)}) + "\n")
+        writer.flush()
+        status = int(reader.readline())
+        assert status == 0, log.read_text()
+        return log.read_text()
+
+    yield run
+    writer.close()
+    server.wait()
+    reader.close()
+
+
+def commands(blocks: list[Block]) -> list[list[str]]:
+    """The Python programs of the `console` blocks, as words."""
+    lines = [line for block in blocks if block.language == "console" for line in block.text.splitlines()]
+    return [line.split()[1:] for line in lines if line.startswith("python ")]
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_recipe(title: str, fork: Fork, tmp_path: Path) -> None:
+    copy_tree(tmp_path)
+    for block in RECIPES[title]:
+        apply(block, tmp_path)
+    changed = [block.path for block in RECIPES[title] if block.path.endswith(".py")]
+    lint = [sys.executable, "-m", "ruff", "check", "--no-cache", *changed]
+    done = subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True) if changed else None
+    assert done is None or done.returncode == 0, done.stdout
+    keys = {}
+    for block in RECIPES[title]:
+        if block.language == "yaml" and not block.path:
+            keys |= yaml.safe_load(block.text)
+    code = f"{START}KEYS = {keys!r}\nLOG = lambda: Path('recipe.log').read_text()\n"
+    for words in commands(RECIPES[title]):
+        code += f"tool(*{words!r})\n"
+    fork(tmp_path, code + CHECKS[title])
+    if commands(RECIPES[title]):
+        page = (tmp_path / "docs" / "configuration.md").read_text()
+        assert page != (ROOT / "docs" / "configuration.md").read_text(), "the generated page has nothing new"
+
+
+def test_every_recipe_is_here() -> None:
+    assert RECIPES.keys() == CHECKS.keys()

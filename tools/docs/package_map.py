@@ -1,0 +1,50 @@
+"""Writes the map of packages in docs/development.md from the packages' docstrings; --check: is it stale?"""
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "development.md"
+BEGIN, END = "<!-- packages: made by tools/docs/package_map.py; do not edit -->\n", "<!-- end of packages -->\n"
+
+
+def package_map(root: Path) -> str:
+    """A table of all packages of megatron/, each with the first sentence of its docstring."""
+    lines = ["| package | what is in it |", "|---|---|"]
+    for file in sorted((root / "megatron").rglob("__init__.py"), key=lambda file: file.parent.parts):
+        folder = file.parent
+        depth = len(folder.relative_to(root).parts) - 1
+        if depth:
+            name = f"{'&nbsp;&nbsp;' * (depth - 1)}[`{folder.name}/`](../{folder.relative_to(root)})"
+            lines.append(f"| {name} | {_summary(file)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(file: Path) -> str:
+    """The first sentence of a package's docstring, in one line. Raises SystemExit for a package without one."""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    if not docstring:
+        sys.exit(f"{file}: a package says in its docstring what is in it")
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".").replace("|", "\\|")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the map is stale")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    made = before + BEGIN + package_map(ROOT) + END + rest.split(END)[1]
+    if options.check and made != text:
+        sys.stderr.write(f"{PAGE} is stale; run python tools/docs/package_map.py\n")
+        return 1
+    if not options.check:
+        PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
