@@ -23,7 +23,7 @@ from megatron.mpu import mix_seed
 from megatron.neox_arguments import ConfigError
 
 MAXIMUM_TOKENS = 256  # of an answer, where a task does not say
-_FIRST_BATCH, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
+_FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
 # What text generation is told under another name here, or what says nothing about a causal model.
 _IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
@@ -213,7 +213,7 @@ class NeoXLM(TemplateLM):
 
     def _parts(self, groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Numbers of requests to run at once: whole groups, so many as take some seconds."""
-        size, start = _FIRST_BATCH * self.model.groups.size("data"), 0
+        size, start = _FIRST_PART * self.model.groups.size("data"), 0
         while start < len(groups):
             part: list[int] = []
             while start < len(groups) and len(part) < size:

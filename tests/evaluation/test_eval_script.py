@@ -103,10 +103,10 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
     """For the pool: (exit code, requests scored) of an evaluation that is interrupted, of the same again, again, and of
     another model's."""
     import eval as script
-    from megatron.evaluation import language_model, operations
+    from megatron.evaluation import language_model, model_operations
 
     language_model._FIRST_PART, found = 8, []
-    real, counts = operations.score, [0]
+    real, counts = model_operations.score, [0]
 
     def counted(model: Any, requests: Any, **options: Any) -> Any:
         if not found and counts[0] >= 16:
@@ -114,7 +114,7 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
         counts[0] += len(requests)
         return real(model, requests, **options)
 
-    operations.score = counted
+    model_operations.score = counted
     for arguments in (argv, argv, argv, other):
         counts[0] = 0
         try:

@@ -201,9 +201,9 @@ def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_evaluated(tmp
 
 def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     """For the pool: what the log says of a run that gets SIGTERM while it evaluates after its second step."""
-    from megatron.evaluation import language_model, operations
+    from megatron.evaluation import language_model, model_operations
 
-    training, said, real, calls = begin(values), [], operations.score, []
+    training, said, real, calls = begin(values), [], model_operations.score, []
     language_model._FIRST_PART = 1
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -215,7 +215,7 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*given, **options)
 
-    operations.score = scored
+    model_operations.score = scored
     train(training, [InTraining(training)])
     training.engine.close()
     return [*said, f"parts: {calls.count(0)} {calls.count(2)}"]

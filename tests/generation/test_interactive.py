@@ -104,7 +104,7 @@ def test_what_makes_no_conversation_is_refused(
 
 def test_a_long_conversation_forgets_its_beginning() -> None:
     tokenizer = CharLevelTokenizer()
-    talk = Conversation(ChatTemplate(TEMPLATE, tokenizer, "here"), "S", room=60)
+    talk = Conversation(ChatTemplate(TEMPLATE, tokenizer, "here"), "S", max_prompt_tokens=60)
     assert tokenizer.detokenize(talk.ask("one")[0]) == "<system> S\n<user> one\n<assistant> "
     talk.answer("two")
     tokens, message = talk.ask("three")
