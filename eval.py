@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Evaluate a model: `python deepy.py eval.py -d configs a.yml --eval_tasks lambada hellaswag`, or this script directly
-under torchrun, srun or alone; `--hf-model DIR` takes a HuggingFace model as it is."""
+"""Evaluate a model: `python deepy.py eval.py -d configs a.yml --eval_tasks lambada hellaswag`, or this script
+directly under torchrun, srun or alone; `--hf-model DIR` takes a HuggingFace model as it is."""
 
 import json
 import os
@@ -19,7 +19,8 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
+    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it
+    made."""
     from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -45,7 +46,8 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 
 def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
-    """Hand the scores to the trackers of the configuration, as a run of their own at the checkpoint's iteration."""
+    """Hand the scores to the trackers of the configuration, as a run of their own at the checkpoint's
+    iteration."""
     if not (args.tensorboard_dir or args.use_wandb or args.use_comet):
         return
     import torch

@@ -15,7 +15,8 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
+    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it
+    made."""
     from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported

@@ -1,4 +1,5 @@
-"""Prepare a dataset: without a name the test data, made offline; with a name of NeoX's list, from its raw file.
+"""Prepare a dataset: without a name the test data, made offline; with a name of NeoX's list, from its raw
+file.
 
 python prepare_data.py
 python prepare_data.py -d ./data -t GPT2BPETokenizer enwik8
@@ -39,7 +40,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def raw_files(folder: Path, name: str, options: argparse.Namespace) -> list[Path]:
-    """The raw text of a corpus: what was put into `folder` in whatever form, or else the published files, fetched."""
+    """The raw text of a corpus: what was put into `folder` in whatever form, or else the published files,
+    fetched."""
     addresses = {folder / address.rsplit("/", 1)[1]: address for address in parts(SOURCES[name])}
     known = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
     there = sorted(path for path in folder.glob("*") if path.name.endswith(known) or path.name == name)

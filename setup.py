@@ -1,6 +1,7 @@
 """Beside the package a wheel holds `neox/`: what a clone has around it (`megatron.launch.install_root`).
 
-A folder of its own, so that no `tools`, `configs` or `train` lies in site-packages. An editable install needs none.
+A folder of its own, so that no `tools`, `configs` or `train` lies in site-packages. An editable install needs
+none.
 """
 
 import shutil

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Train a model: `python deepy.py train.py a.yml b.yml`, or this script directly under torchrun, srun or alone."""
+"""Train a model: `python deepy.py train.py a.yml b.yml`, or this script directly under torchrun, srun or
+alone."""
 
 import os
 import sys
@@ -16,7 +17,8 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it made."""
+    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it
+    made."""
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported

@@ -1,8 +1,9 @@
-"""How long a save holds up training, waited for and beside the steps in one run, and what cutting it anew takes.
+"""How long a save holds up training, waited for and beside the steps in one run, and what cutting it anew
+takes.
 
-A model of a few hundred MB trains on the quickstart data in this process; saves of both kinds take turns, and steps
-made while one is written are timed beside the others. Then its last checkpoint is resharded by another process, whose
-peak memory is told (file pages that it maps included).
+A model of a few hundred MB trains on the quickstart data in this process; saves of both kinds take turns, and
+steps made while one is written are timed beside the others. Then its last checkpoint is resharded by another
+process, whose peak memory is told (file pages that it maps included).
 """
 
 import argparse

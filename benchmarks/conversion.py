@@ -1,8 +1,8 @@
 """Time and memory of converting a synthetic HuggingFace model to a checkpoint and back.
 
-A LLaMA of the asked size, of random numbers, is written to a folder; each direction then runs in a process of its own,
-checks against transformers included, and tells its peak memory beyond what importing the libraries takes (pages of
-files that it maps count).
+A LLaMA of the asked size, of random numbers, is written to a folder; each direction then runs in a process of
+its own, checks against transformers included, and tells its peak memory beyond what importing the libraries
+takes (pages of files that it maps count).
 """
 
 import argparse

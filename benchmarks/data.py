@@ -1,10 +1,11 @@
-"""Speed of preprocessing: text to `.bin/.idx` against the tokenizer alone, a plain loop, and datatrove if it is there.
+"""Speed of preprocessing: text to `.bin/.idx` against the tokenizer alone, a plain loop, and datatrove if it
+is there.
 
     python benchmarks/data.py --input corpus.jsonl --tokenizer tokenizer.json
 
-Every number is the best of some rounds, in a process of its own that is held to so many cores; MB are of text. The
-tokenizer alone has the texts in memory already, and throws its tokens away. How the data room scales beyond that is in
-data_scale.py.
+Every number is the best of some rounds, in a process of its own that is held to so many cores; MB are of
+text. The tokenizer alone has the texts in memory already, and throws its tokens away. How the data room
+scales beyond that is in data_scale.py.
 """
 
 import argparse

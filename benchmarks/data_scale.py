@@ -1,4 +1,5 @@
-"""How the data room scales: index maps of 100 million documents, blends of thousands of sets, a step with its loader.
+"""How the data room scales: index maps of 100 million documents, blends of thousands of sets, a step with its
+loader.
 
 python benchmarks/data_scale.py [index_maps] [blend] [sets] [loader]     # all of them without a name
 """
@@ -39,7 +40,8 @@ BLOCK = 1 << 20
 
 @contextmanager
 def measured(what: str) -> Iterator[None]:
-    """Print the seconds spent inside, and how much memory of the process's own (no mapped files) was added at most."""
+    """Print the seconds spent inside, and how much memory of the process's own (no mapped files) was added at
+    most."""
     before, peak, done = _own_memory(), [0], threading.Event()
 
     def watch() -> None:
@@ -138,8 +140,8 @@ def _memory_maps() -> int:
 
 
 def loader(pairs: int, steps: int, workers: int) -> None:
-    """Blocks of steps on batches of the loader and on one batch that is there already, in turn: the machine's own drift
-    is in both."""
+    """Blocks of steps on batches of the loader and on one batch that is there already, in turn: the machine's
+    own drift is in both."""
     print(f"step of a small model on this machine, {workers} loader workers")
     with tempfile.TemporaryDirectory() as folder:
         prefix, random = Path(folder) / "x", np.random.default_rng(0)

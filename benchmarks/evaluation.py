@@ -1,8 +1,9 @@
-"""Requests of lm-eval answered on this machine, beside its own `hf` backend, in one run: the same weights and requests.
+"""Requests of lm-eval answered on this machine, beside its own `hf` backend, in one run: the same weights and
+requests.
 
-All ways alternate, the median counts; answers are held against each other. Without --model a random Llama is made.
---batch: of the `hf` backend, several in turns, of which the fastest for each kind is what ours is compared with (`auto`
-takes whatever fits, which is slow on a CPU); ours chooses its own, or --ours.
+All ways alternate, the median counts; answers are held against each other. Without --model a random Llama is
+made. --batch: of the `hf` backend, several in turns, of which the fastest for each kind is what ours is
+compared with (`auto` takes whatever fits, which is slow on a CPU); ours chooses its own, or --ours.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """DPO beside TRL's DPOTrainer in one process: the same weights, the same token ids, turns in rounds.
 
-Lengths are those of OLMo 3 Think's pairs (log-normal, median 2,138, 95 % below 15,433, cut at 8,192), on a CPU a
-sixteenth of that. Ours packs pairs best-fit and scores the reference once; TRL works at its best ordinary setting (a
-pair at a time, so that only its two answers are padded to one length, accumulated to 8; the reference's scores made
-before; no gradient checkpointing), and pads batches of 8 pairs by its defaults and between the two. Each run is one
-pass over the pairs, from first batch to last step. docs/benchmarks.md says what the columns mean.
+Lengths are those of OLMo 3 Think's pairs (log-normal, median 2,138, 95 % below 15,433, cut at 8,192), on a
+CPU a sixteenth of that. Ours packs pairs best-fit and scores the reference once; TRL works at its best
+ordinary setting (a pair at a time, so that only its two answers are padded to one length, accumulated to 8;
+the reference's scores made before; no gradient checkpointing), and pads batches of 8 pairs by its defaults
+and between the two. Each run is one pass over the pairs, from first batch to last step. docs/benchmarks.md
+says what the columns mean.
 """
 
 import argparse
@@ -34,7 +35,8 @@ SHAPES: dict[str, dict[str, int]] = {
 MEDIAN, P95, CUT = 2138, 15433, 8192  # tokens of a prompt with an answer
 PROMPT = 200  # median
 OURS = "ours"
-# DPOConfig beyond its defaults; the fastest first: without padding between pairs, which accumulation leaves out.
+# DPOConfig beyond its defaults; the fastest first: without padding between pairs, which accumulation leaves
+# out.
 TRL: dict[str, dict[str, Any]] = {
     "TRL at its best: a pair at a time, accumulated, precomputed, no checkpointing": {
         "precompute_ref_log_probs": True,
@@ -50,8 +52,8 @@ Pair = tuple[list[int], list[int], list[int]]  # prompt, chosen, rejected
 
 
 class Turn(NamedTuple):
-    """One pass. reference: seconds before the first step; padding: share of places; first, last: losses; score: mean
-    log-probability of an answer under the reference, NaN where it was not made before."""
+    """One pass. reference: seconds before the first step; padding: share of places; first, last: losses;
+    score: mean log-probability of an answer under the reference, NaN where it was not made before."""
 
     seconds: float
     reference: float
@@ -105,7 +107,7 @@ def products(shape: dict[str, int]) -> tuple[int, int]:
     return shape["layers"] * (4 * hidden**2 + 3 * hidden * shape["ffn"]), hidden * shape["vocab"]
 
 
-# -- ours --------------------------------------------------------------------------------------------------------
+# -- ours ----------------------------------------------------------------------------------------------------
 
 
 def write_pairs(pairs: list[Pair], folder: Path) -> dict[str, list[str]]:
@@ -206,7 +208,7 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     )  # fmt: skip
 
 
-# -- TRL ---------------------------------------------------------------------------------------------------------
+# -- TRL -----------------------------------------------------------------------------------------------------
 
 
 def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair], model: Path, folder: Path) -> Turn:
@@ -270,7 +272,7 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
     )  # fmt: skip
 
 
-# -- both --------------------------------------------------------------------------------------------------------
+# -- both ----------------------------------------------------------------------------------------------------
 
 
 def wait(device: str) -> None:
@@ -326,8 +328,8 @@ def check(found: dict[str, list[Turn]], precision: str) -> None:
 
 
 def arithmetic(name: str, turn: Turn, pairs: list[Pair], shape: dict[str, int]) -> tuple[float, float]:
-    """The FLOP per pair of the products with weights: in steps, and with the reference. A backward pass counts as two
-    forward ones; TRL's head takes trained tokens alone."""
+    """The FLOP per pair of the products with weights: in steps, and with the reference. A backward pass
+    counts as two forward ones; TRL's head takes trained tokens alone."""
     blocks, head = products(shape)
     places = turn.tokens / (1 - turn.padding)
     trained = sum(len(chosen) + len(rejected) for _, chosen, rejected in pairs)

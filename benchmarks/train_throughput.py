@@ -1,8 +1,8 @@
 """Speed of a training step: the engine, bare torch and transformers, on one shape and batch, in one process.
 
-The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device gives at
-that moment, and are compared within a round: what else the machine does then falls on all alike. docs/benchmarks.md
-says what the columns mean.
+The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device
+gives at that moment, and are compared within a round: what else the machine does then falls on all alike.
+docs/benchmarks.md says what the columns mean.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
 
 
 class Round(NamedTuple):
-    """One turn of a contestant. seconds: of a step; ceiling: FLOP/s of the matrix product measured just before it."""
+    """One turn of a contestant. seconds: of a step; ceiling: FLOP/s of the matrix product measured just
+    before it."""
 
     seconds: float
     ceiling: float
@@ -119,7 +120,8 @@ def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
 
 
 def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step) -> Step:
-    """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has them."""
+    """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has
+    them."""
     params = list(model.parameters())
     masters = params if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)

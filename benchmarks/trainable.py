@@ -1,7 +1,7 @@
 """What training a part of the model saves (`trainable`): milliseconds a step and peak memory of the process.
 
-Each row is a fresh run of a few steps of one model on this machine, without validation or checkpoints; the fastest step
-counts.
+Each row is a fresh run of a few steps of one model on this machine, without validation or checkpoints; the
+fastest step counts.
 """
 
 import argparse
@@ -29,7 +29,8 @@ ROWS = {
 
 
 def measure(settings: tuple[str, ...], steps: int, folder: Path) -> tuple[float, float]:
-    """(seconds of the fastest step after the third, peak bytes of the largest process). Raises RuntimeError."""
+    """(seconds of the fastest step after the third, peak bytes of the largest process). Raises
+    RuntimeError."""
     command = [
         sys.executable, "deepy.py", "--num_gpus", "1", "train.py", *CONFIG, "--set", "save=null", "load=null",
         "checkpoint_factor=null", "tensorboard_dir=null", f"log_dir={folder}", f"train_iters={steps}",

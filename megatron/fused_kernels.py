@@ -1,7 +1,8 @@
-"""GPT-NeoX's compiled kernels, which are not needed here: attention and norms are torch's own, already compiled.
+"""GPT-NeoX's compiled kernels, which are not needed here: attention and norms are torch's own, already
+compiled.
 
-Programs written for GPT-NeoX import this module and call its functions before they build a model; nothing is built,
-loaded or set by them.
+Programs written for GPT-NeoX import this module and call its functions before they build a model; nothing is
+built, loaded or set by them.
 """
 
 from typing import Any

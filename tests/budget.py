@@ -1,7 +1,8 @@
-"""What `make test` and `make test-more` may cost: tests and processes started, per package of tests, in budget.toml.
+"""What `make test` and `make test-more` may cost: tests and processes started, per package of tests, in
+budget.toml.
 
-A plugin of pytest, loaded by tests/conftest.py. At the end of a run it prints what each package took beside its budget.
-Only counts fail a run, and only where a whole target was run: minutes depend on the machine.
+A plugin of pytest, loaded by tests/conftest.py. At the end of a run it prints what each package took beside
+its budget. Only counts fail a run, and only where a whole target was run: minutes depend on the machine.
 """
 
 import sys
@@ -21,7 +22,8 @@ RANKS_STARTED = "tests.pool.ranks"  # audit event of the worker pool's client, w
 
 @dataclass
 class Cost:
-    """What the tests of one package took. processes: ranks of the worker pool, and what tests started themselves."""
+    """What the tests of one package took. processes: ranks of the worker pool, and what tests started
+    themselves."""
 
     minutes: float = 0.0
     tests: int = 0
@@ -29,7 +31,8 @@ class Cost:
 
 
 def over_budget(costs: dict[str, Cost], budget: dict[str, dict[str, float]]) -> list[str]:
-    """One line for each count of a package that is above its budget; a package that has no budget may have none."""
+    """One line for each count of a package that is above its budget; a package that has no budget may have
+    none."""
     lines = []
     for package, cost in sorted(costs.items()):
         for count in ("tests", "processes"):
@@ -53,7 +56,8 @@ def table(costs: dict[str, Cost], budget: dict[str, dict[str, float]]) -> list[s
 
 
 class BudgetPlugin:
-    """Counts where tests run, and adds up and judges where their reports arrive, which with pytest-xdist are different
+    """Counts where tests run, and adds up and judges where their reports arrive, which with pytest-xdist are
+    different
     processes: the reports carry the counts."""
 
     def __init__(self, budget_file: Path = BUDGET) -> None:

@@ -1,5 +1,6 @@
-"""Small disks of their own for tests: `python -m tests.disks FOLDER KILOBYTES KEPT COMMAND...` runs a command that
-finds a tmpfs at FOLDER, and copies what is there at the end to the folder KEPT. 0 kilobytes: a read-only one."""
+"""Small disks of their own for tests: `python -m tests.disks FOLDER KILOBYTES KEPT COMMAND...` runs a command
+that finds a tmpfs at FOLDER, and copies what is there at the end to the folder KEPT. 0 kilobytes: a read-only
+one."""
 
 import ctypes
 import os

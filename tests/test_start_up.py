@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Also what only some commands need: no --help of any does.
 HEAVY = ("torch", "numpy", "deepspeed", "transformers", "tokenizers", "datasets", "pyarrow", "pandas", "safetensors")
-# Runs each command line in a fork of an interpreter that knows what all of them need, and prints a line of JSON each.
+# Runs each command line in a fork of an interpreter that knows what all of them need, and prints a line of
+# JSON each.
 RUNNER = """\
 import contextlib, io, json, os, runpy, sys
 import megatron.launch, megatron.neox_arguments

@@ -6,9 +6,9 @@
     python tools/ask.py --model checkpoints/chat/best_model --file questions.jsonl --json
 
 A model is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
---iteration) or one global_stepN. Without questions they are typed, or piped, one a line; an empty line ends. Each
-question is a conversation of its own. The answer is the most likely one, unless --temperature says otherwise. One
-process, on its GPU where there is one; models over several: `deepy.py tools/serve.py`.
+--iteration) or one global_stepN. Without questions they are typed, or piped, one a line; an empty line ends.
+Each question is a conversation of its own. The answer is the most likely one, unless --temperature says
+otherwise. One process, on its GPU where there is one; models over several: `deepy.py tools/serve.py`.
 """
 
 import argparse

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "data" / "golden" / "dataset"
 PIPES, TENSORS = "pipe_parallel_size", "model_parallel_size"
 BF16 = {"precision": "bfloat16"}
-# Ranks and keys. What else must not change rides on some: dropout, recomputation, compilation, a curriculum's shapes.
+# Ranks and keys. What else must not change rides on some: dropout, recomputation, compilation, a curriculum's
+# shapes.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "alone-bf16": (1, BF16),

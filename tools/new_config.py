@@ -1,11 +1,13 @@
 """Write the configuration of a run that begins where a checkpoint ended.
 
-    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant synthetic_mid \\
+    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant
+    synthetic_mid \\
         --data data/dolci data/mcqa
 
 writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml: training, data and weights of the mix as in
-post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer of the checkpoint's own
-configuration; `load` and `iteration` of what `latest` names. The file is whole: `python deepy.py train.py FILE` trains.
+post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer of the
+checkpoint's own configuration; `load` and `iteration` of what `latest` names. The file is whole: `python
+deepy.py train.py FILE` trains.
 """
 
 import argparse
@@ -71,7 +73,8 @@ def taken_over(args: NeoXArgs) -> dict[str, Any]:
 def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """The keys of supervised fine-tuning as the recipe has them.
 
-    Its data are two prefixes of tokenised conversations; the checkpoint's optimizer goes on at its learning rate.
+    Its data are two prefixes of tokenised conversations; the checkpoint's optimizer goes on at its learning
+    rate.
     """
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
     if args.user_values.get("optimizer"):

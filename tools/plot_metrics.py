@@ -1,4 +1,5 @@
-"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, and say where validation began and ended."""
+"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, and say where validation began and
+ended."""
 
 import argparse
 import json

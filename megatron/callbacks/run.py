@@ -16,17 +16,20 @@ from megatron.tokenizer import Tokenizer
 
 
 class RunEngine(Protocol):
-    """The part of an engine (`megatron.training.engine.Engine`) that a callback may use; all ranks call together."""
+    """The part of an engine (`megatron.training.engine.Engine`) that a callback may use; all ranks call
+    together."""
 
     @property
     def stage(self) -> Stage:
         """This rank's layers."""
 
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32 values."""
+        """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32
+        values."""
 
     def sharded_weights(self) -> Parts:
-        """fp32 values of trained parameters, such that every element of the model is owned by exactly one rank."""
+        """fp32 values of trained parameters, such that every element of the model is owned by exactly one
+        rank."""
 
 
 class TrainingRun(Protocol):
@@ -55,7 +58,8 @@ class TrainingRun(Protocol):
 
     @property
     def watchdog(self) -> Watchdog:
-        """What ends ranks that stand still: `with run.watchdog.phase("..."):` around what may take minutes."""
+        """What ends ranks that stand still: `with run.watchdog.phase("..."):` around what may take
+        minutes."""
 
     @property
     def iteration(self) -> int:
@@ -74,8 +78,8 @@ class TrainingRun(Protocol):
         """Files that came with an imported model and go out with it again, by name."""
 
     def pause(self) -> AbstractContextManager[None]:
-        """Stop the clock for what is done within: it is none of the step's time. The step's result is waited for, its
-        log line written and its values put into `Step.row` before. May be nested."""
+        """Stop the clock for what is done within: it is none of the step's time. The step's result is waited
+        for, its log line written and its values put into `Step.row` before. May be nested."""
 
     def inference(self) -> AbstractContextManager[Model]:
         """The model as it is now, to generate and to score with; training goes on as if it had not been."""
@@ -84,8 +88,8 @@ class TrainingRun(Protocol):
         """Whether a stop signal has come to this rank, so that what takes long had better be given up."""
 
     def request_stop(self, reason: str) -> None:
-        """End the run, with a checkpoint, one or two steps from now. One rank may ask alone; all stop after the same
-        step. reason: for status.json and the log."""
+        """End the run, with a checkpoint, one or two steps from now. One rank may ask alone; all stop after
+        the same step. reason: for status.json and the log."""
 
     def request_save(self) -> None:
         """Write a checkpoint one or two steps from now. One rank may ask alone."""

@@ -9,20 +9,20 @@ Parts = list[tuple[tuple[int, str], Tensor]]
 """((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
 
 OnGradients = Callable[[Parts], None]
-"""Called between backward and update with the gradients of the whole batch that this rank owns, not clipped and without
-fp16's loss scale; it must not wait for the device."""
+"""Called between backward and update with the gradients of the whole batch that this rank owns, not clipped
+and without fp16's loss scale; it must not wait for the device."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an engine says of one optimizer step. Tensors are read when the next step has been started; what an engine
-    knows without asking the device may be a plain number.
+    """What an engine says of one optimizer step. Tensors are read when the next step has been started; what
+    an engine knows without asking the device may be a plain number.
 
-    loss: scalar fp32, the mean over the step's weighted tokens or pairs; grad_norm: before clipping; skipped: weights
-    are unchanged, because gradients were not finite or because none of the step's tokens is trained (untrained); spike:
-    left out by skip_step_above_sigma; metrics: the objective's means, NaN where nothing counted; loss_scale: fp16's
-    after the step, None in other precisions; finding: describes what this rank saw that was not finite, to be called
-    when the step is known to be skipped.
+    loss: scalar fp32, the mean over the step's weighted tokens or pairs; grad_norm: before clipping; skipped:
+    weights are unchanged, because gradients were not finite or because none of the step's tokens is trained
+    (untrained); spike: left out by skip_step_above_sigma; metrics: the objective's means, NaN where nothing
+    counted; loss_scale: fp16's after the step, None in other precisions; finding: describes what this rank
+    saw that was not finite, to be called when the step is known to be skipped.
     """
 
     loss: Tensor
@@ -39,7 +39,8 @@ class StepResult:
 class Step:
     """One finished optimizer step, or step 0: a fresh run before its first step, whose result is None.
 
-    seq_length: tokens it read of each sample, row_length: in rows of so many, of which the run has read row_tokens;
+    seq_length: tokens it read of each sample, row_length: in rows of so many, of which the run has read
+    row_tokens;
     row: its metrics by name, which callbacks add to; settled: whether the step's own values are in the row.
     """
 

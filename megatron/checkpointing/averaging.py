@@ -85,9 +85,7 @@ def _mean(paths: Sequence[Path], args: NeoXArgs, layer: int) -> dict[str, Tensor
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in paths:
-        for name, value in load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[
-            layer
-        ].items():
+        for name, value in load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer].items():
             dtypes[name] = value.dtype
             sums[name] = sums[name].add_(value) if name in sums else value.to(torch.float32, copy=True)
     return {name: value.div_(len(paths)).to(dtypes[name]) for name, value in sums.items()}

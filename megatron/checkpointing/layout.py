@@ -150,12 +150,8 @@ def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
     tag = read_latest(save)
     if tag is None:
         if layer_files(save) or model_files(save):
-            raise CheckpointError(
-                f"{save}: is one checkpoint; set `load` to the folder around it, and `iteration`"
-            )
-        raise CheckpointError(
-            f"{save}: no file `latest`; {there}; set `iteration`" if steps else f"{save}: {there}"
-        )
+            raise CheckpointError(f"{save}: is one checkpoint; set `load` to the folder around it, and `iteration`")
+        raise CheckpointError(f"{save}: no file `latest`; {there}; set `iteration`" if steps else f"{save}: {there}")
     directory = _directory(save, tag)
     if directory is None:
         raise CheckpointError(f"{save / LATEST}: names {tag}, which is not there; {there}; set `iteration`")

@@ -143,9 +143,7 @@ def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | N
     wanted = sorted(manifest.files if names is None else set(names))
     unlisted = [n for n in wanted if n not in manifest.files]
     if unlisted:
-        raise CheckpointError(
-            f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`"
-        )
+        raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
     bad = size_problems(file_sizes(path, wanted), [manifest.files[n] for n in wanted])
     bad = bad or [f"{n} (checksum)" for n in wanted if sha256(path / n) != manifest.files[n].sha256]
     bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
@@ -160,9 +158,7 @@ def _tensor_problem(path: Path, record: FileRecord) -> str | None:
     Only shapes are read: the checksum of the bytes is known to be right.
     """
     described = describe_tensors(load_tensors(path / record.name)) if record.tensors else {}
-    wrong = sorted(
-        name for name in {*described, *record.tensors} if described.get(name) != record.tensors.get(name)
-    )
+    wrong = sorted(name for name in {*described, *record.tensors} if described.get(name) != record.tensors.get(name))
     if not wrong:
         return None
     is_now, was = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
@@ -190,9 +186,7 @@ def model_keys(args: NeoXArgs) -> dict[str, Any]:
     """The keys that say what the weights mean: shapes, and what changes the function without changing a
     shape."""
     values = {key: getattr(args, key) for key in _MODEL_KEYS}
-    return {
-        key: list(value) if isinstance(value, tuple) else value for key, value in values.items()
-    }  # as JSON has it
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
 
 
 def saved_model(path: str | Path) -> Mapping[str, Any]:
@@ -226,6 +220,4 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
         if key in saved and saved[key] != now[key]
     ]
     if wrong:
-        raise CheckpointError(
-            f"{describe_changes(wrong, args, f'the model of {where}')}; change the config or `load`"
-        )
+        raise CheckpointError(f"{describe_changes(wrong, args, f'the model of {where}')}; change the config or `load`")

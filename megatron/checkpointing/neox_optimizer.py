@@ -55,9 +55,7 @@ class NeoXOptimizer:
         self.tensor_size = self._facts.tensor_size
         self._ranks = _groups_of(self.path)
         if len(self._ranks) % self.tensor_size:
-            raise CheckpointError(
-                f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks"
-            )
+            raise CheckpointError(f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks")
         self._places = self._walk()
 
     def _check_kind(self) -> None:
@@ -66,9 +64,7 @@ class NeoXOptimizer:
             "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
         for unknown in (words for words, found in kinds.items() if found):
-            raise CheckpointError(
-                f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}"
-            )
+            raise CheckpointError(f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}")
 
     def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
         """(stage, group, start in the group) of every parameter by (layer, name).
@@ -81,9 +77,7 @@ class NeoXOptimizer:
         for stage in range(stages):
             groups = self._ranks[stage * self.tensor_size]
             filled = [0] * len(groups.sizes)
-            again = (
-                stage == stages - 1 > 0 and not self.args.no_weight_tying
-            )  # its copy of the embedding stands first
+            again = stage == stages - 1 > 0 and not self.args.no_weight_tying  # its copy of the embedding stands first
             if again:
                 self._taken(0, groups, filled)
             while layers and filled != groups.sizes:
@@ -95,9 +89,7 @@ class NeoXOptimizer:
             raise self._of_another_model()
         return places
 
-    def _taken(
-        self, layer: int, groups: _Groups, filled: list[int]
-    ) -> list[tuple[tuple[int, str], tuple[int, int]]]:
+    def _taken(self, layer: int, groups: _Groups, filled: list[int]) -> list[tuple[tuple[int, str], tuple[int, int]]]:
         found = []
         for spec in self._specs[layer]:
             group = 0 if spec.weight_decay or len(filled) == 1 else 1
@@ -108,9 +100,7 @@ class NeoXOptimizer:
         return found
 
     def _of_another_model(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}"
-        )
+        return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:
         """(layer, name) of the parameters of `layers` that have optimizer state here."""
@@ -138,17 +128,12 @@ class NeoXOptimizer:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
                 continue
             pieces = [
-                to_our_names(layer, {spec.name: part[key]}, {spec.name}, self.args, where, rows)
-                for part in parts
+                to_our_names(layer, {spec.name: part[key]}, {spec.name}, self.args, where, rows) for part in parts
             ]
-            state[key] = self._cut(
-                key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size
-            )
+            state[key] = self._cut(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
         return state
 
-    def _cut(
-        self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int
-    ) -> Tensor:
+    def _cut(self, key: str, pieces: list[Tensor], spec: ParamSpec, tensor_rank: int, tensor_size: int) -> Tensor:
         if spec.sum_over_tensor and key == MASTER:  # of which each rank has a part; their gradients are alike
             return torch.stack(pieces).sum(0)
         if tensor_size == self.tensor_size:
@@ -164,16 +149,11 @@ def _groups_of(path: Path) -> list[_Groups]:
             zero.setdefault(int(match[3]), {})[int(match[2])] = file
     models = layout.model_files(path)
     if not zero:
-        return [
-            _PlainState(load_tensors(models[rank]).get("optimizer"), str(models[rank]))
-            for rank in sorted(models)
-        ]
+        return [_PlainState(load_tensors(models[rank]).get("optimizer"), str(models[rank])) for rank in sorted(models)]
     for rank in sorted(models):
         ranks = zero.get(rank, {})
         if sorted(ranks) != list(range(len(ranks))) or len(ranks) != len(zero[min(zero)]):
-            raise CheckpointError(
-                f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}"
-            )
+            raise CheckpointError(f"{path}: incomplete, without optim_states files of mp_rank_{rank:02d}; {_FIX}")
     return [_FlatZeroState([zero[rank][data] for data in sorted(zero[rank])]) for rank in sorted(models)]
 
 
@@ -260,9 +240,7 @@ class _FlatZeroState:
         parts = self._vectors[group]
         if len(parts) == 1:
             return {}
-        return {
-            key: _between(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()
-        }
+        return {key: _between(vectors, start, math.prod(shape)).view(*shape) for key, vectors in parts.items()}
 
 
 def _between(vectors: Sequence[Tensor], start: int, count: int) -> Tensor:

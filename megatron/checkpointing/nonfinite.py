@@ -21,11 +21,7 @@ def check_finite(name: str, state: Any) -> None:
         return
     for path, tensor in named_tensors(state):
         # NaN anywhere makes both of them NaN.
-        if (
-            tensor.is_floating_point()
-            and tensor.numel()
-            and not all(map(torch.isfinite, torch.aminmax(tensor)))
-        ):
+        if tensor.is_floating_point() and tensor.numel() and not all(map(torch.isfinite, torch.aminmax(tensor))):
             raise NonFiniteStateError(f"{name} ({path} is not finite)")
 
 

@@ -54,9 +54,7 @@ class ObjectStore:
             from fsspec.core import url_to_fs
 
             # Nothing is remembered: other machines write there too.
-            self._fs, self._root = url_to_fs(
-                self.url, use_listings_cache=False, skip_instance_cache=True, **own
-            )
+            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **own)
         except ImportError as problem:
             package = "'neox[remote]'" if scheme in ("s3", "s3a") else "the package that fsspec names"
             raise CheckpointError(f"{url}: {problem}; pip install {package}") from problem
@@ -79,12 +77,8 @@ class ObjectStore:
                 ) from problem
             except Exception as problem:  # of the store's own library, or its network's
                 if type(problem).__name__ in _NO_CREDENTIALS:
-                    raise CheckpointError(
-                        f"{where}: {_words(problem)}; set them in the environment"
-                    ) from problem
-                local = getattr(problem, "errno", None) in _FINAL or isinstance(
-                    problem, ValueError | TypeError
-                )
+                    raise CheckpointError(f"{where}: {_words(problem)}; set them in the environment") from problem
+                local = getattr(problem, "errno", None) in _FINAL or isinstance(problem, ValueError | TypeError)
                 if local or time.monotonic() - begun + pause > self.patience:
                     raise CheckpointError(f"{where}: {_words(problem)}") from problem
             time.sleep(pause)
@@ -93,7 +87,7 @@ class ObjectStore:
     def _at(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
-    # -- objects -------------------------------------------------------------------------------------------------
+    # -- objects ---------------------------------------------------------------------------------------------
 
     def top(self) -> set[str]:
         """The names of files and folders in it; empty for a folder that nothing was written to yet."""
@@ -101,14 +95,10 @@ class ObjectStore:
         def nothing() -> set[str]:
             bucket = self._root.strip("/").split("/")[0]
             if not self._root.startswith("/") and not self._call("", lambda: self._fs.exists(bucket)):
-                raise CheckpointError(
-                    f"{self.url}: there is no bucket {bucket}; make it, or correct the name"
-                )
+                raise CheckpointError(f"{self.url}: there is no bucket {bucket}; make it, or correct the name")
             return set()
 
-        found = self._call(
-            "", lambda: {e["name"].rstrip("/") for e in self._fs.ls(self._root, detail=True)}, nothing
-        )
+        found = self._call("", lambda: {e["name"].rstrip("/") for e in self._fs.ls(self._root, detail=True)}, nothing)
         return {name.rpartition("/")[2] for name in found if name != self._root.rstrip("/")}
 
     def sizes(self, folder: str = "") -> dict[str, int]:
@@ -178,9 +168,7 @@ class ObjectStore:
                 found.discard(name)
         if folder in found:
             if (self.read(LATEST) or b"").decode().strip() == folder:
-                others = sorted(
-                    (name for name in self.whole() if is_tag(name) and name != folder), key=step_of
-                )
+                others = sorted((name for name in self.whole() if is_tag(name) and name != folder), key=step_of)
                 before = [name for name in others if step_of(name) < step_of(folder)] or others
                 self.write(LATEST, before[-1].encode()) if before else self._delete(LATEST)
             self.remove(folder)
@@ -272,11 +260,7 @@ def fetch_checkpoint(
     if MANIFEST in there:
         store.download(f"{tag}/{MANIFEST}".lstrip("/"), path / MANIFEST)
     manifest = read_manifest(path)
-    files = (
-        {name: record for name, record in manifest.files.items() if wanted(name)}
-        if manifest is not None
-        else {}
-    )
+    files = {name: record for name, record in manifest.files.items() if wanted(name)} if manifest is not None else {}
     here = file_sizes(path, there)
     missing = [name for name, size in there.items() if here.get(name) != size]
     needed, free = sum(there[name] for name in missing), shutil.disk_usage(path).free
@@ -294,9 +278,7 @@ def fetch_checkpoint(
                 return None
         assert record is not None
         size = (path / name).stat().st_size
-        return (
-            f"{name} ({f'{size:,} bytes instead of {record.size:,}' if size != record.size else 'checksum'})"
-        )
+        return f"{name} ({f'{size:,} bytes instead of {record.size:,}' if size != record.size else 'checksum'})"
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         bad = [text for text in threads.map(bring, missing) if text is not None]

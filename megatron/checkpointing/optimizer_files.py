@@ -68,9 +68,7 @@ class OptimizerFiles:
             for piece in pieces:
                 if tuple(piece.shape) != spec.local_shape(self.tensor_size):
                     want = spec.local_shape(self.tensor_size)
-                    raise CheckpointError(
-                        f"{where}.{key}: shape {tuple(piece.shape)} in the file, {want} here; {_FIX}"
-                    )
+                    raise CheckpointError(f"{where}.{key}: shape {tuple(piece.shape)} in the file, {want} here; {_FIX}")
             if tensor_size == self.tensor_size:
                 state[key] = pieces[tensor_rank]
             else:
@@ -83,7 +81,5 @@ def _checked(state: Any, path: Path) -> Mapping[str, Any]:
         isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())
         for found in state.values()
     ):
-        raise CheckpointError(
-            f"{path}: not a file of optimizer state (expected tensors by parameter and key)"
-        )
+        raise CheckpointError(f"{path}: not a file of optimizer state (expected tensors by parameter and key)")
     return state

@@ -37,9 +37,7 @@ _NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "norm",
 )  # fmt: skip
 _TE_NORMS: Pairs = tuple(
-    pair
-    for norm in _NORMS
-    for pair in ((f"{norm}.scale", f"{norm}.norm.weight"), (f"{norm}.", f"{norm}.norm."))
+    pair for norm in _NORMS for pair in ((f"{norm}.scale", f"{norm}.norm.weight"), (f"{norm}.", f"{norm}.norm."))
 )
 # foreign prefix -> our prefix; the first that matches is used
 _RENAMES: Pairs = (
@@ -93,9 +91,7 @@ def our_name(name: str, expected: Collection[str]) -> str | None:
     if _IGNORED.fullmatch(name):
         return None
     name = _renamed(name, _RENAMES)
-    scale = (
-        name.removesuffix(".weight") + ".scale"
-    )  # wrapped and TE RMSNorms say weight where NeoX says scale
+    scale = name.removesuffix(".weight") + ".scale"  # wrapped and TE RMSNorms say weight where NeoX says scale
     return scale if name not in expected and scale in expected else name
 
 
@@ -135,14 +131,10 @@ def to_our_names(
             continue
         if ours in unused and ours not in expected:
             if args.gpt_j_tied and not torch.all(tensor == float(unused[ours].init == "ones")):
-                raise CheckpointError(
-                    f"{where}: {name} is trained, so the model was not tied; set gpt_j_tied: false"
-                )
+                raise CheckpointError(f"{where}: {name} is trained, so the model was not tied; set gpt_j_tied: false")
             continue
         if ours in out:
-            raise CheckpointError(
-                f"{where}: {name} and another tensor both stand for {ours}; remove one of them"
-            )
+            raise CheckpointError(f"{where}: {name} and another tensor both stand for {ours}; remove one of them")
         if name.startswith("attention.qkv.") and attention is not None:
             tensor = _groups_apart(tensor, attention)
         elif name.startswith("mlp.fc1_"):
@@ -156,8 +148,8 @@ def to_our_names(
 def to_file_names(
     layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of one layer (by its NeoX index) of one tensor rank as GPT-NeoX writes them, with its unused
-    norms and buffers.
+    """The tensors of one layer (by its NeoX index) of one tensor rank as GPT-NeoX writes them, with its
+    unused norms and buffers.
 
     naming: a key of `WEIGHT_NAMINGS`; None: the naming that this configuration has in GPT-NeoX. Raises
     CheckpointError where the model has no names in it.
@@ -180,11 +172,7 @@ def to_file_names(
     for name, tensor in tensors.items():
         kind = name.removeprefix("mlp.linear1.")
         if attention is not None and name.startswith("attention.query_key_value."):
-            tensor = (
-                _groups_together(tensor, attention)
-                if te_attention
-                else _slices_together(tensor, attention, old)
-            )
+            tensor = _groups_together(tensor, attention) if te_attention else _slices_together(tensor, attention, old)
         elif mlp == "te" and kind != name:
             tensor = _halves_swapped(tensor, args)
         elif mlp == "llama" and kind != name:
@@ -204,13 +192,9 @@ def to_file_names(
 
 def _check_names(mlp: str, args: NeoXArgs) -> None:
     if mlp == "llama" and not args.is_gated:
-        raise CheckpointError(
-            f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}"
-        )
+        raise CheckpointError(f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}")
     if mlp == "te" and has_one_norm(args):
-        raise CheckpointError(
-            "Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none"
-        )
+        raise CheckpointError("Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none")
 
 
 # Transformer-Engine's MultiheadAttention views its rows as `[kv_heads, queries of one + 2, head_dim]`

@@ -50,9 +50,7 @@ def begin_checkpoint_if_space(
         check_free(save, needed)
         return begin_checkpoint(save, iteration)
     except OSError as problem:
-        raise CheckpointError(
-            f"{save}: cannot be written ({problem.strerror}); give another folder"
-        ) from problem
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
 
 
 def _settle(aside: Path) -> None:

@@ -34,11 +34,7 @@ def remote_folders(args: NeoXArgs) -> dict[str, Path]:
 
 def object_store_of(args: NeoXArgs) -> ObjectStore | None:
     """The object store that checkpoints are sent to; None for a local `save`."""
-    return (
-        ObjectStore(args.save, args.remote_patience)
-        if args.save is not None and is_remote(args.save)
-        else None
-    )
+    return ObjectStore(args.save, args.remote_patience) if args.save is not None and is_remote(args.save) else None
 
 
 def mirror_remote_checkpoints(args: NeoXArgs, *, writes: bool) -> None:
@@ -99,9 +95,7 @@ def _alone(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         opened = open_lock_file(file)
     except OSError as problem:
-        raise CheckpointError(
-            f"{folder}: cannot be written ({problem.strerror}); set remote_staging"
-        ) from problem
+        raise CheckpointError(f"{folder}: cannot be written ({problem.strerror}); set remote_staging") from problem
     with opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield file
@@ -161,9 +155,7 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
         for tag in tags:
             (folder / tag).mkdir(parents=True)
         yield folder
-        made = [
-            entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."
-        ]
+        made = [entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."]
         if not any(is_tag(entry.name) for entry in made):
             if there or parent.endswith(":/"):
                 raise CheckpointError(f"{place}: is there already; remove it, or give another folder")

@@ -77,11 +77,7 @@ def reshard(
             ours.run_id,
             with_state,
         )
-        if (
-            same
-            and describe_checkpoint(final).block == asked
-            and bool(layout.layer_files(final)) != sequential
-        ):
+        if same and describe_checkpoint(final).block == asked and bool(layout.layer_files(final)) != sequential:
             verify(final)
             return final
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
@@ -144,9 +140,7 @@ def _samples(source: Path, args: NeoXArgs) -> int:
 
 def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
     """The names of a block's tensors under `naming`. Raises CheckpointError where they have no such names."""
-    return to_file_names(
-        2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming
-    )
+    return to_file_names(2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
 
 
 def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:

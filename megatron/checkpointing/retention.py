@@ -26,9 +26,7 @@ class Retention:
 def checkpoints_to_delete(save: Path, newest: Path, keep: Retention) -> list[Path]:
     """The checkpoints of `save` to delete now that `newest` is there; never that one."""
     # By age, not by step: after a restart the earlier run's steps may be higher than the new one's.
-    others = sorted(
-        (p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns
-    )
+    others = sorted((p for p in list_checkpoints(save) if p.name != newest.name), key=lambda p: p.stat().st_mtime_ns)
     ephemeral = [path for path in others if (path / EPHEMERAL).exists()]
     if not keep.last:
         return ephemeral
@@ -41,7 +39,5 @@ def checkpoints_to_delete(save: Path, newest: Path, keep: Retention) -> list[Pat
 
 def _best(paths: list[Path], count: int) -> list[Path]:
     manifests = [(path, read_manifest(path)) for path in paths]
-    losses = [
-        (m.validation_loss, path) for path, m in manifests if m is not None and m.validation_loss is not None
-    ]
+    losses = [(m.validation_loss, path) for path, m in manifests if m is not None and m.validation_loss is not None]
     return [path for _, path in sorted(losses)[:count]]

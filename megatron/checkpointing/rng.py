@@ -55,6 +55,4 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, where: str) -> N
         if device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng_state"], device)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise CheckpointError(
-            f"{where}: random states of another kind of machine ({e}); set no_load_rng: true"
-        ) from e
+        raise CheckpointError(f"{where}: random states of another kind of machine ({e}); set no_load_rng: true") from e

@@ -27,9 +27,7 @@ def load_checkpoint_args(
     files = list(config_files)
     if not files and manifest is not None and manifest.config:
         return NeoXArgs.from_dict({**manifest.config, **known}), facts
-    files = files or sorted(
-        file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}")
-    )
+    files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
     if not files:
         raise CheckpointError(f"{path}: does not say how its model was configured; give --config_file")
     try:

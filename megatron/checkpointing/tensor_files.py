@@ -117,9 +117,7 @@ def need_free(folder: Path, needed: int, takes: str = "takes about") -> None:
     """Raises CheckpointError, before anything is written, where `needed` bytes are not free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(
-            f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room"
-        )
+        raise CheckpointError(f"{folder}: {takes} {readable_size(needed)}, {readable_size(free)} are free; make room")
 
 
 def open_lock_file(path: Path) -> IO[str]:
@@ -162,9 +160,7 @@ def _safe_list(extra_safe: Iterable[Any]) -> list[Any]:
     classes, and `extra_safe`."""
     reconstruct = np.empty(0).__reduce__()[0]
     extra = list(extra_safe)
-    named = {
-        item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in extra
-    }
+    named = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in extra}
     return [
         (reconstruct, "numpy._core.multiarray._reconstruct"),
         (reconstruct, "numpy.core.multiarray._reconstruct"),
@@ -198,6 +194,4 @@ def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
                 "Re-save the file with plain tensors, numbers and strings"
             ) from e
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        raise CheckpointError(
-            f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`"
-        ) from e
+        raise CheckpointError(f"{path}: damaged, or not a tensor file ({reason}); load another `iteration`") from e

@@ -35,9 +35,7 @@ class WeightFiles:
     tensor_size: int
     layers: frozenset[int]
     files: Mapping[Any, Path]
-    whole: dict[int, dict[int, dict[str, Tensor]]] | None = field(
-        default=None, repr=False
-    )  # rank -> layer -> name
+    whole: dict[int, dict[int, dict[str, Tensor]]] | None = field(default=None, repr=False)  # rank -> layer -> name
 
     def file(self, layer: int, rank: int) -> Path:
         key = rank if self.whole is not None else (layer, rank)
@@ -52,9 +50,7 @@ class WeightFiles:
             return self.whole[rank].get(layer, {})
         state = load_tensors(self.files[layer, rank])
         if not isinstance(state, dict) or not all(_is_entry(k, v) for k, v in state.items()):
-            raise CheckpointError(
-                f"{self.files[layer, rank]}: not a layer file (expected a flat dict of tensors)"
-            )
+            raise CheckpointError(f"{self.files[layer, rank]}: not a layer file (expected a flat dict of tensors)")
         return state
 
 
@@ -79,9 +75,7 @@ def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
     for key, value in state.items():
         number, _, name = key.removeprefix("sequential.").partition(".")
         if not number.isdigit() or not name or not _is_entry(key, value):
-            raise CheckpointError(
-                f"{file}: {key}: not a weight under a NeoX name (sequential.N.name or N.name)"
-            )
+            raise CheckpointError(f"{file}: {key}: not a weight under a NeoX name (sequential.N.name or N.name)")
         layers.setdefault(int(number), {})[name] = value
     return layers
 
@@ -95,13 +89,9 @@ def open_weight_files(path: Path) -> WeightFiles:
     if files:
         layers, ranks = {layer for layer, _ in files}, {rank for _, rank in files}
         size = max(ranks) + 1
-        missing = [
-            layout.layer_file(n, r) for n in sorted(layers) for r in range(size) if (n, r) not in files
-        ]
+        missing = [layout.layer_file(n, r) for n in sorted(layers) for r in range(size) if (n, r) not in files]
         if missing:
-            raise CheckpointError(
-                f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`"
-            )
+            raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
         return WeightFiles(path, size, frozenset(layers), files)
     files = layout.model_files(path)
     if not files:
@@ -142,9 +132,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointDescription:
     if embedding is None:
         raise CheckpointError(f"{path}: layer 0 holds no word_embeddings.weight; not a model of GPT-NeoX")
     down = "mlp.linear2.weight"
-    ffn = next(
-        (t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None
-    )
+    ffn = next((t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None)
     rows = embedding.shape[0] * source.tensor_size
     names = naming_of(block)
     return CheckpointDescription(layout_name, names, frozenset(block), source.tensor_size, dtypes, rows, ffn)
@@ -155,9 +143,7 @@ def describe_layout(path: str | Path, args: NeoXArgs) -> str:
     CheckpointError."""
     facts = describe_checkpoint(path)
     words = f"{facts.layout}, {facts.tensor_size} tensor ranks, names {facts.names}"
-    grouped = [
-        a for a in (attention_of(args, n + 2) for n in range(args.num_layers)) if a and a.kv_heads < a.heads
-    ]
+    grouped = [a for a in (attention_of(args, n + 2) for n in range(args.num_layers)) if a and a.kv_heads < a.heads]
     if not grouped:
         return words
     old = has_old_rows(facts.block, grouped[0], rows_key(Path(path), args))

@@ -42,9 +42,7 @@ def load_weights(
         specs = expected.get(layer, ())
         loaded[layer] = {}
         if specs:
-            loaded[layer] = _load_layer(
-                source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches
-            )
+            loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
     for name, owner in shared_params(args).items():
         spec = [spec for spec in expected[owner] if spec.name == name]
         first = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
@@ -56,9 +54,7 @@ def load_weights(
     return loaded
 
 
-def _shared_problems(
-    owner: int, first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]
-) -> list[str]:
+def _shared_problems(owner: int, first: Mapping[str, Tensor], loaded: Mapping[int, Mapping[str, Tensor]]) -> list[str]:
     """A line for each copy of a shared parameter that differs from that of layer `owner`."""
     return [
         f"layer {layer}: {name} is another than layer {owner}'s (GPT-NeoX trained one a pipeline stage); the blocks "
@@ -74,28 +70,20 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
         raise CheckpointError(f"{path}: does not fit this model:\n  " + "\n  ".join(problems))
 
 
-def _layer_problems(
-    source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs
-) -> list[str]:
+def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: NeoXArgs) -> list[str]:
     """A line for each layer that only the checkpoint or only the model has, with the key that would fix
     it."""
     want = {layer for layer, specs in expected.items() if specs}
     # NeoX writes an empty file for a norm without parameters.
-    extra = sorted(
-        layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0)
-    )
+    extra = sorted(layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0))
     missing = sorted(want - source.layers)
     if not missing and not extra:
         return []
     last = max(source.layers)
     if missing == [args.num_layers + 4] and not extra:
-        return [
-            f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"
-        ]
+        return [f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"]
     if extra == [args.num_layers + 4] and not missing:
-        return [
-            f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"
-        ]
+        return [f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"]
     lines = [f"missing layer {n}: {', '.join(spec.name for spec in expected[n])}" for n in missing]
     lines += [f"extra layer {n}" for n in extra]
     blocks = last - (4 if args.no_weight_tying else 3)
@@ -124,11 +112,7 @@ def _load_layer(
         state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
-                fix = (
-                    "; set compat_norm_bias: true"
-                    if all(name.endswith("norm.bias") for name in wrong)
-                    else ""
-                )
+                fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
                 problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}{fix}")
         parts[rank] = state
     out: dict[str, Tensor] = {}
@@ -141,9 +125,7 @@ def _load_layer(
             mismatches.append(f"layer {layer}: {_shape_problem(spec, wrong_shape, source.tensor_size, args)}")
             continue
         local = _local_part(spec, tensors, same_cut, tensor_rank, tensor_size)
-        out[spec.name] = local.clone(
-            memory_format=torch.contiguous_format
-        )  # off the memory map, off other tensors
+        out[spec.name] = local.clone(memory_format=torch.contiguous_format)  # off the memory map, off other tensors
     return out
 
 

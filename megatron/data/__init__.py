@@ -1,4 +1,5 @@
-"""What training reads: `.bin/.idx` files, their index maps, the sets of a run, and the Batch that the model reads.
+"""What training reads: `.bin/.idx` files, their index maps, the sets of a run, and the Batch that the model
+reads.
 
 `preprocessing/` makes these files from raw text and `inspection/` looks at them: training imports neither.
 The names that need torch (Batch, the loaders) are imported on first use, so that tools start without torch.

@@ -17,10 +17,11 @@ from megatron.data.preferences.preference_dataset import PreferenceSample
 class Batch:
     """One micro-batch: integer tensors of fixed sizes.
 
-    Preference training adds responses, numbered from 0 over the micro-batch. A pair is responses 2p (chosen) and
-    2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score of a
-    response is the sum of log-probabilities over its places whose loss weight is 1.
-    preference_labels: of pairs 1, and 0 for padding; of KTO's examples their weight, negative for undesirable ones.
+    Preference training adds responses, numbered from 0 over the micro-batch. A pair is responses 2p (chosen)
+    and 2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score
+    of a response is the sum of log-probabilities over its places whose loss weight is 1.
+    preference_labels: of pairs 1, and 0 for padding; of KTO's examples their weight, negative for undesirable
+    ones.
     """
 
     tokens: Tensor  # [batch, seq] int64
@@ -67,11 +68,13 @@ def collate(
     """Next-token batch of windows [batch, seq + 1] int64.
 
     labels: of the tokens in the same places, negative where one is not trained; None: the tokens.
-    begins: where documents begin, boolean, as the data has them; None: after each `eod` (Megatron). The first place of
-    a row always begins one.
+    begins: where documents begin, boolean, as the data has them; None: after each `eod` (Megatron). The first
+    place of a row always begins one.
     rewards: [batch] float32, of each row's document.
-    eod_mask_loss leaves out the positions whose input token is `eod` (NeoX): what follows a document's end is chance.
-    reset_attention_mask: attention stays in documents, and no document's first token is predicted from the one before.
+    eod_mask_loss leaves out the positions whose input token is `eod` (NeoX): what follows a document's end is
+    chance.
+    reset_attention_mask: attention stays in documents, and no document's first token is predicted from the
+    one before.
     reset_position_ids: positions count from 0 in each document.
     """
     resets = reset_attention_mask or reset_position_ids
@@ -103,8 +106,8 @@ def collate_samples(
 ) -> Batch:
     """`collate` of a dataset's samples, of each the first `length` tokens (None: all).
 
-    Documents are those of the dataset; in sets without labels they also end with each `eod` (Megatron). With labels
-    they do not: there it may stand between the turns of one conversation.
+    Documents are those of the dataset; in sets without labels they also end with each `eod` (Megatron). With
+    labels they do not: there it may stand between the turns of one conversation.
     """
     width = None if length is None else length + 1
     tokens, labels, begins = (
@@ -130,10 +133,12 @@ def collate_preferences(
     max_length: int | None = None,
     seed: int = 0,
 ) -> Batch:
-    """A batch of preference samples: the rows of every sample, one after another, and their responses numbered on.
+    """A batch of preference samples: the rows of every sample, one after another, and their responses
+    numbered on.
 
-    packed: rows hold several documents, which attention and positions keep apart. rotate: `kl_batch` is made of the
-    samples themselves (`kto.rotate_responses`), cut to max_length tokens. Raises ValueError for a `length`.
+    packed: rows hold several documents, which attention and positions keep apart. rotate: `kl_batch` is made
+    of the samples themselves (`kto.rotate_responses`), cut to max_length tokens. Raises ValueError for a
+    `length`.
     """
     if length is not None:
         raise ValueError("answers are not cut to the lengths of a curriculum")
@@ -159,8 +164,8 @@ def collate_preferences(
 
 
 def rechunk(batch: Batch, length: int) -> Batch:
-    """Long rows read as more, shorter ones (`seq_curriculum`): the same tokens and labels in rows of `length`, which
-    divides theirs: [batch * seq / length, length].
+    """Long rows read as more, shorter ones (`seq_curriculum`): the same tokens and labels in rows of
+    `length`, which divides theirs: [batch * seq / length, length].
 
     Documents that go on over a new row's beginning begin there again, for attention and positions alike.
     """

@@ -1,8 +1,8 @@
 """Several sets read as one, in the proportion of their weights and in GPT-NeoX's order.
 
-Sample i comes from the set d with the largest error weights[d] * max(i, 1) - drawn[d] (the first of equal ones, all in
-float64), and is the next one of that set. So the order does not depend on the number of samples: more of them only
-continue it.
+Sample i comes from the set d with the largest error weights[d] * max(i, 1) - drawn[d] (the first of equal
+ones, all in float64), and is the next one of that set. So the order does not depend on the number of samples:
+more of them only continue it.
 """
 
 import math
@@ -26,8 +26,8 @@ UINT32_MAX = np.iinfo(np.uint32).max
 
 @dataclass(frozen=True)
 class BlendMaps:
-    """dataset_index [samples]: the set of every sample; dataset_sample_index [samples]: its number in that set;
-    drawn [sets] int64: how many samples are taken of each set."""
+    """dataset_index [samples]: the set of every sample; dataset_sample_index [samples]: its number in that
+    set; drawn [sets] int64: how many samples are taken of each set."""
 
     dataset_index: np.ndarray
     dataset_sample_index: np.ndarray
@@ -56,8 +56,8 @@ class BlendKey(BlendingKey):
 
 @dataclass(frozen=True)
 class OnePassKey(BlendingKey):
-    """All that decides the maps of a blend of each sample once, in the proportion of the weights while all sets last; a
-    set that has given its samples is left out of what follows."""
+    """All that decides the maps of a blend of each sample once, in the proportion of the weights while all
+    sets last; a set that has given its samples is left out of what follows."""
 
     weights: tuple[float, ...]
     samples: tuple[int, ...]
@@ -69,7 +69,8 @@ class OnePassKey(BlendingKey):
 
 @dataclass(frozen=True)
 class EpochKey(BlendingKey):
-    """All that decides the maps of one pass over several sets: each sample once, every set spread evenly over the pass.
+    """All that decides the maps of one pass over several sets: each sample once, every set spread evenly over
+    the pass.
 
     (GPT-NeoX draws from all sets alike, so that small ones come again and large ones never end.)
     """
@@ -102,19 +103,21 @@ def normalized(weights: Sequence[float]) -> np.ndarray:
 
 
 def samples_per_member(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Samples to prepare of each set: 0.5 % more than its share, as in NeoX. No more than these are ever drawn."""
+    """Samples to prepare of each set: 0.5 % more than its share, as in NeoX. No more than these are ever
+    drawn."""
     return [math.ceil(num_samples * weight * 1.005) for weight in normalized(weights).tolist()]
 
 
 def weight_phases(until: Sequence[int], weights: Sequence[tuple[float, ...]], batch: int, num_samples: int) -> Phases:
-    """The weights that hold up to step until[0], until[1], ... and then to the end, by samples; `batch` a step."""
+    """The weights that hold up to step until[0], until[1], ... and then to the end, by samples; `batch` a
+    step."""
     borders = [0, *(min(step * batch, num_samples) for step in until), num_samples]
     return tuple((end - begin, phase) for (begin, end), phase in zip(pairwise(borders), weights, strict=True))
 
 
 def build_phases(phases: Phases) -> BlendMaps:
-    """Blends one after another: in each phase a set goes on where it stopped in the one before. A weight of 0 leaves
-    a set out of a phase."""
+    """Blends one after another: in each phase a set goes on where it stopped in the one before. A weight of 0
+    leaves a set out of a phase."""
     drawn = np.zeros(len(phases[0][1]), np.int64)
     which, number = [], []
     for samples, weights in phases:
@@ -183,12 +186,14 @@ def build_blend(
 def _block(
     weights: np.ndarray, first: int, drawn: np.ndarray, lanes: int, length: int, warm_up: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(set, number in the set) of samples [first, first + lanes * length), the sets having given `drawn` before.
+    """(set, number in the set) of samples [first, first + lanes * length), the sets having given `drawn`
+    before.
 
-    One sample after the other would take minutes in Python. So the block is cut into lanes that go on together, each
-    from a guess of what was drawn before it, made better by a run-up of `warm_up` samples: two runs that differ soon
-    fall into step, since what one of them has drawn too little of is what it draws next. A lane is right if it begins
-    exactly as the lane before it ends; those that are not begin again, from that very state.
+    One sample after the other would take minutes in Python. So the block is cut into lanes that go on
+    together, each from a guess of what was drawn before it, made better by a run-up of `warm_up` samples: two
+    runs that differ soon fall into step, since what one of them has drawn too little of is what it draws
+    next. A lane is right if it begins exactly as the lane before it ends; those that are not begin again,
+    from that very state.
     """
     begins = first + length * np.arange(lanes)
     state = np.empty((lanes, len(weights)))
@@ -264,7 +269,8 @@ class BlendedDataset:
 
 
 class RepeatedDataset:
-    """`epochs` passes over a dataset (`train_epochs`): every window once, then again in the same order, as NeoX's."""
+    """`epochs` passes over a dataset (`train_epochs`): every window once, then again in the same order, as
+    NeoX's."""
 
     def __init__(self, dataset: PackedDataset | BlendedDataset, epochs: int):
         self.dataset, self.epochs = dataset, epochs

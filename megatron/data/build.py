@@ -20,12 +20,14 @@ def build_datasets(
     epochs: int | None = None,
     data_state: DataState | None = None,
 ) -> Datasets:
-    """Build the sets of `data_path` + `split`, or of the listed paths; several paths of one list are blended by weight.
+    """Build the sets of `data_path` + `split`, or of the listed paths; several paths of one list are blended
+    by weight.
 
-    once: called on every rank with a function that does all work on whole files: checks, hashes, and writing the index
-    maps that the cache does not hold. It must call that function on one rank, return its result on all ranks, and
-    raise on all ranks what it raised there.
-    epochs: passes over the training set (see `epoch_iterations`); None: as many samples as `train_iters` steps take.
+    once: called on every rank with a function that does all work on whole files: checks, hashes, and writing
+    the index maps that the cache does not hold. It must call that function on one rank, return its result on
+    all ranks, and raise on all ranks what it raised there.
+    epochs: passes over the training set (see `epoch_iterations`); None: as many samples as `train_iters`
+    steps take.
     data_state: of the run that is resumed, whose samples keep their order; None: a new run.
     Raises DataError for data that cannot be used.
     """
@@ -34,7 +36,8 @@ def build_datasets(
 
 
 def epoch_iterations(args: NeoXArgs, train_batch_size: int, data_state: DataState | None = None) -> int:
-    """Optimizer steps of `train_epochs` passes over the training data; last samples that fill no batch are left out.
+    """Optimizer steps of `train_epochs` passes over the training data; last samples that fill no batch are
+    left out.
 
     data_state: of the run that is resumed, whose steps so far may have had another batch size.
     Raises DataError for data that cannot be used, or that is less than one batch.

@@ -1,10 +1,11 @@
 """Short sequences first.
 
-`curriculum_learning`: how many tokens of each sample an optimizer step reads; their ends are left out. The formulas are
-those of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et al., "The
-Stability-Efficiency Dilemma" (arXiv 2108.06084).
-`seq_curriculum`: nothing is left out. The micro-batch [batch, seq_length] of a step is read as [batch * seq_length /
-seq_len, seq_len], so that steps, their tokens, and where a run goes on are those of the run without it.
+`curriculum_learning`: how many tokens of each sample an optimizer step reads; their ends are left out. The
+formulas are those of DeepSpeed's CurriculumScheduler; the step counts from 1, as GPT-NeoX passes it. Li et
+al., "The Stability-Efficiency Dilemma" (arXiv 2108.06084).
+`seq_curriculum`: nothing is left out. The micro-batch [batch, seq_length] of a step is read as [batch *
+seq_length / seq_len, seq_len], so that steps, their tokens, and where a run goes on are those of the run
+without it.
 """
 
 import math
@@ -53,7 +54,8 @@ def difficulty(section: Mapping[str, Any], step: int) -> int:
 
 
 def check_curriculum(args: NeoXArgs) -> None:
-    """Raise ConfigError for lengths that are none, or that tensor ranks cannot share under sequence parallelism."""
+    """Raise ConfigError for lengths that are none, or that tensor ranks cannot share under sequence
+    parallelism."""
     section = curriculum_section(args)
     if args.seq_curriculum is not None:
         lengths, path = args.seq_curriculum["seq_len"], "seq_curriculum.seq_len"

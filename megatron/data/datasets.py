@@ -17,8 +17,8 @@ SampleSet = PackedDataset | BlendedDataset | RepeatedDataset | PreferenceDataset
 class SetContents:
     """All that decides the rows of a preference set, for caches that are made from them.
 
-    layout: hex SHA-256 of labels, keys and order. files: those with the tokens. hash_cache: the folder in which the
-    hashes of these files are kept (`cached_sha256`).
+    layout: hex SHA-256 of labels, keys and order. files: those with the tokens. hash_cache: the folder in
+    which the hashes of these files are kept (`cached_sha256`).
     """
 
     layout: str

@@ -39,7 +39,8 @@ def sha256(path: str | Path) -> str:
 
 
 def cached_sha256(path: str | Path, folder: Path) -> str:
-    """Hex SHA-256 of a file's content, kept in `folder` for as long as the file's size, times and inode stay the same.
+    """Hex SHA-256 of a file's content, kept in `folder` for as long as the file's size, times and inode stay
+    the same.
 
     Nothing is kept of a file that changed in the last seconds: it might change again without another time.
     """
@@ -53,7 +54,8 @@ def cached_sha256(path: str | Path, folder: Path) -> str:
             return known["sha256"]
     digest = sha256(path)
     if time.time_ns() - max(now[1:3]) > _SETTLED:
-        # Only time is lost without a note: a folder that cannot be written is told of where something must be.
+        # Only time is lost without a note: a folder that cannot be written is told of where something must
+        # be.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = temporary(note)

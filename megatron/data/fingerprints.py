@@ -1,4 +1,5 @@
-"""What identifies the data of a run and decides the order of its samples. How many are drawn is no part of it."""
+"""What identifies the data of a run and decides the order of its samples. How many are drawn is no part of
+it."""
 
 import hashlib
 from typing import Any
@@ -24,8 +25,9 @@ ORDER_KEYS = (
 
 
 def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
-    """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and SHA-256 over
-    64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over all `.npy` files)."""
+    """What identifies a dataset without reading all of it: SHA-256 of the `.idx`, size of the `.bin`, and
+    SHA-256 over 64 evenly spaced blocks of 64 KiB of the `.bin` (all of it when smaller; so many blocks over
+    all `.npy` files)."""
     return _fingerprint(open_dataset(prefix, data_impl))
 
 
@@ -46,8 +48,8 @@ def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
 
 
 def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
-    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are `train_0`,
-    `train_1`, ..., each with its normalised weight."""
+    """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are
+    `train_0`, `train_1`, ..., each with its normalised weight."""
     fingerprints: dict[str, dict[str, Any]] = {}
     if args.dataset_impl == "pairwise":
         files = preference_files(args).items()
@@ -85,8 +87,9 @@ def path_key(name: str, kind: str = "") -> str:
 
 
 def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
-    """The keys that decide the order of samples, besides `data_fingerprint` and `seed`. epochs: `train_epochs`, which
-    is not in args any more when a run begins; whether there is any decides, not how many."""
+    """The keys that decide the order of samples, besides `data_fingerprint` and `seed`. epochs:
+    `train_epochs`, which is not in args any more when a run begins; whether there is any decides, not how
+    many."""
     keys = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
     keys["data_seed"] = data_seed(args)
     if args.data_path:
@@ -97,7 +100,8 @@ def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
 
 
 def order_sha256(dataset: SampleSet, samples: int) -> str:
-    """Hex SHA-256 of where up to 64 evenly spaced ones of the first `samples` samples begin: document and token.
+    """Hex SHA-256 of where up to 64 evenly spaced ones of the first `samples` samples begin: document and
+    token.
 
     The first and the last of these samples are among them.
     """

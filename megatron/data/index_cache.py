@@ -1,9 +1,10 @@
-"""Arrays derived from data, kept in one file a set, named by all that decides them: whole or not there, never stale.
+"""Arrays derived from data, kept in one file a set, named by all that decides them: whole or not there, never
+stale.
 
-`<digest of the keys>.maps` holds the arrays one after another, each from a multiple of 64 bytes on; then JSON with the
-keys, the type, shape and place of every array, and the CRC-32 of every 16 MiB before it; last, `TAIL`: the length of
-that JSON, and its own CRC-32. The process that sees to it that a file is there checks it whole, once a start; one that
-was damaged is said and made again.
+`<digest of the keys>.maps` holds the arrays one after another, each from a multiple of 64 bytes on; then JSON
+with the keys, the type, shape and place of every array, and the CRC-32 of every 16 MiB before it; last,
+`TAIL`: the length of that JSON, and its own CRC-32. The process that sees to it that a file is there checks
+it whole, once a start; one that was damaged is said and made again.
 """
 
 import hashlib
@@ -37,7 +38,8 @@ MapBuilders = Mapping["CacheKey", Callable[[], Any]]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """The base of dataclasses whose fields are all that decides some arrays. Their names are part of file names."""
+    """The base of dataclasses whose fields are all that decides some arrays. Their names are part of file
+    names."""
 
     @property
     def digest(self) -> str:
@@ -49,8 +51,8 @@ class CacheKey:
 class CachedMaps:
     """A file of the cache, mapped into memory.
 
-    places: for each key, the type, shape and first byte of every array by its name. checksums: the CRC-32 of every
-    BLOCK bytes of `content`, which ends where the arrays do.
+    places: for each key, the type, shape and first byte of every array by its name. checksums: the CRC-32 of
+    every BLOCK bytes of `content`, which ends where the arrays do.
     """
 
     content: np.ndarray
@@ -69,8 +71,8 @@ class CachedMaps:
 def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
     """Make sure that one file of cache_dir holds the arrays of all keys, undamaged.
 
-    The arrays of a key are the fields of what its builder returns. A missing file is written under a temporary
-    name, then renamed; what other processes have mapped stays what it was.
+    The arrays of a key are the fields of what its builder returns. A missing file is written under a
+    temporary name, then renamed; what other processes have mapped stays what it was.
     Raises DataError where it cannot be written.
     """
     path = _path(cache_dir, builders)
@@ -140,7 +142,8 @@ def _write(path: Path, builders: MapBuilders) -> None:
 
 
 def _made(builders: list[Callable[[], Any]]) -> Iterator[Any]:
-    """What the builders return, in order and a few at a time: maps of large sets need not all fit into memory."""
+    """What the builders return, in order and a few at a time: maps of large sets need not all fit into
+    memory."""
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(builders), THREADS):
             yield from pool.map(lambda make: make(), builders[start : start + THREADS])
@@ -156,7 +159,8 @@ def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
 
 
 def _open(path: Path, keys: Collection[CacheKey]) -> CachedMaps:
-    """Raises ValueError for a file whose end does not describe the arrays of `keys`; they themselves are not read."""
+    """Raises ValueError for a file whose end does not describe the arrays of `keys`; they themselves are not
+    read."""
     content = map_file(path, np.uint8)
     length, checksum = TAIL.unpack(content[-TAIL.size :].tobytes().ljust(TAIL.size, b"\0"))
     text = content[-TAIL.size - length : -TAIL.size].tobytes() if length <= len(content) - TAIL.size else b""

@@ -1,10 +1,12 @@
 """Document, sample and shuffle order of packed pre-training data, equal to NeoX's for the same seed.
 
-The documents of a split are shuffled (all epochs together), laid end to end, and cut into windows of seq_length + 1
-tokens that overlap by one; the windows are shuffled again by the same generator. Documents cross window borders.
+The documents of a split are shuffled (all epochs together), laid end to end, and cut into windows of
+seq_length + 1 tokens that overlap by one; the windows are shuffled again by the same generator. Documents
+cross window borders.
 
-So the order depends on how many epochs are mixed. A run that is extended keeps the epochs it was begun with as they
-are; those that it needs besides are another segment of the order, shuffled by itself and laid behind them.
+So the order depends on how many epochs are mixed. A run that is extended keeps the epochs it was begun with
+as they are; those that it needs besides are another segment of the order, shuffled by itself and laid behind
+them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +25,9 @@ CHUNK = 1 << 20  # documents looked at in one go, so that little memory is neede
 class IndexMaps:
     """Which tokens make which sample, as in GPT-NeoX.
 
-    doc_idx [epochs * documents]: sequence numbers in the order in which their tokens are laid end to end. sample_idx
-    [samples + 1, 2]: (place in doc_idx, token offset) of the first token of every window. shuffle_idx [samples]: the
-    windows in training order.
+    doc_idx [epochs * documents]: sequence numbers in the order in which their tokens are laid end to end.
+    sample_idx [samples + 1, 2]: (place in doc_idx, token offset) of the first token of every window.
+    shuffle_idx [samples]: the windows in training order.
     """
 
     doc_idx: np.ndarray
@@ -54,7 +56,8 @@ class Packing:
 
     @property
     def joint(self) -> bool:
-        """Whether the number of samples decides the order of all of them; otherwise more samples only continue it."""
+        """Whether the number of samples decides the order of all of them; otherwise more samples only
+        continue it."""
         return self.windows or self.compat
 
     @property
@@ -68,7 +71,8 @@ class Packing:
         return 1 if self.windows or self.compat else 0
 
     def width(self, seq_length: int) -> int:
-        """Tokens of a row: one more than the model reads, which is only predicted; a block has no such token."""
+        """Tokens of a row: one more than the model reads, which is only predicted; a block has no such
+        token."""
         return seq_length + 1 if self.windows or self.whole_documents else seq_length
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
@@ -81,10 +85,11 @@ SegmentEnds = Mapping[str, tuple[tuple[int, ...], ...]]  # set name -> of each m
 
 @dataclass(frozen=True)
 class DataState:
-    """How far a run is in its data, as its checkpoint says: what keeps the order of its samples when it is extended.
+    """How far a run is in its data, as its checkpoint says: what keeps the order of its samples when it is
+    extended.
 
-    The default is a new run. segment_ends: for each member of a set, where the segments of its order end, in samples
-    (see `build_packed`); sets whose order only continues with more samples are not in it.
+    The default is a new run. segment_ends: for each member of a set, where the segments of its order end, in
+    samples (see `build_packed`); sets whose order only continues with more samples are not in it.
     """
 
     iteration: int = 0
@@ -139,7 +144,8 @@ def segment_ends(before: Sequence[int], wanted: int, whole: Callable[[int], int]
 
 
 def segment_generators(seed: int, count: int) -> list[np.random.RandomState]:
-    """A random generator for each segment of an order; that of the first one is GPT-NeoX's, of the seed alone."""
+    """A random generator for each segment of an order; that of the first one is GPT-NeoX's, of the seed
+    alone."""
     return [np.random.RandomState(seed if number == 0 else [seed, number]) for number in range(count)]
 
 
@@ -152,11 +158,12 @@ def build_packed(
     seed: int,
     before: Sequence[int] = (),
 ) -> IndexMaps:
-    """Maps over sequences [first, last) whose lengths in tokens are sizes [n]; enough epochs for num_samples windows.
+    """Maps over sequences [first, last) whose lengths in tokens are sizes [n]; enough epochs for num_samples
+    windows.
 
-    All windows that fit into these epochs are used; upstream's `len(dataset)` is one short of them. before: where the
-    earlier segments of the order end, in windows: their windows stay what they were, and the windows behind them begin
-    with the tokens that filled none.
+    All windows that fit into these epochs are used; upstream's `len(dataset)` is one short of them. before:
+    where the earlier segments of the order end, in windows: their windows stay what they were, and the
+    windows behind them begin with the tokens that filled none.
     """
     tokens_per_epoch = int(sizes[first:last].sum(dtype=np.int64))
     epochs = [0, *(epochs_for(tokens_per_epoch, seq_length, count) for count in (*before, num_samples))]
@@ -173,7 +180,8 @@ def build_packed(
 
 
 def _sample_idx(sizes: np.ndarray, doc_idx: np.ndarray, tokens: int, seq_length: int) -> np.ndarray:
-    """`IndexMaps.sample_idx` of GPT-NeoX's windows. tokens: the sum of the lengths of the documents in doc_idx."""
+    """`IndexMaps.sample_idx` of GPT-NeoX's windows. tokens: the sum of the lengths of the documents in
+    doc_idx."""
     samples = (tokens - 1) // seq_length
     dtype = np.int32 if 2 * (samples + 1) < INT32_MAX and len(doc_idx) <= INT32_MAX else np.int64
     sample_idx = np.empty((samples + 1, 2), dtype)

@@ -1,7 +1,8 @@
 """Reader and writer of the `.bin/.idx` pair (format MMIDIDX, shared by GPT-NeoX and Megatron-core).
 
-`.idx`, little-endian: magic `MMIDIDX\\0\\0` (9 bytes), u64 version = 1, u8 dtype code, u64 n sequences, u64 n document
-boundaries, i32 sizes [n] in tokens, i64 byte pointers into `.bin` [n], i64 boundaries (first 0, last n).
+`.idx`, little-endian: magic `MMIDIDX\\0\\0` (9 bytes), u64 version = 1, u8 dtype code, u64 n sequences, u64 n
+document boundaries, i32 sizes [n] in tokens, i64 byte pointers into `.bin` [n], i64 boundaries (first 0, last
+n).
 `.bin`: the tokens, nothing else.
 """
 
@@ -36,7 +37,8 @@ def data_path(prefix: str | Path) -> Path:
 
 
 def best_fitting_dtype(vocab_size: int | None) -> np.dtype:
-    """The token type for a vocabulary, by NeoX's and Megatron's rule: uint16 below 65,500 tokens, else int32."""
+    """The token type for a vocabulary, by NeoX's and Megatron's rule: uint16 below 65,500 tokens, else
+    int32."""
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
@@ -52,8 +54,9 @@ class IndexedDataset:
     """Sequences of one `.bin/.idx` pair, memory-mapped; item i is a read-only 1-D array in the stored dtype.
 
     sizes [n] int32 (tokens), pointers [n] int64 (bytes), boundaries int64 (of documents, in sequences).
-    Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin. known_sha256: its
-    `index_sha256`, from a process that has checked the files: they are not read whole again.
+    Raises DataError for a file that is missing, cut off, foreign, or not of one piece with its twin.
+    known_sha256: its `index_sha256`, from a process that has checked the files: they are not read whole
+    again.
     """
 
     def __init__(self, prefix: str | Path, known_sha256: str | None = None):
@@ -107,8 +110,8 @@ class IndexedDataset:
 
     @cached_property
     def doc_idx(self) -> np.ndarray:
-        """The document boundaries, int64, in sequences: what is wrong among them is refused when they are first used,
-        with DataError. Training, which goes by sequences, does not read them."""
+        """The document boundaries, int64, in sequences: what is wrong among them is refused when they are
+        first used, with DataError. Training, which goes by sequences, does not read them."""
         check_boundaries(self.index_file, self.boundaries, len(self.sizes))
         return self.boundaries
 
@@ -139,8 +142,9 @@ class IndexedDataset:
 def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
     """Raise DataError, naming the document, for boundaries that do not lead from 0 to `n` without falling.
 
-    So, too, where all documents hold one sequence or none, but for some that hold two beside one of none: a boundary
-    there is off by one. Files of sentences, with documents of several throughout, are not judged by this.
+    So, too, where all documents hold one sequence or none, but for some that hold two beside one of none: a
+    boundary there is off by one. Files of sentences, with documents of several throughout, are not judged by
+    this.
     """
     if boundaries[0] != 0 or boundaries[-1] != n:
         raise _wrong_boundary(index_file, boundaries, 0 if boundaries[0] != 0 else len(boundaries) - 2, n)
@@ -203,7 +207,8 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 def _float_type(index_file: Path, n: int) -> type:
-    """float32 or float64 for a code that two projects number differently; the size of the data tells which it is."""
+    """float32 or float64 for a code that two projects number differently; the size of the data tells which it
+    is."""
     sizes = np.memmap(index_file, mode="r", dtype="<i4", offset=HEADER.size, shape=(n,)) if n else np.zeros(0)
     wide = data_path(str(index_file).removesuffix(".idx")).stat().st_size == 8 * int(sizes.sum(dtype=np.int64))
     return np.float64 if n and wide else np.float32
@@ -213,7 +218,8 @@ DocumentBlock = tuple[np.ndarray, np.ndarray]  # lengths of sequences; ends of d
 
 
 def documents_of(lengths: np.ndarray) -> DocumentBlock:
-    """Documents of one sequence each, from their lengths; an empty one is a boundary without a sequence, as in NeoX."""
+    """Documents of one sequence each, from their lengths; an empty one is a boundary without a sequence, as
+    in NeoX."""
     return lengths[lengths > 0], np.cumsum(lengths > 0)
 
 
@@ -241,7 +247,8 @@ def write_index(path: Path, dtype: np.dtype, blocks: Callable[[], Iterable[Docum
 
 
 def publish(data: Path, index: Path, prefix: str | Path) -> None:
-    """Give a finished pair (synced, on the same file system) its names. May be called again where it was cut short."""
+    """Give a finished pair (synced, on the same file system) its names. May be called again where it was cut
+    short."""
     if data.exists():
         # The old index goes first: at no moment do an old and a new file stand as a pair
         index_path(prefix).unlink(missing_ok=True)

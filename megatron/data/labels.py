@@ -1,7 +1,8 @@
-"""What lies beside the tokens: labels (`X_label_document`) and rewards (`X_reward_document`), checked against them.
+"""What lies beside the tokens: labels (`X_label_document`) and rewards (`X_reward_document`), checked against
+them.
 
-Labels are int32, as many as tokens, not shifted: the token itself, or -100 where it is not trained. Rewards are one
-number a document.
+Labels are int32, as many as tokens, not shifted: the token itself, or -100 where it is not trained. Rewards
+are one number a document.
 """
 
 import numpy as np
@@ -15,7 +16,8 @@ CHUNK = 1 << 24  # labels looked at in one go
 
 
 def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
-    """The labels of `text`. Raises DataError, naming the first document, where they are not one for each token."""
+    """The labels of `text`. Raises DataError, naming the first document, where they are not one for each
+    token."""
     labels = open_dataset(prefix)
     if labels.dtype.kind != "i":
         raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels are int32, -100 where masked")
@@ -52,7 +54,8 @@ def _check_documents(companion: IndexedDataset, text: IndexedDataset, what: str)
 
 
 def has_label(labels: IndexedDataset, first: int, last: int, begin: int, end: int) -> np.ndarray:
-    """Which of documents [first, last) have a label among their tokens [begin, end), boolean [last - first]."""
+    """Which of documents [first, last) have a label among their tokens [begin, end), boolean [last -
+    first]."""
     return first_labelled_token(labels, begin, first, last) < np.minimum(labels.sizes[first:last], end)
 
 
@@ -75,7 +78,8 @@ def first_labelled_token(labels: IndexedDataset, begin: int = 1, first: int = 0,
 
 
 def unlisted_labels(prefix: str, key: str) -> str | None:
-    """A line for the log on labels that lie beside a set but are not listed in `key`; None where there are none."""
+    """A line for the log on labels that lie beside a set but are not listed in `key`; None where there are
+    none."""
     stem = prefix.removesuffix("_document")
     for label_prefix in (f"{stem}_label_document", f"{stem.rpartition('_')[0]}_label_document"):
         if stem != prefix and index_path(label_prefix).is_file() and data_path(label_prefix).is_file():

@@ -1,8 +1,9 @@
-"""Reader of the cached/lazy format (TNTIDX) that GPT-NeoX still writes with `--dataset-impl lazy` or `cached`.
+"""Reader of the cached/lazy format (TNTIDX) that GPT-NeoX still writes with `--dataset-impl lazy` or
+`cached`.
 
-`.idx`, little-endian: magic `TNTIDX\\0\\0` (8 bytes), u64 version = 1, u64 dtype code, u64 bytes of a token, u64 n
-sequences, u64 n sizes, u64 n document boundaries, i64 dimension offsets [n + 1], i64 token offsets into `.bin` [n + 1],
-i64 sizes [n], i64 boundaries. `.bin`: the tokens, nothing else.
+`.idx`, little-endian: magic `TNTIDX\\0\\0` (8 bytes), u64 version = 1, u64 dtype code, u64 bytes of a token,
+u64 n sequences, u64 n sizes, u64 n document boundaries, i64 dimension offsets [n + 1], i64 token offsets into
+`.bin` [n + 1], i64 sizes [n], i64 boundaries. `.bin`: the tokens, nothing else.
 """
 
 import struct

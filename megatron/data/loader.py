@@ -34,7 +34,8 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
 class _MicroBatches(Dataset):
     """A slice of sample numbers -> Batch: what the workers of the loader run.
 
-    Bad data comes out as the error itself: raised in a worker, it would reach the user wrapped in a traceback.
+    Bad data comes out as the error itself: raised in a worker, it would reach the user wrapped in a
+    traceback.
     """
 
     dataset: SampleSet
@@ -45,7 +46,8 @@ class _MicroBatches(Dataset):
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
         """The batch of item: sample numbers, and how many tokens are read of each sample (None: all).
 
-        With `cut` all tokens are read, in rows of that many. Data that cannot be used comes back as DataError.
+        With `cut` all tokens are read, in rows of that many. Data that cannot be used comes back as
+        DataError.
         """
         samples, length = item
         try:
@@ -88,12 +90,14 @@ def train_loader(
     length: Callable[[int], int] | None = None,
     cut: bool = False,
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an optimizer step.
+    """The micro-batches of this data rank, `gradient_accumulation_steps` of them a list, one list an
+    optimizer step.
 
-    Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has handed out.
-    length: tokens that the n-th list, from 0 on, reads of each sample; None: all. cut: all are read, in rows of it.
-    Raises DataError at the step that holds data which cannot be used. The `num_workers` processes start at once;
-    closing or dropping the iterator ends them.
+    Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has
+    handed out.
+    length: tokens that the n-th list, from 0 on, reads of each sample; None: all. cut: all are read, in rows
+    of it. Raises DataError at the step that holds data which cannot be used. The `num_workers` processes
+    start at once; closing or dropping the iterator ends them.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
@@ -130,10 +134,11 @@ def eval_batches(
     data_size: int,
     collate: Callable[..., Batch] = collate_samples,
 ) -> Iterator[Batch]:
-    """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size, made by `collate`.
+    """Samples [0, n_samples) of the dataset (all when it has fewer), in micro-batches of fixed size, made by
+    `collate`.
 
-    Every data rank gets as many; places without a sample repeat sample 0 with loss weights 0, so that nothing is
-    dropped and nothing is counted twice.
+    Every data rank gets as many; places without a sample repeat sample 0 with loss weights 0, so that nothing
+    is dropped and nothing is counted twice.
     """
     n_samples = min(n_samples, len(dataset))
     for slots in eval_slices(n_samples, micro_batch, data_rank, data_size):
@@ -160,9 +165,9 @@ _TRIES = 3  # of looking for what is wrong with the data, each of which the deat
 def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
     """The error itself, or where a worker of the loader has died, what is wrong with the data now.
 
-    A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the middle of
-    whatever is under way, advises more memory then; a process that takes over a batch at that moment finds its end of
-    a connection gone.
+    A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the
+    middle of whatever is under way, advises more memory then; a process that takes over a batch at that
+    moment finds its end of a connection gone.
     """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         for _ in range(_TRIES):
@@ -197,7 +202,8 @@ def _as_is(item: Any) -> Any:
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Terminal and scheduler signals go to the whole process group; the main process decides when workers end."""
+    """Terminal and scheduler signals go to the whole process group; the main process decides when workers
+    end."""
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler would write of shared memory, see root_cause

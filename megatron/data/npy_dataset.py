@@ -1,9 +1,9 @@
 """Packed data as a folder of `.npy` files: rows of one length, ready to be read with numpy alone.
 
-Every shard is an integer array [rows, width]; shards follow each other by name, or as `metadata.json` lists them
-(`{"format": 1, "dtype", "width", "tokens", "shards": {name: rows}}`), which our writer adds and other tools may leave
-out. A folder is a data path like a `.bin/.idx` prefix, its rows being the documents: `pack_impl: packed` joins them,
-`unpacked` takes each as one sample of width - 1 tokens and labels.
+Every shard is an integer array [rows, width]; shards follow each other by name, or as `metadata.json` lists
+them (`{"format": 1, "dtype", "width", "tokens", "shards": {name: rows}}`), which our writer adds and other
+tools may leave out. A folder is a data path like a `.bin/.idx` prefix, its rows being the documents:
+`pack_impl: packed` joins them, `unpacked` takes each as one sample of width - 1 tokens and labels.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ METADATA = "metadata.json"
 class NpyDataset(IndexedDataset):
     """An `IndexedDataset` over the rows of a folder of `.npy` files; item i is row i.
 
-    Raises DataError for shards that cannot be read, are no rows of integers, or not those that `metadata.json` lists.
+    Raises DataError for shards that cannot be read, are no rows of integers, or not those that
+    `metadata.json` lists.
     """
 
     def __init__(self, prefix: str | Path, known_sha256: str | None = None):
@@ -88,7 +89,8 @@ def _map(file: Path) -> np.ndarray:
 
 
 def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_shard: int = 1 << 16) -> tuple[int, int]:
-    """Write the documents of `source`, joined in their order, as rows of `width` tokens; (rows, tokens left over).
+    """Write the documents of `source`, joined in their order, as rows of `width` tokens; (rows, tokens left
+    over).
 
     The last tokens that fill no row are left out. The folder appears when it is complete.
     """

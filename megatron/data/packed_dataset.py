@@ -25,10 +25,11 @@ class TokenSample:
 
 
 class PackedDataset:
-    """Item i: the `TokenSample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards beside it.
+    """Item i: the `TokenSample` of row shuffle_idx[i] of one `.bin/.idx` pair, with the labels and rewards
+    beside it.
 
-    `len()` counts every row; upstream leaves the last one out. Raises DataError for a row with a token or label that is
-    not below vocab_size (None: any goes).
+    `len()` counts every row; upstream leaves the last one out. Raises DataError for a row with a token or
+    label that is not below vocab_size (None: any goes).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Which documents, or blocks of their joined tokens, make the rows of an epoch (`pack_impl`, `drop_last`).
 
-All but GPT-NeoX's windows are laid out once and are the same in every epoch, in another order each time: every usable
-document is in one row of every epoch, and more samples only continue the order.
+All but GPT-NeoX's windows are laid out once and are the same in every epoch, in another order each time:
+every usable document is in one row of every epoch, and more samples only continue the order.
 """
 
 from bisect import bisect_left, insort
@@ -41,9 +41,9 @@ def build_maps(
 ) -> IndexMaps:
     """Maps over sequences [first, last) whose lengths in tokens are sizes [n].
 
-    They are of whole epochs with at least num_samples samples; there may be no row at all. labels: documents without
-    any are left out of samples of whole documents. before: where the earlier segments of an order that is
-    `packing.joint` end, in samples (see `build_packed`).
+    They are of whole epochs with at least num_samples samples; there may be no row at all. labels: documents
+    without any are left out of samples of whole documents. before: where the earlier segments of an order
+    that is `packing.joint` end, in samples (see `build_packed`).
     """
     lengths, width = packing.lengths(sizes), packing.width(seq_length)
     if packing.windows:
@@ -70,8 +70,8 @@ def build_maps(
 
 
 def until_overflow(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Where rows begin [rows + 1] in documents laid out in order: a row ends before the document that does not fit.
-    A document longer than `capacity` is cut to it."""
+    """Where rows begin [rows + 1] in documents laid out in order: a row ends before the document that does
+    not fit. A document longer than `capacity` is cut to it."""
     ends = np.cumsum(np.minimum(lengths, capacity), dtype=np.int64)
     begins = ends - np.minimum(lengths, capacity)
     following = memoryview(np.searchsorted(ends, begins + capacity, side="right"))
@@ -84,10 +84,10 @@ def until_overflow(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """(documents in order of rows [n], where rows begin in it [rows + 1]) for lengths from 1 to capacity.
 
-    Best-fit decreasing ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830), the same bins as TRL's `bfd`:
-    the longest document first, the first of equal ones, into the row with the least room that is enough, of equal ones
-    that which came to it first. Documents of one length go into the rows of one room together: a row that is the best
-    for one of them remains so until no other fits.
+    Best-fit decreasing ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830), the same bins as
+    TRL's `bfd`: the longest document first, the first of equal ones, into the row with the least room that is
+    enough, of equal ones that which came to it first. Documents of one length go into the rows of one room
+    together: a row that is the best for one of them remains so until no other fits.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
@@ -142,8 +142,9 @@ def _usable(
 
 
 def _blocks(lengths: np.ndarray, width: int, batch: int, drop_last: bool) -> np.ndarray:
-    """sample_idx of blocks of `width` tokens that do not overlap, of every `batch` documents by themselves; their last
-    block, when it is not full, is left out or short. As `group_texts` of HuggingFace's run_clm.py."""
+    """sample_idx of blocks of `width` tokens that do not overlap, of every `batch` documents by themselves;
+    their last block, when it is not full, is left out or short. As `group_texts` of HuggingFace's
+    run_clm.py."""
     ends = np.cumsum(lengths, dtype=np.int64)
     group_ends = ends[np.minimum(np.arange(batch, len(lengths) + batch, batch), len(lengths)) - 1]
     group_begins = np.concatenate([[0], group_ends[:-1]]) if len(lengths) else group_ends
@@ -174,11 +175,12 @@ def _neox(
     packing: Packing,
     labels: IndexedDataset | None,
 ) -> IndexMaps:
-    """GPT-NeoX's order of whole documents: it counts them from 0 wherever the split begins, and mixes the epochs.
+    """GPT-NeoX's order of whole documents: it counts them from 0 wherever the split begins, and mixes the
+    epochs.
 
-    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.) ends: of the segments, in
-    samples; the documents of a further one go on from those of the one before, whose last row then has the token that
-    follows it, as every other row.
+    (Where a left-out document is the last of an epoch it fails; here the next epoch begins.) ends: of the
+    segments, in samples; the documents of a further one go on from those of the one before, whose last row
+    then has the token that follows it, as every other row.
     """
     num_samples = ends[-1]
     shuffle_idx = np.arange(num_samples)

@@ -23,8 +23,9 @@ def packing_efficiency_line(
     labels: IndexedDataset | None,
     batch: int,
 ) -> str:
-    """The line for the log on a set of whole documents: documents and rows of one epoch, the share of padding, and the
-    share of the tokens that is trained. batch: rows of a step. labels: None where all tokens are trained."""
+    """The line for the log on a set of whole documents: documents and rows of one epoch, the share of
+    padding, and the share of the tokens that is trained. batch: rows of a step. labels: None where all tokens
+    are trained."""
     documents, rows, width = np.asarray(maps.doc_idx), len(maps.sample_idx) - 1, packing.width(seq_length)
     used = np.minimum(packing.lengths(indexed.sizes[documents]).astype(np.int64), width)
     line = (

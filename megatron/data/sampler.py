@@ -1,5 +1,5 @@
-"""Which samples a data-parallel rank takes, and in which micro-batch. Counted in samples, so that a run can go on
-anywhere in O(1), and the samples of an optimizer step do not depend on layout or micro-batch size."""
+"""Which samples a data-parallel rank takes, and in which micro-batch. Counted in samples, so that a run can
+go on anywhere in O(1), and the samples of an optimizer step do not depend on layout or micro-batch size."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,8 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def rank_slice(first: int, count: int, rank: int, size: int) -> range:
-    """The contiguous share of `rank` among `count` samples from `first` on (NeoX's DistributedBatchSampler)."""
+    """The contiguous share of `rank` among `count` samples from `first` on (NeoX's
+    DistributedBatchSampler)."""
     return range(first + rank * count // size, first + (rank + 1) * count // size)
 
 
@@ -16,7 +17,8 @@ def train_slices(
 ) -> Iterator[range]:
     """Sample numbers of every micro-batch of one data rank, `accumulation` of them a step.
 
-    Step k takes samples [consumed + k * B, consumed + (k + 1) * B); ends with the last whole step of num_samples.
+    Step k takes samples [consumed + k * B, consumed + (k + 1) * B); ends with the last whole step of
+    num_samples.
     """
     micro = train_batch_size // accumulation
     for step in range(consumed_samples, num_samples - train_batch_size + 1, train_batch_size):
@@ -25,7 +27,8 @@ def train_slices(
 
 
 def eval_slices(num_samples: int, micro_batch: int, rank: int, size: int) -> Iterator[range]:
-    """Micro-batches of one data rank over samples [0, num_samples): as many on every rank, all of size micro_batch.
+    """Micro-batches of one data rank over samples [0, num_samples): as many on every rank, all of size
+    micro_batch.
 
     Numbers from num_samples on stand for padding.
     """

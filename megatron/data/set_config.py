@@ -1,4 +1,5 @@
-"""What the configuration says of the sets of a run: their files, weights, sizes, and where their caches lie."""
+"""What the configuration says of the sets of a run: their files, weights, sizes, and where their caches
+lie."""
 
 import math
 from collections.abc import Sequence
@@ -18,20 +19,23 @@ SET_NAMES = ("train", "valid", "test")
 
 
 def trains_preferences(args: NeoXArgs) -> bool:
-    """Whether samples are responses that are compared or judged (`train_impl` dpo, kto, ...), not plain tokens."""
+    """Whether samples are responses that are compared or judged (`train_impl` dpo, kto, ...), not plain
+    tokens."""
     return sample_kind(args) != "texts"
 
 
 def rows_per_sample(args: NeoXArgs) -> int:
-    """Rows of seq_length tokens in one sample: two for a pair, unless its responses are packed into one row."""
+    """Rows of seq_length tokens in one sample: two for a pair, unless its responses are packed into one
+    row."""
     return 2 if sample_kind(args) == "pairs" and args.pack_impl != "best_fit" else 1
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:
-    """Boundaries of train, validation and test among `size` documents for a `split` such as "969, 30, 1" or "949/50/1".
+    """Boundaries of train, validation and test among `size` documents for a `split` such as "969, 30, 1" or
+    "949/50/1".
 
-    Rounding is NeoX's: the excess is taken from every boundary, so that train carries it. Raises DataError for a split
-    that is not up to three numbers, none of them negative and at least one above zero.
+    Rounding is NeoX's: the excess is taken from every boundary, so that train carries it. Raises DataError
+    for a split that is not up to three numbers, none of them negative and at least one above zero.
     """
     try:
         parts = [float(part) for part in split.split("," if "," in split else "/")][:3]
@@ -63,7 +67,8 @@ def requested_samples(args: NeoXArgs, train_batch_size: int, data_state: DataSta
 
 
 def index_cache_dir(args: NeoXArgs, prefix: str) -> Path:
-    """The folder of index maps: `index_cache_dir`, else `index_cache` in the `save` folder, else beside the data."""
+    """The folder of index maps: `index_cache_dir`, else `index_cache` in the `save` folder, else beside the
+    data."""
     if args.index_cache_dir:
         return Path(args.index_cache_dir)
     # A `save` folder that stands for a remote one is each machine's own, so it cannot be shared

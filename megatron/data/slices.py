@@ -1,4 +1,5 @@
-"""Documents made of parts of others: a response cut to a length, or a prompt with the response to another one."""
+"""Documents made of parts of others: a response cut to a length, or a prompt with the response to another
+one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from megatron.data.labels import MASKED
 
 @dataclass(frozen=True, eq=False)
 class DocumentSlices:
-    """One part of each of n documents, as arrays [n]: the source it is taken from, the document of that source, its
-    first token there, and how many tokens."""
+    """One part of each of n documents, as arrays [n]: the source it is taken from, the document of that
+    source, its first token there, and how many tokens."""
 
     source: np.ndarray
     document: np.ndarray
@@ -22,7 +23,8 @@ class DocumentSlices:
 
 
 class SlicedDocuments:
-    """Reads like an `IndexedDataset` whose document d is `parts[0][d]`, then `parts[1][d]`, and so on, of `sources`."""
+    """Reads like an `IndexedDataset` whose document d is `parts[0][d]`, then `parts[1][d]`, and so on, of
+    `sources`."""
 
     def __init__(self, sources: Sequence[IndexedDataset], parts: Sequence[DocumentSlices]):
         self.sources, self.parts = tuple(sources), tuple(parts)
@@ -59,7 +61,8 @@ class SlicedDocuments:
 
 
 class PromptMaskedLabels:
-    """Labels where none are given: the tokens themselves, masked for the first `prompts` [documents] tokens of each."""
+    """Labels where none are given: the tokens themselves, masked for the first `prompts` [documents] tokens
+    of each."""
 
     def __init__(self, documents: SlicedDocuments, prompts: np.ndarray):
         self.documents, self.prompts, self.data_file = documents, prompts, documents.data_file

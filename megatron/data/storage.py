@@ -10,7 +10,8 @@ from megatron.data.npy_dataset import NpyDataset
 def open_dataset(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
     """A folder of `.npy` files, or the `.bin/.idx` pair of a prefix.
 
-    data_impl: mmap (format MMIDIDX), cached (TNTIDX, cached/lazy), infer (by the file's first bytes). Raises DataError.
+    data_impl: mmap (format MMIDIDX), cached (TNTIDX, cached/lazy), infer (by the file's first bytes). Raises
+    DataError.
     """
     if Path(path).is_dir() and not index_path(path).exists():
         return NpyDataset(path)

@@ -1,7 +1,8 @@
-"""The sets of language-model training: documents of `.bin/.idx` pairs, packed into rows and blended by weight.
+"""The sets of language-model training: documents of `.bin/.idx` pairs, packed into rows and blended by
+weight.
 
-First every set is planned (which documents, how many samples of each pair), then its index maps are made or found in
-the cache by one process, then every process maps them.
+First every set is planned (which documents, how many samples of each pair), then its index maps are made or
+found in the cache by one process, then every process maps them.
 """
 
 from collections.abc import Callable
@@ -57,8 +58,8 @@ THREADS = 8  # pairs hashed at once: of blends of thousands, much of the time is
 class _TextSource:
     """Sequences [first, last) of one `.bin/.idx` pair, and how many samples are wanted of them.
 
-    origin: what messages call them. labels_sha256: set where labels decide which documents are used. before: where the
-    earlier segments of the order end, in samples (see `build_packed`).
+    origin: what messages call them. labels_sha256: set where labels decide which documents are used. before:
+    where the earlier segments of the order end, in samples (see `build_packed`).
     """
 
     indexed: IndexedDataset
@@ -76,8 +77,8 @@ class _TextSource:
 class _TextPlan:
     """One set: its sources, blended by weight when there are several, and how many samples are wanted in all.
 
-    epochs: all samples of the sources, so many times. phases: weights that change on the way. single_pass: each sample
-    of the sources once, in the proportion of the weights.
+    epochs: all samples of the sources, so many times. phases: weights that change on the way. single_pass:
+    each sample of the sources once, in the proportion of the weights.
     """
 
     name: str
@@ -347,7 +348,8 @@ def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
 
 
 def _log_lines(plan: _TextPlan, args: NeoXArgs, train_batch_size: int) -> list[str]:
-    """A line on how full the rows of each source are; of GPT-NeoX's rows, which mix epochs, nothing can be said."""
+    """A line on how full the rows of each source are; of GPT-NeoX's rows, which mix epochs, nothing can be
+    said."""
     packing = packing_from_args(args)
     if plan.name != "train" or not packing.whole_documents or packing.compat:
         return []

@@ -95,9 +95,7 @@ def _backend(args: NeoXArgs, logger: logging.Logger) -> str:
                 "says why (distributed_backend: gloo trains on CPUs)",
             )  # fmt: skip
         backend = "gloo"
-        logger.info(
-            "distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs"
-        )
+        logger.info("distributed_backend: nccl is gloo here: this machine shows no GPU, training runs on its CPUs")
     return backend
 
 

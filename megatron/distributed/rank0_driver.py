@@ -1,5 +1,5 @@
-"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do it.
-"""
+"""Work that a thread of rank 0 directs: it says what is done next, and the main threads of all ranks do
+it."""
 
 import pickle
 import queue

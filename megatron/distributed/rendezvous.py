@@ -88,9 +88,7 @@ class Rendezvous:
         store.append("arrivals", f"{rank} {self.host}\n")  # type: ignore[attr-defined]  # not in torch's stubs
         store.add("count", 1)
         patience_s = self._timeout_s + (0 if rank == 0 else 1)  # rank 0 says who is missing, if it is there
-        if not wait_for_arrivals(
-            self._arrived, self._process.world_size, patience_s, self._pause_s, self._remind
-        ):
+        if not wait_for_arrivals(self._arrived, self._process.world_size, patience_s, self._pause_s, self._remind):
             self.abort(
                 f"{self._who_is_missing()} within {self._timeout_s:g} s of the latest arrival "
                 f"(rendezvous_timeout_s): {_LIKELY}"
@@ -108,9 +106,7 @@ class Rendezvous:
         for rank in ranks:
             key = f"answer/{self._messages}/{rank}"
             if not self._wait_for_key(key, _ANSWER_S):
-                self.abort(
-                    f"rank {rank} came to {self._address}, but does not answer any more; see its output"
-                )
+                self.abort(f"rank {rank} came to {self._address}, but does not answer any more; see its output")
             answers[rank] = json.loads(self._store.get(key))
         return answers
 
@@ -128,9 +124,7 @@ class Rendezvous:
             if "release" in message:
                 return
             if self._process.rank in message["of"]:
-                self._store.set(
-                    f"answer/{self._messages}/{self._process.rank}", json.dumps(answer(message["ask"]))
-                )
+                self._store.set(f"answer/{self._messages}/{self._process.rank}", json.dumps(answer(message["ask"])))
 
     def release(self, timeout: timedelta) -> dist.Store:
         """Rank 0 lets all go on. The store of the process group, whose waits take at most `timeout`."""
@@ -157,9 +151,7 @@ class Rendezvous:
         store, informed = self._store, self._store.add("informed", 1)
         if self._is_host:
             present = store.add("count", 0)
-            wait_until(
-                lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s
-            )
+            wait_until(lambda: informed >= present or store.add("informed", 0) >= present, _NOTICE_S, self._pause_s)
         raise StartError(reason)
 
     def _arrived(self) -> int:

@@ -87,11 +87,7 @@ def source_digests(package: Path = PACKAGE, script: str | None = None) -> dict[s
     around = f"{package.parent}/"
     files: dict[str, str] = {}
     for folder, _, names in os.walk(package):
-        files |= {
-            f"{folder}/{name}".removeprefix(around): f"{folder}/{name}"
-            for name in names
-            if name.endswith(".py")
-        }
+        files |= {f"{folder}/{name}".removeprefix(around): f"{folder}/{name}" for name in names if name.endswith(".py")}
     if script is not None and os.path.isfile(script):
         files[os.path.basename(script)] = script
     digests = {}
@@ -136,9 +132,7 @@ def _compare(rendezvous: Rendezvous, args: NeoXArgs, shared: str | Path | None) 
             more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
             ranks_text = f"{named(ranks)} (host {_hosts(infos, ranks)})"
             text = "; ".join([*differences[:_SHOWN], *more])
-            problems.append(
-                f"{ranks_text} and rank 0 (host {infos[0]['host']}) differ in {kind}: {text}; {advice}"
-            )
+            problems.append(f"{ranks_text} and rank 0 (host {infos[0]['host']}) differ in {kind}: {text}; {advice}")
     if problems:
         rendezvous.abort("\n".join(problems))
     first_ranks = [rank for rank, other in enumerate(infos) if other["first"] and rank]
@@ -167,9 +161,7 @@ def _library_differences(remote: Mapping[str, str], local: Mapping[str, str]) ->
     ]
 
 
-def configuration_differences(
-    remote: Mapping[str, Sequence[str]], local: Mapping[str, Sequence[str]]
-) -> list[str]:
+def configuration_differences(remote: Mapping[str, Sequence[str]], local: Mapping[str, Sequence[str]]) -> list[str]:
     """The configurations' differences in words, of (value, place) by dotted path.
 
     Where any of them was written in a file or flag, those that only follow from it are left out.

@@ -120,9 +120,7 @@ def wait_for_arrivals(
     return True
 
 
-def _make_store(
-    address: str, port: int, timeout_s: float, is_master: bool, multi_tenant: bool = False
-) -> "TCPStore":
+def _make_store(address: str, port: int, timeout_s: float, is_master: bool, multi_tenant: bool = False) -> "TCPStore":
     """A TCPStore in the given time, by a thread: torch waits for ever for the answer of a stranger."""
     from torch.distributed import TCPStore
 

@@ -36,8 +36,7 @@ def check_transport(args: NeoXArgs, world: World, process: Process, logger: logg
     bandwidth = bus_bandwidth(world, mebibytes * 2**20)
     backend = dist.get_backend()
     what = (
-        f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): "
-        f"{bandwidth:.2f} GB/s bus bandwidth"
+        f"all-reduce of {mebibytes} MiB over {world.world_size} ranks ({backend}): {bandwidth:.2f} GB/s bus bandwidth"
     )
     if bound is None or bandwidth >= bound:
         logger.info(what + ("" if bound is None else f", at least {bound:g} asked for ({place})"))

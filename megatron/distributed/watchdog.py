@@ -56,8 +56,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """A block between steps that may take long, as saving or validation; `doing` is what is said of it.
-        """
+        """A block between steps that may take long, as saving or validation; `doing` is what is said of
+        it."""
         before = self._doing
         self.now(doing)
         try:

@@ -57,7 +57,8 @@ class NeoXLM(TemplateLM):
         self._tokenizer = model.tokenizer
         self._known: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
 
-    # -- what lm-eval asks about the model -----------------------------------------------------------------------
+    # -- what lm-eval asks about the model
+    # -----------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -87,7 +88,7 @@ class NeoXLM(TemplateLM):
             others = [message for message in chat_history if message["role"] != "system"]
             return self.template.render(others, **options)
 
-    # -- tokens --------------------------------------------------------------------------------------------------
+    # -- tokens ----------------------------------------------------------------------------------------------
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """As the hf backend: what the tokenizer puts before every text is put there, but for a text that has
@@ -111,7 +112,7 @@ class NeoXLM(TemplateLM):
         finally:
             self._known = {}
 
-    # -- log-likelihoods -----------------------------------------------------------------------------------------
+    # -- log-likelihoods -------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         pairs = [request.args for request in requests if request.args[0]]
@@ -153,7 +154,7 @@ class NeoXLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals
 
-    # -- text ----------------------------------------------------------------------------------------------------
+    # -- text ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         with self._tokenized(request.args[0] for request in requests):
@@ -209,7 +210,7 @@ class NeoXLM(TemplateLM):
             stop_token_ids=(*self.model.stop_token_ids, self._tokenizer.eos),
         )
 
-    # -- parts ---------------------------------------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------------------
 
     def _parts(self, groups: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Numbers of requests to run at once: whole groups, so many as take some seconds."""

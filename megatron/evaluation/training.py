@@ -12,8 +12,10 @@ from megatron.model import Model
 
 
 class InTraining(Callback):
-    """Evaluates `eval_tasks` after each validation of a run. Tasks are looked up once, when it is made, on all ranks
-    together: what is no task, and a `save_best` that no task has, is refused before the first step (ConfigError)."""
+    """Evaluates `eval_tasks` after each validation of a run. Tasks are looked up once, when it is made, on
+    all ranks
+    together: what is no task, and a `save_best` that no task has, is refused before the first step
+    (ConfigError)."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -29,8 +31,8 @@ class InTraining(Callback):
         check_best_metric(self.run.args, self._catalogue)
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when a signal
-        ends the run is given up, so that the checkpoint is not late."""
+        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when
+        a signal ends the run is given up, so that the checkpoint is not late."""
         begun = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
             found = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)

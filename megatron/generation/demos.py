@@ -29,7 +29,8 @@ def demo_questions(args: NeoXArgs) -> list[Question]:
 
 
 class Demos(Callback):
-    """Answers `demo_prompts` before and after training. They are read once, when it is made, on all ranks together."""
+    """Answers `demo_prompts` before and after training. They are read once, when it is made, on all ranks
+    together."""
 
     def __init__(self, run: TrainingRun) -> None:
         """Raises ConfigError for prompts that cannot be asked, and conversations without a chat template."""
@@ -53,8 +54,8 @@ class Demos(Callback):
         self.stop_token_ids = template.stop_token_ids if template is not None else ()
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Answer, as the keys of text generation say, and write: before the first step, which a run that goes on has
-        behind it, and after the last."""
+        """Answer, as the keys of text generation say, and write: before the first step, which a run that goes
+        on has behind it, and after the last."""
         if step.iteration not in (0, run.args.train_iters):
             return
         with run.watchdog.phase("answering demo_prompts"), run.inference() as model:

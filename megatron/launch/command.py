@@ -53,8 +53,8 @@ def main() -> int:
 
 
 def script_line(words: Sequence[str], folder: Path) -> list[str]:
-    """`neox WORDS` as a line for Python: with deepy.py before it where ranks are started. Raises LaunchError.
-    """
+    """`neox WORDS` as a line for Python: with deepy.py before it where ranks are started. Raises
+    LaunchError."""
     name, *rest = words
     deepy = [sys.executable, str(folder / "deepy.py")]
     if name.startswith("-") or name == "doctor":
@@ -78,16 +78,9 @@ def tools(folder: Path) -> dict[str, Path]:
     name."""
     places = [*folder.glob("prepare*.py"), *folder.glob("tools/**/*.py"), *folder.glob("huggingface/*.py")]
     left_out = {folder / script for script, _ in ON_RANKS.values()} | set(folder.glob("tools/docs/*"))
-    scripts = [
-        path
-        for path in places
-        if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")
-    ]
+    scripts = [path for path in places if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")]
     names = [path.stem for path in scripts]
-    named = {
-        path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path
-        for path in scripts
-    }
+    named = {path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path for path in scripts}
     return dict(sorted(named.items()))
 
 
@@ -95,9 +88,7 @@ def help_text(folder: Path) -> str:
     """What `neox --help` prints, with the first line of every tool's own description."""
     ranks = "\n".join(f"  {name:<34} {what}" for name, (_, what) in ON_RANKS.items())
     listed = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
-    return _HELP.format(
-        ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}"
-    )
+    return _HELP.format(ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
 
 
 def _summary(path: Path) -> str:

@@ -43,9 +43,7 @@ def capabilities() -> list[tuple[int, int]]:
 
 def is_readable_arch_list(value: str) -> bool:
     """Whether DeepSpeed's builder can read a list such as `8.0;9.0+PTX`; an empty one it makes itself."""
-    return all(
-        re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in re.split(r"[; ]+", value.strip()) if entry
-    )
+    return all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in re.split(r"[; ]+", value.strip()) if entry)
 
 
 def set_arch_list(

@@ -24,15 +24,11 @@ def choose_ranks(
     `localhost:2,3`, DeepSpeed's spelling. Raises LaunchError when a GPU named or asked for is not there.
     """
     if include and exclude:
-        raise LaunchError(
-            f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them"
-        )
+        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them")
     if not gpus:
         for key, value in (("include", include), ("exclude", exclude)):
             if value:
-                raise LaunchError(
-                    f"{key}: {value!r} names GPUs, but this machine shows none; use num_gpus instead"
-                )
+                raise LaunchError(f"{key}: {value!r} names GPUs, but this machine shows none; use num_gpus instead")
         return num_gpus or 1, ()
     chosen = _named_gpus("include", include, gpus) if include else list(gpus)
     if exclude:
@@ -42,9 +38,7 @@ def choose_ranks(
             raise LaunchError(f"exclude: {exclude!r} leaves none of the GPUs {', '.join(gpus)}; name fewer")
     wanted = len(chosen) if num_gpus is None else num_gpus
     if wanted > len(chosen):
-        raise LaunchError(
-            f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer"
-        )
+        raise LaunchError(f"num_gpus: {wanted} GPUs asked for, to choose from are {', '.join(chosen)}; ask for fewer")
     return wanted, tuple(chosen[:wanted])
 
 

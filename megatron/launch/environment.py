@@ -68,16 +68,15 @@ def process_info(
     if "RANK" in env or "WORLD_SIZE" in env:
         info = _from_torchrun(env, master_addr, master_port)
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
-        # Only a step started by srun: a batch script sees SLURM_PROCID=0 and SLURM_NTASKS=N too, but is one process.
+        # Only a step started by srun: a batch script sees SLURM_PROCID=0 and SLURM_NTASKS=N too, but is one
+        # process.
         info = _from_slurm(env, master_addr, master_port)
     elif mpi_names := next((names for names in _MPI if names[0] in env), None):
         info = _from_mpi(env, mpi_names, master_addr, master_port)
     else:
         info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), starter="alone")
     if not 0 <= info.rank < info.world_size:
-        raise LaunchError(
-            f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)"
-        )
+        raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
     if not 0 <= info.local_rank < info.local_world_size:
         raise LaunchError(
             f"local rank {info.local_rank} is outside this machine's {info.local_world_size} ranks "
@@ -129,19 +128,13 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
         ranks_of_pod = env["PET_NPROC_PER_NODE"]
         if ranks_of_pod not in ("1", "auto", "gpu", "cpu"):
-            raise LaunchError(
-                f"PET_NPROC_PER_NODE is {ranks_of_pod}: start the pod's ranks with deepy.py or torchrun"
-            )
+            raise LaunchError(f"PET_NPROC_PER_NODE is {ranks_of_pod}: start the pod's ranks with deepy.py or torchrun")
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
-        raise LaunchError(
-            "WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine"
-        )
-    return ProcessInfo(
-        rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun"
-    )
+        raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun")
 
 
 def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -160,9 +153,7 @@ def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> P
     return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="slurm")
 
 
-def _from_mpi(
-    env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None
-) -> ProcessInfo:
+def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None) -> ProcessInfo:
     rank, world, local_rank = (_number(env, name) for name in names[:3])
     local_world = _number(env, names[3], local_rank + 1)
     if addr is None and "MASTER_ADDR" not in env and local_world < world:
@@ -180,9 +171,7 @@ def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> t
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if name not in env:
         if default is None:
-            raise LaunchError(
-                f"the environment does not name {name}; it is needed beside the other rank variables"
-            )
+            raise LaunchError(f"the environment does not name {name}; it is needed beside the other rank variables")
         return default
     try:
         return int(env[name])

@@ -75,8 +75,8 @@ class Heartbeat(threading.Thread):
         self._beats = {sender: (beat, self._answered_at) for sender, (beat, _) in self._beats.items()}
 
     def leave(self, patience_s: float) -> None:
-        """Report what is still to be reported and end; wait at most `patience_s` for the others to have left.
-        """
+        """Report what is still to be reported and end; wait at most `patience_s` for the others to have
+        left."""
         self._patience_s = patience_s
         self._leaving.set()
         self._left.wait(patience_s + 3.0)

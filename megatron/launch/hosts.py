@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 HOSTFILE = "/job/hostfile"  # where DeepSpeed looks when nothing is said
-# What starters give on: DeepSpeed's list for CUDA, the fabric's variables and our own. Never what holds a secret: it
-# would stand on a command line that everybody on the machine can read.
+# What starters give on: DeepSpeed's list for CUDA, the fabric's variables and our own. Never what holds a
+# secret: it would stand on a command line that everybody on the machine can read.
 _CARRIED = (
     "MLFLOW",
     "PYTHON",
@@ -77,9 +77,7 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
         return tuple(nodes)
     for node in nodes:
         if args.num_gpus > (node.ranks or 0):
-            raise LaunchError(
-                f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}"
-            )
+            raise LaunchError(f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}")
     return tuple(replace(node, ranks=args.num_gpus, devices=node.devices[: args.num_gpus]) for node in nodes)
 
 
@@ -113,9 +111,7 @@ def choose_slots(
     host alone meaning all its slots. Raises LaunchError for a host or slot that is not there and where
     nothing is left."""
     if include and exclude:
-        raise LaunchError(
-            f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them"
-        )
+        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them")
     if not include and not exclude:
         return dict(slots)
     key_name, text = ("include", include) if include else ("exclude", exclude)
@@ -123,16 +119,12 @@ def choose_slots(
     for part in str(text).split("@"):
         host, colon, numbers = part.strip().partition(":")
         if host not in slots:
-            raise LaunchError(
-                f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})"
-            )
+            raise LaunchError(f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})")
         if not re.fullmatch(r"\d+(,\d+)*", numbers) and colon:
             raise LaunchError(f"{key_name}: {part!r} is not of the form host:0,1")
         for slot in map(int, numbers.split(",")) if colon else slots[host]:
             if slot not in slots[host]:
-                raise LaunchError(
-                    f"{key_name}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}"
-                )
+                raise LaunchError(f"{key_name}: {text!r} asks for slot {slot} of {host}, which has {len(slots[host])}")
             named.setdefault(host, set()).add(slot)
     kept = {
         host: [slot for slot in host_slots if (slot in named.get(host, ())) == (key_name == "include")]

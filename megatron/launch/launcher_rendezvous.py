@@ -60,9 +60,7 @@ class LauncherRendezvous:
         run, node, count = self._run, self._run.node_rank, len(self._run.nodes)
         self._attempt, self._finished, self._arrived = attempt, False, {}
         nonce = secrets.token_hex(8)
-        described = json.dumps(
-            {"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce}
-        )
+        described = json.dumps({"host": socket.gethostname(), "ranks": run.node.ranks, "nodes": count, "who": nonce})
         try:
             taken = claim(self._store, f"{attempt}/node/{node}", described)
             if taken is not None:

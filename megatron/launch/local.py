@@ -36,9 +36,7 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Out
             f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
             f"{run.log_dir}; that of rank 0 is shown on node 0"
         )
-    return rendezvous.leave(
-        watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, rendezvous)
-    )
+    return rendezvous.leave(watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, rendezvous))
 
 
 def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:
@@ -61,8 +59,8 @@ def _environment(
         # Each rank would otherwise take every core.
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     if world_size > 1 and sys.platform == "linux" and not run.node.devices:
-        # gloo asks the resolver for this machine's name, which laptops and containers often cannot answer, and which
-        # Debian answers with 127.0.1.1.
+        # gloo asks the resolver for this machine's name, which laptops and containers often cannot answer,
+        # and which Debian answers with 127.0.1.1.
         interface = "lo" if len(run.nodes) == 1 else interface_to(run.master_addr)
         if interface:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)

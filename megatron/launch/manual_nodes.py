@@ -65,9 +65,7 @@ def find_manual_node(
             )
         return None
     if not 0 <= node_rank < count:
-        raise LaunchError(
-            f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are"
-        )
+        raise LaunchError(f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are")
     address = args.master_addr or _first(env, "MAIN_NODE_IP", "PET_MASTER_ADDR", "MASTER_ADDR")
     address = address or (listed[0].host if listed else "127.0.0.1" if count == 1 else None)
     if address is None:

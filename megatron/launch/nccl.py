@@ -1,7 +1,8 @@
 """Which NCCL a run preloads: torch's own, or one of the machine that is not older than the one torch was
 built with.
 
-    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on stderr
+    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on
+    stderr
 
 An older one ends in `undefined symbol: ncclCommShrink` when torch is imported, so nothing here imports torch
 before that is known.
@@ -25,8 +26,8 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Nccl:
-    """One NCCL. version: None where it cannot be told; file: None where it is part of torch's own libraries.
-    """
+    """One NCCL. version: None where it cannot be told; file: None where it is part of torch's own
+    libraries."""
 
     version: Version | None
     file: str | None = None
@@ -53,15 +54,11 @@ def choose(built_with: Nccl | None, site: Nccl | None) -> NcclChoice:
     note = ""
     if site is not None and site.file != built_with.file:
         if site.version and built_with.version and site.version >= built_with.version:
-            return NcclChoice(
-                site.file, f"{site}, this machine's ({site.file}); torch was built with {built_with}"
-            )
+            return NcclChoice(site.file, f"{site}, this machine's ({site.file}); torch was built with {built_with}")
         comparable = site.version and built_with.version
         reason = "is older than the one torch was built with" if comparable else "cannot be compared"
         note = f"; {site} of this machine ({site.file}) {reason} and is left out"
-    return NcclChoice(
-        built_with.file, f"{built_with}, torch's own ({built_with.file or 'within its libraries'}){note}"
-    )
+    return NcclChoice(built_with.file, f"{built_with}, torch's own ({built_with.file or 'within its libraries'}){note}")
 
 
 def own_nccl() -> Nccl | None:

@@ -55,9 +55,7 @@ def plan(
     if launcher == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
         address = args.master_addr or env.get("MASTER_ADDR") or nodes[0].host
-        run = replace(
-            run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env)
-        )
+        run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
     else:
         # A hostfile that nobody named says nothing to somebody who types on each machine.
         typed = node_rank is not None and not hosts and not args.hostfile
@@ -72,9 +70,7 @@ def plan(
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
         if run.total_ranks not in (None, run.world_size):
-            raise LaunchError(
-                f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks"
-            )
+            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks")
         run = run.for_world(run.world_size)
     return run
 
@@ -115,17 +111,11 @@ def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, e
     )  # fmt: skip
 
 
-def _over_hosts(
-    run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]
-) -> Run:
+def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: str, env: Mapping[str, str]) -> Run:
     """The run on other machines, which are reached over ssh or by MPI. Raises LaunchError for other
     launchers."""
     if launcher in ("slurm", "torchrun"):
-        where = (
-            "inside sbatch or salloc"
-            if launcher == "slurm"
-            else "on each machine, with --node_rank 0, 1, ..."
-        )
+        where = "inside sbatch or salloc" if launcher == "slurm" else "on each machine, with --node_rank 0, 1, ..."
         raise LaunchError(
             f"launcher: {launcher} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
         )
@@ -134,9 +124,7 @@ def _over_hosts(
         address = socket.gethostname()
     environment = carried(env)
     if launcher != "pdsh":  # with pdsh a launcher on each machine sees to it
-        environment.setdefault(
-            "OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in listed)))
-        )
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in listed))))
     return replace(
         run, launcher=launcher, nodes=tuple(listed), master_addr=address, master_port=run.master_port or DEFAULT_PORT,
         environment=environment,
@@ -145,6 +133,4 @@ def _over_hosts(
 
 def _name_of_args_file(script: Path) -> str:
     # A name of its own: runs may share log_dir, and ranks read the file seconds later.
-    return (
-        f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"
-    )
+    return f"neox_args.{script.stem}.{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}.json"

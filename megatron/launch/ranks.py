@@ -17,9 +17,7 @@ FATAL = (b"Traceback (most recent call last)", b"Fatal Python error: ")
 STACK = b"(most recent call first)"  # faulthandler's
 OVERDUE = re.compile(rb"^Timeout \(\d+:\d+:\d+(\.\d+)?\)!", re.MULTILINE)
 # torch puts the rank before each line of a traceback.
-WORTH_READING = re.compile(
-    rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M
-)
+WORTH_READING = re.compile(rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Timeout|Thread|Current thread) ", re.M)
 TAIL_BYTES = 64 * 1024
 
 
@@ -107,9 +105,7 @@ class Rank:
             pass  # everyone in it has ended
 
 
-def start_rank(
-    index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile
-) -> Rank:
+def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
     """Start one rank in a process group of its own; stdout and stderr are one stream."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     reader, writer = _terminal() if terminal else os.pipe()

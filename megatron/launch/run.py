@@ -1,5 +1,5 @@
-"""One description of a run: which machines, how many ranks on each, where they meet and what every rank runs.
-"""
+"""One description of a run: which machines, how many ranks on each, where they meet and what every rank
+runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -55,8 +55,8 @@ class Run:
         return Path(self.command[2]).stem not in _WITHOUT_BATCH
 
     def for_world(self, world_size: int) -> "Run":
-        """The run on so many ranks: what does not fit is refused once, not by every rank. Raises ConfigError.
-        """
+        """The run on so many ranks: what does not fit is refused once, not by every rank. Raises
+        ConfigError."""
         return replace(self, args=self.args.for_world(world_size)) if self.trains else self
 
 

@@ -39,7 +39,8 @@ def pdsh(run: Run) -> tuple[list[str], dict[str, str]]:
     runner = _deepspeed("PDSHRunner")(_deepspeed_args(run, ""), world_info_base64="")
     runner.exports = {name: _remote(value) for name, value in run.environment.items()}
     words, _, env = runner.get_cmd({}, dict.fromkeys(node.host for node in run.nodes))
-    # DeepSpeed's own launcher on each host keeps no logs and tells the other hosts nothing: ours is put in its place.
+    # DeepSpeed's own launcher on each host keeps no logs and tells the other hosts nothing: ours is put in
+    # its place.
     words = words[: words.index("-u")]
     flags = ["--hosts", *map(str, run.nodes), "--node_rank", "%n"]
     flags += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
@@ -59,17 +60,13 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     """Every rank by MVAPICH's mpirun. Raises LaunchError for hosts with different numbers of ranks."""
     _first_slots(run)
     if len({node.ranks for node in run.nodes}) > 1:
-        raise LaunchError(
-            f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}"
-        )
+        raise LaunchError(f"launcher: mvapich needs the same number of ranks on every host, found {_shown(run.nodes)}")
     try:
         return _by_mpi(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
         if problem.filename is None:  # but of an import
             raise
-        raise LaunchError(
-            f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})"
-        ) from None
+        raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
 
 
 def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
@@ -89,8 +86,8 @@ def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
 def manual_node_lines(
     nodes: Sequence[Node], words: Sequence[str], master_addr: str, master_port: int
 ) -> list[tuple[str, str]]:
-    """(host, the line to type there) for every machine. words: the script, its files and what else was typed.
-    """
+    """(host, the line to type there) for every machine. words: the script, its files and what else was
+    typed."""
     deepy = (
         "deepy.py" if (install_root() / "megatron").is_dir() else str(install_root() / "deepy.py")
     )  # typed in a clone, or anywhere
@@ -119,7 +116,8 @@ def hostfile_path(run: Run) -> str:
 def _deepspeed(name: str) -> Any:
     """A class of DeepSpeed's launcher/multinode_runner.py by its name."""
     was_set = "DS_ACCELERATOR" in os.environ
-    # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find their own.
+    # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find
+    # their own.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         return getattr(import_module("deepspeed.launcher.multinode_runner"), name)

@@ -33,9 +33,7 @@ def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
     on a node, else its GPUs, else one. Raises LaunchError."""
     if args.include or args.exclude:
         key = "include" if args.include else "exclude"
-        raise LaunchError(
-            f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)"
-        )
+        raise LaunchError(f"{key}: Slurm chooses the machines and GPUs of a job; remove it (sbatch --exclude, --gres)")
     tasks = tasks_asked_for(env) or (1,) * len(task_counts(env.get("SLURM_TASKS_PER_NODE", "1")))
     if args.num_nodes > len(tasks):
         raise LaunchError(
@@ -72,9 +70,7 @@ def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
     if "SLURM_STEP_ID" not in env:
         return None
     if not started_by_us and int(env.get("SLURM_STEP_NUM_NODES") or 1) > 1:
-        raise LaunchError(
-            "deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun"
-        )
+        raise LaunchError("deepy.py starts srun itself: type it in the batch script or in salloc's shell, without srun")
     if max(task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) > 1:
         raise LaunchError(
             "srun started deepy.py several times on a node, and each would start all its ranks: use "

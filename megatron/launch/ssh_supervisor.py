@@ -18,8 +18,8 @@ STORE_S = 5.0  # for one answer of the store
 
 
 class SshSupervisor:
-    """A client of node 0's store. ssh carries no signals, and machines must learn when nobody waits for them.
-    """
+    """A client of node 0's store. ssh carries no signals, and machines must learn when nobody waits for
+    them."""
 
     def __init__(self, run: Run) -> None:
         self._address, self._port = run.master_addr, run.master_port or 0

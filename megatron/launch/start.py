@@ -88,26 +88,27 @@ def dry_run(
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
         address = args.master_addr or os.environ.get("MAIN_NODE_IP") or nodes[0].host
-        return [
-            f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)
-        ]
+        return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]
     run = plan(script, args, (), node_rank, hosts)
     if run.launcher in ("local", "nodes"):
         count, gpus = run.node.ranks or 0, ",".join(run.node.devices)
         how = f"{count} rank{'s' * (count > 1)}" + (f", GPUs {gpus}" if gpus else "")
         if run.launcher == "nodes":
-            how += (
-                f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
-            )
+            how += f", node {run.node_rank} of {len(run.nodes)}, meeting at {run.master_addr}:{run.master_port}"
         return [f"{run.node.host} ({how}): {shlex.join(run.command)}"]
     command, env = _renderer(run)(run)
     return [" ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])]
 
 
 def _renderer(run: Run) -> Renderer:
-    return {"pdsh": pdsh, "openmpi": openmpi, "mvapich": mvapich, "slurm": srun, "torchrun": torchrun}[
-        run.launcher
-    ]
+    starters = {
+        "pdsh": pdsh,
+        "openmpi": openmpi,
+        "mvapich": mvapich,
+        "slurm": srun,
+        "torchrun": torchrun,
+    }
+    return starters[run.launcher]
 
 
 def _start(run: Run) -> int:
@@ -127,9 +128,7 @@ def _start(run: Run) -> int:
             _check_ssh(run.nodes[0].host)
         write_text(Path(hostfile_path(run)), hostfile_of(run))
     with signals_kept() as received:
-        code = _watch(
-            command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received
-        )
+        code = _watch(command, {**os.environ, **env}, SshSupervisor(run) if run.launcher == "pdsh" else None, received)
     if run.launcher == "slurm":
         return job_exit_code(run.args, code, signal.SIGUSR1 in received, status_before, os.environ)
     return code

@@ -1,6 +1,7 @@
 """What is submitted to Slurm for a run, with what the site has for it.
 
-    python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of pretrain_neox.sbatch)
+    python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of
+    pretrain_neox.sbatch)
 
 sbatch reads nothing of a batch file but its #SBATCH lines, which are the same everywhere. So a job that was
 submitted without --nodes submits itself again with the site's nodes, once, and ends.
@@ -99,21 +100,13 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
     # Were this job started anew by Slurm, it would submit itself a second time.
     scontrol("update", f"JobId={number}", "Requeue=0")
     _say(shlex.join(command))
-    kept = {
-        name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER
-    }
+    kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER}
     try:
-        subprocess.run(
-            command, check=True, env={**kept, SUBMITTED_BY: number}, cwd=_to_the_end("WorkDir", job) or None
-        )
+        subprocess.run(command, check=True, env={**kept, SUBMITTED_BY: number}, cwd=_to_the_end("WorkDir", job) or None)
     except OSError as problem:
-        raise LaunchError(
-            f"sbatch cannot be started here ({problem.strerror}); submit it with --nodes"
-        ) from None
+        raise LaunchError(f"sbatch cannot be started here ({problem.strerror}); submit it with --nodes") from None
     except subprocess.CalledProcessError:
-        raise LaunchError(
-            "sbatch refuses it (see above); submit it with --nodes, and what else is asked for"
-        ) from None
+        raise LaunchError("sbatch refuses it (see above); submit it with --nodes, and what else is asked for") from None
 
 
 def _to_the_end(name: str, job: str) -> str:
@@ -128,9 +121,7 @@ def _is_file(word: str) -> bool:
 
 def _files(logs: Mapping[str, str]) -> dict[str, str]:
     """Those logs that are files; `error` only where it is another file than `output`."""
-    files = {
-        name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")
-    }
+    files = {name: file for name, file in logs.items() if file.startswith("/") and not file.startswith("/dev/")}
     if files.get("error") == files.get("output"):
         files.pop("error", None)
     return files

@@ -54,9 +54,7 @@ class TorchBuild:
     def words(self, own_index: bool = False) -> list[str]:
         """Arguments of `pip install`. own_index: pip is told already where packages are, and has any build
         there but one that must be named."""
-        return (
-            [self.pin] if own_index and "+" not in self.pin else [self.pin, "--extra-index-url", self.index]
-        )
+        return [self.pin] if own_index and "+" not in self.pin else [self.pin, "--extra-index-url", self.index]
 
 
 def choose(
@@ -114,18 +112,12 @@ def here() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine"
-    )
+    where.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
     where.add_argument("--cpu", action="store_true", help="without CUDA")
-    parser.add_argument(
-        "--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are"
-    )
+    parser.add_argument("--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are")
     options = parser.parse_args(argv)
     if options.cuda and not re.fullmatch(r"\d+\.\d+", options.cuda):
         parser.error(f"--cuda {options.cuda}: a version as 12.6 or 13.0, as nvidia-smi shows it")

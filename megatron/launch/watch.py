@@ -216,10 +216,7 @@ def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     _end(ranks)
     screen.show(ranks[0])
     if outcome.code:
-        say(
-            f"deepy.py: error: {outcome.reason}"
-            + (f"; its output is in {outcome.log} there" if outcome.log else "")
-        )
+        say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
     return outcome
 
 
@@ -291,8 +288,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
 def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_asked: bool) -> Outcome:
     """End every rank because one is stopped and the others wait for it."""
     reason = (
-        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on "
-        f"for {STOPPED_S:.0f} s"
+        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
     )
     _show_stacks(culprit, ranks, screen)
     _end(ranks, politely=False)

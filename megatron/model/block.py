@@ -80,13 +80,9 @@ class Block(nn.Module):
         self.one_norm = "post_attention_layernorm" not in spec.norms
         for name in _SUBMODULES:
             if name == "attention":
-                self.attention = _kind(MIXERS, spec.mixer)(
-                    spec.mixer, groups, sequence_parallel, backends=backends
-                )
+                self.attention = _kind(MIXERS, spec.mixer)(spec.mixer, groups, sequence_parallel, backends=backends)
             elif name == "mlp":
-                self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(
-                    spec.feed_forward, groups, sequence_parallel
-                )
+                self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(spec.feed_forward, groups, sequence_parallel)
             elif name in spec.norms:
                 setattr(self, name, build_norm(spec.norms[name], groups, sequence_parallel))
 

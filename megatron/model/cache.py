@@ -85,9 +85,7 @@ class KVCache:
     rows: CacheRows
 
     @staticmethod
-    def empty(
-        shapes: Mapping[int, tuple[int, int, int, int]], dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
+    def empty(shapes: Mapping[int, tuple[int, int, int, int]], dtype: torch.dtype, device: torch.device) -> KVCache:
         """A cache without rows. shapes: `[blocks, block_size, kv_heads, head_dim]` by layer.
 
         It begins as zeros, since what is masked must still be a number.
@@ -102,16 +100,12 @@ class KVCache:
         """Number of columns of the rows: of slots for the longest text that `table` has room for."""
         return self.rows.table.shape[1] * next(iter(self.layers.values())).keys.shape[1]
 
-    def of(
-        self, slots: Tensor, table: Tensor, parts: Sequence[tuple[int, int, int]] | None = None
-    ) -> KVCache:
+    def of(self, slots: Tensor, table: Tensor, parts: Sequence[tuple[int, int, int]] | None = None) -> KVCache:
         """A view of the same tensors for other rows, as `CacheRows` has them; parts: None for a single
         part."""
         parts = [(0, *table.shape)] if parts is None else parts
         rows = CacheRows(slots, table, parts, self.rows.room)
-        return KVCache(
-            {i: LayerCache(cache.keys, cache.values, rows) for i, cache in self.layers.items()}, rows
-        )
+        return KVCache({i: LayerCache(cache.keys, cache.values, rows) for i, cache in self.layers.items()}, rows)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -42,9 +42,7 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             allocate(self.position_embeddings, positions, groups)
         self.dropout, self.noise = spec.dropout, spec.noise
-        self.part, self.parts = (
-            (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
-        )
+        self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
 
     @staticmethod
     def params(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
@@ -52,9 +50,7 @@ class Embedding(nn.Module):
         positions = ParamSpec(name, shape, init="embedding", weight_decay=True)
         return (word_embeddings(spec), positions) if spec.learned else (word_embeddings(spec),)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of
         `Batch`."""
         x = self.word_embeddings(tokens.t())

@@ -40,9 +40,7 @@ def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.dev
         return full.fill_(1.0)
     if spec.init == "zeros":
         return full.zero_()
-    generator = torch.Generator(device).manual_seed(
-        mix_seed(args.seed, 2 if spec.shared else layer, spec.name)
-    )
+    generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
     methods = {"output": args.output_layer_init_method, "xavier_normal": "xavier_normal"}
     _fill(full, methods.get(spec.init, args.init_method), args, generator)
     return full

@@ -42,9 +42,7 @@ class MLP(nn.Module):
         rows = (spec.width, spec.width) if spec.gated else (spec.width,)
         return (
             LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows),
-            LinearSpec(
-                spec.width, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual
-            ),
+            LinearSpec(spec.width, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual),
         )
 
     @classmethod

@@ -43,9 +43,7 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
     factor = scaling["factor"]
     trained = scaling["original_max_position_embeddings"] or rotary.positions
     if scaling["rope_type"] == "dynamic":
-        stretch = (
-            factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
-        )
+        stretch = factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
         longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
         return _frequencies(dim, longer.unsqueeze(-1) if longer.dim() else longer, device), 1.0
     frequencies = _frequencies(dim, base, device)
@@ -142,9 +140,7 @@ def distances(seq: int, device: torch.device, queries: Tensor | None) -> Tensor:
     return (keys - (keys.unsqueeze(0) if queries is None else queries).unsqueeze(2)).unsqueeze(1)
 
 
-def alibi_bias(
-    seq: int, slopes: Tensor, positions: Tensor | None = None, distance: Tensor | None = None
-) -> Tensor:
+def alibi_bias(seq: int, slopes: Tensor, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
     """ALiBi's bias of attention logits: slope * (key - query), -inf for future keys, `[1, heads, seq, seq]`
     fp32.
 

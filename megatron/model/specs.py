@@ -255,9 +255,7 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
     window = width if width is not None and width < args.max_position_embeddings - 1 else None
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
     named_flash = args.attention_config[block] == "flash" and len(set(args.attention_config)) > 1
-    relative = RelativeSpec(
-        args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim
-    )
+    relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
     return AttentionSpec(
         hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
         head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,

@@ -110,9 +110,7 @@ class Stage(nn.Module):
             case EmbeddingSpec():
                 return Embedding(spec, groups, sequence_parallel)
             case BlockSpec():
-                chosen = (
-                    self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
-                )
+                chosen = self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
                 return Block(spec, groups, sequence_parallel, backends=chosen)
             case FinalNormSpec():
                 return FinalNorm(spec, groups, sequence_parallel)
@@ -138,7 +136,7 @@ class Stage(nn.Module):
         """The blocks whose mixer is attention."""
         return [spec for spec in self.blocks if isinstance(spec.mixer, AttentionSpec)]
 
-    # -- caches --------------------------------------------------------------------------------------------------------
+    # -- caches ----------------------------------------------------------------------------------------------
 
     def empty_cache(self, blocks: int, block_size: int) -> KVCache:
         """A cache of `blocks` blocks with `block_size` tokens each, in the dtype of the weights."""
@@ -148,19 +146,13 @@ class Stage(nn.Module):
     @property
     def cache_bytes(self) -> int:
         """Number of bytes that one token takes in the cache of this rank."""
-        return (
-            2
-            * sum(heads * width for heads, width in self._cached.values())
-            * next(self.parameters()).dtype.itemsize
-        )
+        return 2 * sum(heads * width for heads, width in self._cached.values()) * next(self.parameters()).dtype.itemsize
 
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
         """(key-value heads of this rank, head_dim) of each layer that has a cache."""
         mixers = {spec.index: spec.mixer for spec in self.attention_blocks}
-        return {
-            layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()
-        }
+        return {layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()}
 
     # -- what blocks are given
     # -----------------------------------------------------------------------------------------
@@ -182,9 +174,7 @@ class Stage(nn.Module):
         unmasked = self.backends[mixer.backend].supports_varlen(mixer.window)
         return text_inputs(mixer, batch, positions, context.last_tokens, unmasked, bias)
 
-    def _bias(
-        self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None
-    ) -> Tensor | None:
+    def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:
             local = spec.mixer.heads // self.tensor_size
             slopes = alibi_slopes(spec.mixer.heads)[local * self.tensor_rank :][:local]
@@ -193,20 +183,16 @@ class Stage(nn.Module):
             return self.layers[str(spec.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
         return None
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- forward ---------------------------------------------------------------------------------------------
 
-    def _run_blocks(
-        self, x: Tensor, inputs: Mapping[int, AttentionInputs], seed: int, cache: KVCache | None
-    ) -> Tensor:
+    def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], seed: int, cache: KVCache | None) -> Tensor:
         specs, dropping = self.blocks, self.training and self.drops
 
         def run(x: Tensor, first: int, last: int) -> Tensor:
             for spec in specs[first:last]:
                 layer = spec.index
                 seeds = tuple(mix_seed(seed, layer, i) if dropping else 0 for i in range(3))
-                x = self.layers[str(layer)](
-                    x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None
-                )
+                x = self.layers[str(layer)](x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None)
             return x
 
         frozen = sum(spec.index < self.lowest_trained for spec in specs)
@@ -218,9 +204,7 @@ class Stage(nn.Module):
         with save_on_cpu(pin_memory=on_gpu) if self.recompute_from_cpu else nullcontext():
             for first in range(frozen, len(specs), self.recompute):
                 # Masks of dropout are functions of their seeds, so no generator state need be kept.
-                x = checkpoint(
-                    run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False
-                )
+                x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
         return x
 
     def forward(
@@ -246,9 +230,7 @@ class Stage(nn.Module):
             positions = seq.unsqueeze(0).expand_as(batch.tokens)
         if self.specs[0].kind == "embedding":
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
-                x = self.layers["0"](
-                    batch.tokens, positions, mix_seed(batch.seed, "embedding"), batch.cu_seqlens
-                )
+                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), batch.cu_seqlens)
         else:
             assert hidden is not None, "a later stage needs the hidden states of the stage before"
             x = hidden.hidden_states

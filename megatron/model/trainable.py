@@ -37,18 +37,14 @@ def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
     for pattern in asked["names"] or ():
         matched = {item for text, item in known.items() if re.search(pattern, text)}
         if not matched:
-            near = difflib.get_close_matches(
-                pattern.replace("\\", ""), {name for _, name in every}, _SUGGESTIONS, 0.0
-            )
+            near = difflib.get_close_matches(pattern.replace("\\", ""), {name for _, name in every}, _SUGGESTIONS, 0.0)
             problems.append(
                 f"{args.origin('trainable.names')}: trainable.names: {pattern} finds no parameter; near it: "
                 f"{', '.join(near)}; blocks are layers 2 to {args.num_layers + 1}"
             )
         found |= matched
     if not found and not problems:
-        problems.append(
-            f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names"
-        )
+        problems.append(f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names")
     if asked["embedding_gradient"] is False and not problems:
         problems += _embedding_problems(args, found)
     if problems:

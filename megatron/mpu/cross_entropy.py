@@ -52,9 +52,7 @@ class _Logprobs(torch.autograd.Function):
         local = local.masked_fill(foreign, 0)
         # A rank that holds nothing but padding has no highest: it stays below all others, and finite.
         highest = logits.new_full((rows,), -1e30, dtype=torch.float32)
-        found = highest.new_zeros(
-            4 if statistics else 2, rows
-        )  # label's logit, sum of exp; exp * logit, logit
+        found = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
         for part in _slices(logits) if own_columns else ():
             chunk = logits[part, :own_columns].float()
             highest[part] = chunk.amax(-1)
@@ -106,9 +104,7 @@ class _Logprobs(torch.autograd.Function):
 def _apply(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
 ) -> tuple[Tensor, ...]:
-    found = _Logprobs.apply(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics
-    )
+    found = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics)
     return tuple(values.view(labels.shape) for values in found)
 
 

@@ -86,9 +86,7 @@ class Linear(nn.Module):
 
     def sum_over_ranks(self, partial: Tensor) -> Tensor:
         """Sum over tensor ranks, to `[seq/T]` under sequence parallelism."""
-        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(
-            partial, self.group
-        )
+        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(partial, self.group)
 
     def add_bias(self, x: Tensor) -> Tensor:
         """Add a row-parallel layer's bias to its summed output."""

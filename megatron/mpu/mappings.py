@@ -49,9 +49,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group))[
-        dist.get_rank(group)
-    ].clone()  # of a view 2.11 makes a slice's gradient
+    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # of a view 2.11 makes a slice's gradient
 
 
 def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -66,9 +64,7 @@ class _Mapping(torch.autograd.Function):
     """One collective forwards, another one backwards."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Collective, back: _Collective) -> Tensor:
         ctx.group, ctx.back = group, back
         return there(x, group)
 

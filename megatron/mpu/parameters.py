@@ -66,9 +66,7 @@ def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGrou
     optional: attributes that are None where no parameter has that name.
     """
     for spec in specs:
-        local = torch.empty(
-            spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32
-        )
+        local = torch.empty(spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32)
         module.register_parameter(spec.name.rpartition(".")[2], nn.Parameter(local))
     for name in optional:
         setattr(module, name, module._parameters.get(name))

@@ -29,5 +29,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """GPT-NeoX's groups of keys by its names, as `NeoXArgsTokenizer`. Raises AttributeError for any other name."""
+    """GPT-NeoX's groups of keys by its names, as `NeoXArgsTokenizer`. Raises AttributeError for any other
+    name."""
     return key_group(name, __name__)

@@ -1,4 +1,5 @@
-"""The base of all exceptions that people can act on, the one of configurations, and the collector of problems."""
+"""The base of all exceptions that people can act on, the one of configurations, and the collector of
+problems."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,8 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; one line for each problem, each naming the key and where it was set."""
+    """A configuration that cannot be used; one line for each problem, each naming the key and where it was
+    set."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -29,7 +31,8 @@ class ConfigError(UserError, ValueError):
 
 
 class ErrorCollector:
-    """Collects problems, to show all of them together, as lines `a.yml:12: num_layers: expected int, got "twelve"`."""
+    """Collects problems, to show all of them together, as lines `a.yml:12: num_layers: expected int, got
+    "twelve"`."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self.origins = origins

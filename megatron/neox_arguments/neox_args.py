@@ -29,7 +29,8 @@ from megatron.neox_arguments.values.derive import derive
 
 @dataclass(frozen=True)
 class NeoXArgs(GPTNeoXMethods):
-    """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`, `for_world`."""
+    """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`,
+    `for_world`."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], origin: str = "program") -> "NeoXArgs":
@@ -52,7 +53,8 @@ class NeoXArgs(GPTNeoXMethods):
         return args if self.world_size is None else args.for_world(self.world_size)
 
     def for_world(self, world_size: int) -> "NeoXArgs":
-        """The configuration on `world_size` ranks: batch sizes and data_parallel_size known. Raises ConfigError."""
+        """The configuration on `world_size` ranks: batch sizes and data_parallel_size known. Raises
+        ConfigError."""
         model_parallel = self.pp * self.tp
         problems = ErrorCollector(self.origins)
         if world_size < 1 or world_size % model_parallel:
@@ -75,14 +77,15 @@ class NeoXArgs(GPTNeoXMethods):
         return NeoXArgs(**{**values, **sizes, **made})
 
     def for_inference(self, world_size: int) -> "NeoXArgs":
-        """The configuration on `world_size` ranks of a command that trains nothing, so without batch sizes, which might
-        not be possible on that number of ranks. Raises ConfigError."""
+        """The configuration on `world_size` ranks of a command that trains nothing, so without batch sizes,
+        which might not be possible on that number of ranks. Raises ConfigError."""
         return self.replace(
             train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
         ).for_world(world_size)
 
     def startup_notes(self) -> list[str]:
-        """Lines to print once at start: keys without effect here, and what is done otherwise than in GPT-NeoX."""
+        """Lines to print once at start: keys without effect here, and what is done otherwise than in
+        GPT-NeoX."""
         return startup_notes(self)
 
     def check_training(self) -> "NeoXArgs":
@@ -103,7 +106,8 @@ class NeoXArgs(GPTNeoXMethods):
         return self._check(validate_serving(self))
 
     def check_for(self, script: str | Path) -> "NeoXArgs":
-        """This object, if it has all that train.py, eval.py, generate.py or serve.py needs before it does anything.
+        """This object, if it has all that train.py, eval.py, generate.py or serve.py needs before it does
+        anything.
 
         Any other script checks for itself. Raises ConfigError.
         """
@@ -128,11 +132,11 @@ class NeoXArgs(GPTNeoXMethods):
 
     @classmethod
     def from_json(cls, text: str) -> "NeoXArgs":
-        """The object whose `to_json` gave this text. Raises ConfigError, and ValueError or KeyError for other text."""
+        """The object whose `to_json` gave this text. Raises ConfigError, and ValueError or KeyError for other
+        text."""
         state = json.loads(text)
         args = _resolve(RawConfig(state["given"], state["origins"], state["config_files"]))
         return args if state["world_size"] is None else args.for_world(state["world_size"])
-
 
 
 def load(
@@ -146,7 +150,8 @@ def load(
 
 
 def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[str, Any, str]]) -> NeoXArgs:
-    """Merge files, apply overrides given as (dotted path, value, origin), resolve and freeze. Raises ConfigError."""
+    """Merge files, apply overrides given as (dotted path, value, origin), resolve and freeze. Raises
+    ConfigError."""
     config = read_files(files)
     for path, value, origin in assignments:
         config.assign(path, value, origin)

@@ -9,14 +9,16 @@ from megatron.neox_arguments.resolved import ResolvedArgs
 
 
 def require_lm_eval(args: ResolvedArgs) -> None:
-    """Raises ConfigError, before anything is built, if eval_tasks are asked for and lm-eval is not installed."""
+    """Raises ConfigError, before anything is built, if eval_tasks are asked for and lm-eval is not
+    installed."""
     if args.eval_tasks and find_spec("lm_eval") is None:
         need = "needs lm-eval: pip install 'neox[eval]' (or --set eval_tasks=null, to train without evaluation)"
         raise args.error("eval_tasks", need)
 
 
 def import_optional(name: str, missing: UserError) -> Any:
-    """Import the package or module of this name; raises `missing`, which says what needs it, if it is not installed."""
+    """Import the package or module of this name; raises `missing`, which says what needs it, if it is not
+    installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:

@@ -1,4 +1,5 @@
-"""The fields of a resolved configuration, and what is read off them: everything that checks and reports need of it."""
+"""The fields of a resolved configuration, and what is read off them: everything that checks and reports need
+of it."""
 
 import json
 from abc import ABCMeta
@@ -45,7 +46,8 @@ class ResolvedArgs(
     """Where they were written, by dotted path: `a.yml:12`, or the name of a flag."""
 
     def origin(self, key: str) -> str:
-        """Where the value of `key` (dotted for sub-keys) comes from: `a.yml:12`, a flag, "derived" or "default"."""
+        """Where the value of `key` (dotted for sub-keys) comes from: `a.yml:12`, a flag, "derived" or
+        "default"."""
         written_at = ErrorCollector(self.origins).origin(key)
         name, *inner = key.split(".")
         if inner:
@@ -96,8 +98,8 @@ class ResolvedArgs(
 
     @property
     def ffn_size(self) -> int | tuple[int, ...]:
-        """The inner width of the MLP, a tuple with one for each layer where they differ; a gated MLP has as many gate
-        rows as up rows."""
+        """The inner width of the MLP, a tuple with one for each layer where they differ; a gated MLP has as
+        many gate rows as up rows."""
         return ffn_width(self)
 
     @property
@@ -107,8 +109,8 @@ class ResolvedArgs(
 
     @property
     def softmax_rows(self) -> int | None:
-        """Rows of the vocabulary that take part in the softmax, the first ones; None: all. Known once training has
-        found out what `mask_padded_vocab: auto` and `true` mean."""
+        """Rows of the vocabulary that take part in the softmax, the first ones; None: all. Known once
+        training has found out what `mask_padded_vocab: auto` and `true` mean."""
         rows = self.mask_padded_vocab
         return None if isinstance(rows, bool | str) else rows
 

@@ -26,9 +26,7 @@ def _dpo(args: NeoXArgs) -> Objective:
 
 def _kto(args: NeoXArgs) -> Objective:
     weights = args.kto_desirable_weight, args.kto_undesirable_weight
-    return kto(
-        KtoSettings(args.kto_beta, *weights, args.kto_loss_type, neox=args.compat_kto), args.softmax_rows
-    )
+    return kto(KtoSettings(args.kto_beta, *weights, args.kto_loss_type, neox=args.compat_kto), args.softmax_rows)
 
 
 OBJECTIVES: Mapping[str, Callable[[NeoXArgs], Objective]] = {

@@ -92,9 +92,7 @@ def _with_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
     """Labels and loss weights `[batch, seq]` that train the prompts before the responses too."""
     assert batch.response_ids is not None
     inside = torch.zeros_like(batch.tokens, dtype=torch.bool)
-    inside[:, :-1] = (batch.response_ids[:, :-1] == batch.response_ids[:, 1:]) & (
-        batch.response_ids[:, 1:] >= 0
-    )
+    inside[:, :-1] = (batch.response_ids[:, :-1] == batch.response_ids[:, 1:]) & (batch.response_ids[:, 1:] >= 0)
     trained = batch.loss_weights > 0
     labels = torch.where(trained, batch.labels, torch.where(inside, batch.tokens.roll(-1, 1), 0))
     return labels, (inside | trained).long()
@@ -152,9 +150,7 @@ def _loss_sum(
 def _metrics(responses: ResponseScores, pairs: PairScores, real: Tensor, kind: _LossMix) -> dict[str, Tensor]:
     beta, odd = kind.settings.beta, torch.zeros_like(real)
     chosen, rejected = torch.stack([real, odd], 1).flatten(), torch.stack([odd, real], 1).flatten()
-    sides = (
-        (pairs.policy_chosen, pairs.policy_rejected) if kind.normalised else (pairs.chosen, pairs.rejected)
-    )
+    sides = (pairs.policy_chosen, pairs.policy_rejected) if kind.normalised else (pairs.chosen, pairs.rejected)
     metrics = _rewards("rewards", beta, *sides, real)
     if "sigmoid_norm" in kind.weights:
         metrics |= _rewards("rewards_norm", beta, pairs.chosen_average, pairs.rejected_average, real)
@@ -164,9 +160,7 @@ def _metrics(responses: ResponseScores, pairs: PairScores, real: Tensor, kind: _
             "log_odds_chosen": sum_and_count(odds, real),
             "log_odds_ratio": sum_and_count(F.logsigmoid(odds), real),
         }
-    metrics |= token_metrics(
-        responses, responses.average if kind.normalised else responses.score, chosen, rejected
-    )
+    metrics |= token_metrics(responses, responses.average if kind.normalised else responses.score, chosen, rejected)
     return metrics | {"mean_token_accuracy": token_accuracy(responses, chosen)}
 
 

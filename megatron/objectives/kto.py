@@ -84,9 +84,7 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
         return losses.sum().view(1), metrics
 
     names = ("rewards/chosen", "rewards/rejected", *TOKEN_METRICS, *(("kl",) if has_kl else ()))
-    return Objective(
-        _weight, loss_sum, names, DIFFERENCES, kl_baseline if has_kl and not settings.neox else None
-    )
+    return Objective(_weight, loss_sum, names, DIFFERENCES, kl_baseline if has_kl and not settings.neox else None)
 
 
 def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +98,7 @@ def _neox(above: Tensor, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor,
     half = len(above) // 2
     rows, place = batch.response_ids.shape
     if len(above) != rows or rows % 2:
-        raise ValueError(
-            f"compat_kto halves micro-batches of one answer a row: {len(above)} answers in {rows} rows"
-        )
+        raise ValueError(f"compat_kto halves micro-batches of one answer a row: {len(above)} answers in {rows} rows")
     means = [part.clamp(min=0.0).mean().expand(half) for part in (above[half:], above[:half])]
     averaged = [part.mean().expand(half) for part in (weights[:half], weights[half:])]
     share = (batch.response_ids >= 0).sum(1) / place

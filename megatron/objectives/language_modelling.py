@@ -54,15 +54,9 @@ def language_modelling(
         logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
         if z_loss != 0.0:
             logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
-            found = (
-                token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1]
-                if statistics
-                else None
-            )
+            found = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
             extra = z_loss * (sums.square() * weights).sum()
-            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(
-                found, weights
-            )
+            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(found, weights)
         if statistics:
             logprobs, found = token_logprobs_and_statistics(logits, labels, group, columns)
         else:

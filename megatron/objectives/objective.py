@@ -42,9 +42,7 @@ class Objective:
     loss_sum: Callable[[HeadInput, Batch, dist.ProcessGroup | None], LossSums]
     metrics: tuple[str, ...] = ()
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    step_baselines: Callable[[list[Batch], ScoreFunction, dist.ProcessGroup | None], list[Batch]] | None = (
-        None
-    )
+    step_baselines: Callable[[list[Batch], ScoreFunction, dist.ProcessGroup | None], list[Batch]] | None = None
 
     def add_metrics(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         """Add the metrics of one batch to `total`, the sums and numbers `[metrics, 2]` of the step."""

@@ -73,9 +73,7 @@ def score_responses(
 def reference_logprobs(batch: Batch) -> Tensor:
     """`batch.reference_logprobs`, which must be there by now."""
     if batch.reference_logprobs is None:
-        raise ValueError(
-            "this loss compares with a reference model, and the batch has no log-probabilities of one"
-        )
+        raise ValueError("this loss compares with a reference model, and the batch has no log-probabilities of one")
     return batch.reference_logprobs
 
 
@@ -92,9 +90,7 @@ def _per_token(sums: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
 TOKEN_METRICS = ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "entropy")
 
 
-def token_metrics(
-    responses: ResponseScores, logps: Tensor, chosen: Tensor, rejected: Tensor
-) -> dict[str, Tensor]:
+def token_metrics(responses: ResponseScores, logps: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     """The metrics that `TOKEN_METRICS` names, by name.
 
     logps: the log-probabilities to show, `[n]`; chosen, rejected: which responses are on either side, boolean

@@ -26,18 +26,14 @@ def _of_rank(values: Tensor, by: Tensor) -> Tensor:
     return torch.empty_like(values).scatter_(0, by.argsort(stable=True), values.sort().values)
 
 
-def match_gaps(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-) -> tuple[Tensor, Tensor]:
+def match_gaps(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
     """The baselines of aot: the reference's gap between chosen and rejected that has the rank of the policy's
     gap."""
     gaps = _of_rank(ref_chosen - ref_rejected, chosen - rejected)
     return gaps, torch.zeros_like(gaps)
 
 
-def match_sides(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-) -> tuple[Tensor, Tensor]:
+def match_sides(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor]:
     """The baselines of aot_unpaired: the log-ratio of the other side that has the rank of the response's
     own."""
     above, below = chosen - ref_chosen, rejected - ref_rejected
@@ -58,9 +54,7 @@ def _from_all(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, 
     padded[:, : values.shape[1]] = values
     parts = [torch.empty_like(padded) for _ in widths]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1), sum(
-        widths[:rank]
-    )
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1), sum(widths[:rank])
 
 
 def pair_baselines(
@@ -102,9 +96,7 @@ def kl_baseline(batches: list[Batch], score: ScoreFunction, group: dist.ProcessG
     """
     others = [batch.kl_batch for batch in batches if batch.kl_batch is not None]
     if len(others) < len(batches):
-        raise ValueError(
-            "KTO estimates its KL from answers to other prompts, and a batch has none (`Batch.kl_batch`)"
-        )
+        raise ValueError("KTO estimates its KL from answers to other prompts, and a batch has none (`Batch.kl_batch`)")
     total = torch.zeros(2, device=batches[0].tokens.device)
     for other, policy in zip(others, score(others), strict=True):
         assert other.preference_labels is not None

@@ -35,9 +35,7 @@ def begin_process(name: str, advice: str = "") -> None:
     """
     _open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
-        signal.signal(
-            signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode())
-        )
+        signal.signal(signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode()))
     signal.signal(signal.SIGUSR1, _Remembered())  # last: a launcher sees by it that both are taken up
 
 

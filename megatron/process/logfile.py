@@ -54,9 +54,7 @@ class LogFile:
 
     def _write(self) -> None:
         if self._descriptor is None:
-            self._descriptor = os.open(
-                self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
-            )
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if self._lost:
             os.write(self._descriptor, b"\n[%d bytes could not be written]\n" % self._lost)
             self._lost = 0

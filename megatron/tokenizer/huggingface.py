@@ -40,7 +40,8 @@ class HFTokenizer(Tokenizer):
         self._set_backend(tokenizer, path, eod_token, _declared_tokens(path))
 
     def _set_backend(self, tokenizer: Any, where: object, eod_token: str | None, declared: Mapping[str, str]) -> None:
-        """Use a tokenizer of the tokenizers library, and look its special tokens up. where: names it in errors."""
+        """Use a tokenizer of the tokenizers library, and look its special tokens up. where: names it in
+        errors."""
         # A file saved with these would cut documents off, or fill them up, without a word
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -15,8 +15,9 @@ _VARIABLES = {
 
 
 def make_deterministic(args: NeoXArgs, say: Callable[[str], None]) -> None:
-    """Tell torch and its libraries, before they touch a GPU. An operation that cannot be deterministic raises an error
-    where it is used; attention kernels that cannot are left out of `attention_backend: auto` and refused by name.
+    """Tell torch and its libraries, before they touch a GPU. An operation that cannot be deterministic raises
+    an error where it is used; attention kernels that cannot are left out of `attention_backend: auto` and
+    refused by name.
 
     Raises ConfigError for a variable in the environment that asks for the opposite.
     """

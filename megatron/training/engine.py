@@ -1,5 +1,5 @@
-"""What a training engine is asked for, and what it answers. Loop, evaluation and checkpoints know no more of one than
-this; which engine there is, is said where a run is built (`setup.start`)."""
+"""What a training engine is asked for, and what it answers. Loop, evaluation and checkpoints know no more of
+one than this; which engine there is, is said where a run is built (`setup.start`)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,17 +16,19 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 
 PipelineSchedule = Literal["1F1B", "none"]
-"""How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there is one stage."""
+"""How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there
+is one stage."""
 
 State = dict[str, Tensor]
 """A parameter's optimizer state by key (`exp_avg`), and its number of updates, `step`."""
 
 
 class Engine(Protocol):
-    """A model under training in one layout. All ranks call every method together; weights go in and out by layer and
-    name of the weight map, each rank with its own part.
+    """A model under training in one layout. All ranks call every method together; weights go in and out by
+    layer and name of the weight map, each rank with its own part.
 
-    dtype: of weights and hidden states; zero_stage: what is cut over data ranks, as ZeRO counts it (1: optimizer state,
+    dtype: of weights and hidden states; zero_stage: what is cut over data ranks, as ZeRO counts it (1:
+    optimizer state,
     2: gradients too, 3: weights too).
     """
 
@@ -43,20 +45,20 @@ class Engine(Protocol):
 
     @staticmethod
     def check(args: NeoXArgs) -> None:
-        """Raise ConfigError for what this engine cannot do, and RuntimeError where it cannot work here, before anything
-        is built."""
+        """Raise ConfigError for what this engine cannot do, and RuntimeError where it cannot work here,
+        before anything is built."""
 
     @staticmethod
     def notes(args: NeoXArgs) -> list[str]:
         """What it says of itself at the start."""
 
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
-        """One optimizer step over this rank's micro-batches of it, without a wait for the device that the update does
-        not need.
+        """One optimizer step over this rank's micro-batches of it, without a wait for the device that the
+        update does not need.
 
-        The caller knows of a step when it has begun the next. After more skipped steps in a row than the run may have
-        (`nonfinite_guard.most_skips`) no step changes anything any more, so that it finds the weights before the first
-        of them.
+        The caller knows of a step when it has begun the next. After more skipped steps in a row than the run
+        may have (`nonfinite_guard.most_skips`) no step changes anything any more, so that it finds the
+        weights before the first of them.
         """
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
@@ -64,8 +66,8 @@ class Engine(Protocol):
         `reference_logprobs`."""
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches on this rank's device with what the objective wants to know of them before their forward
-        pass; `train_step` does it by itself."""
+        """The micro-batches on this rank's device with what the objective wants to know of them before their
+        forward pass; `train_step` does it by itself."""
 
     def forward_only(
         self,
@@ -73,47 +75,51 @@ class Engine(Protocol):
         read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        """Read something off hidden states and head of each micro-batch, without gradients; the same on every pipeline
-        rank."""
+        """Read something off hidden states and head of each micro-batch, without gradients; the same on every
+        pipeline rank."""
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor rank."""
+        """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor
+        rank."""
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
         """The sums `[n]` fp32 of `token_logprobs` over each answer of each micro-batch."""
 
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Give parameters of this stage their values (local part, any float type), fp32 master weights included."""
+        """Give parameters of this stage their values (local part, any float type), fp32 master weights
+        included."""
 
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if asked for.
-        One that does not `keep` them only helps to gather."""
+        """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if
+        asked for. One that does not `keep` them only helps to gather."""
 
     def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
-        """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) of the layers that this data rank
-        writes, on CPU, one after another. writer_of: layer -> data rank; all iterate to the end."""
+        """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) of the layers that this
+        data rank writes, on CPU, one after another. writer_of: layer -> data rank; all iterate to the end."""
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
-        """Set moments and step counts. read: state of a parameter's local part by layer and name, `MASTER` left out;
-        parameters without state leave a fresh optimizer."""
+        """Set moments and step counts. read: state of a parameter's local part by layer and name, `MASTER`
+        left out; parameters without state leave a fresh optimizer."""
 
     def model_state(self) -> dict[str, Any]:
-        """What a run must know beside weights and moments to go on bit for bit, for the file of each model-parallel
+        """What a run must know beside weights and moments to go on bit for bit, for the file of each
+        model-parallel
         rank: `loss_scaler`, `spike_window`, and what the engine's library keeps."""
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with `loss_scaler` and `spike_window` of `model_state`, as far as they are there, and with the run's
-        `iteration`, `consumed_samples` and `skipped_steps`."""
+        """Go on with `loss_scaler` and `spike_window` of `model_state`, as far as they are there, and with
+        the run's `iteration`, `consumed_samples` and `skipped_steps`."""
 
     def layout_state(self) -> dict[str, Any] | None:
-        """This rank's optimizer state as only its own layout can read it, for optimizers whose state is not kept by
-        parameter; None where `model_state` holds it."""
+        """This rank's optimizer state as only its own layout can read it, for optimizers whose state is not
+        kept by parameter; None where `model_state` holds it."""
 
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         """Restore the optimizer's state from `model_state`, or from the `file` with `layout_state`."""
 
     def sharded_weights(self) -> Parts:
-        """fp32 values of trained parameters, such that every element of the model is owned by exactly one rank."""
+        """fp32 values of trained parameters, such that every element of the model is owned by exactly one
+        rank."""
 
     def sharded_states(self) -> dict[str, Parts]:
         """Tensors of the optimizer's state by key, likewise; {} before the first step."""

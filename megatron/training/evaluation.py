@@ -18,9 +18,10 @@ from megatron.training.engine import Engine
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that knows only
-    token frequencies reaches. tokens_per_character: of their text, None when not asked for. metrics: those of the
-    objective, means over the same tokens; with labels entropy and mean_token_accuracy, as in training."""
+    """lm_loss: mean over weighted tokens, nats. unigram_entropy: of their labels, nats: what a model that
+    knows only token frequencies reaches. tokens_per_character: of their text, None when not asked for.
+    metrics: those of the objective, means over the same tokens; with labels entropy and mean_token_accuracy,
+    as in training."""
 
     lm_loss: float
     unigram_entropy: float
@@ -46,8 +47,8 @@ def evaluate(
     eod: int | None,
     detokenize: Callable[[Iterable[int]], str] | None = None,
 ) -> ValidationResult:
-    """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their characters are
-    counted too."""
+    """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their
+    characters are counted too."""
     names, groups = engine.objective.metrics, engine.groups
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
     counts = torch.zeros(engine.args.padded_vocab_size, dtype=torch.int64)
@@ -74,8 +75,8 @@ def evaluate(
 
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
-    """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's metrics
-    are the means of."""
+    """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's
+    metrics are the means of."""
     if not engine.objective.metrics:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
 
@@ -91,8 +92,9 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
 def evaluate_objective(
     engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None
 ) -> tuple[float, dict[str, float]]:
-    """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one step's
-    loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in training."""
+    """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one
+    step's loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in
+    training."""
     objective, groups = engine.objective, engine.groups
     batch_sums: list[Tensor] = []
 

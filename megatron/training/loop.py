@@ -44,11 +44,11 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
 
 
 def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
-    """Train to `train_iters`, or until the run is to stop. evaluations: callbacks of the program, called after
-    validation and before saving; the user's own are in `training`.
+    """Train to `train_iters`, or until the run is to stop. evaluations: callbacks of the program, called
+    after validation and before saving; the user's own are in `training`.
 
-    Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError in place
-    of storing weights or optimizer state that are not finite.
+    Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError
+    in place of storing weights or optimizer state that are not finite.
     """
     args, progress, loop, results = training.args, training.progress, training.loop, StepResults(training)
     if progress.iteration >= args.train_iters:
@@ -126,7 +126,8 @@ def _report_error(training: Training, callbacks: Sequence[Callback], problem: Ex
 
 
 def _close(training: Training, callbacks: Sequence[Callback]) -> None:
-    """Close all callbacks. Raises the first problem that one had with it, unless the run has failed before."""
+    """Close all callbacks. Raises the first problem that one had with it, unless the run has failed
+    before."""
     problems: list[Exception] = []
     for callback in callbacks:
         try:

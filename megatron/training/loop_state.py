@@ -39,10 +39,10 @@ class Stopwatch:
 class LoopState:
     """The state of a loop beside its progress.
 
-    stop_reason: why the run ends after this step, None while it goes on; save_is_due: a checkpoint is due by the clock
-    or was asked for; stop_request, save_request: what a callback of this rank has asked for, until all ranks know of
-    it; signalled: whether a stop signal has come to this rank; settle: waits for the step's result and writes its log
-    line; ending: (status, reason) of a run that did not fail, once it is over.
+    stop_reason: why the run ends after this step, None while it goes on; save_is_due: a checkpoint is due by
+    the clock or was asked for; stop_request, save_request: what a callback of this rank has asked for, until
+    all ranks know of it; signalled: whether a stop signal has come to this rank; settle: waits for the step's
+    result and writes its log line; ending: (status, reason) of a run that did not fail, once it is over.
     """
 
     stop_reason: str | None = None

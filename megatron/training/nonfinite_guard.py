@@ -1,5 +1,5 @@
-"""Steps that must not change weights: NaN and Inf, found on the rank and in the parameter where they arise at the
-price of two small kernels a gradient, and losses far above the recent ones."""
+"""Steps that must not change weights: NaN and Inf, found on the rank and in the parameter where they arise at
+the price of two small kernels a gradient, and losses far above the recent ones."""
 
 import math
 import statistics
@@ -31,9 +31,11 @@ def most_skips(args: NeoXArgs) -> int:
 
 
 class GradientWatch:
-    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this rank.
+    """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this
+    rank.
 
-    limit: `most_skips`; the verdict of steps after more is against them, until the loop knows and ends the run.
+    limit: `most_skips`; the verdict of steps after more is against them, until the loop knows and ends the
+    run.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, limit: int) -> None:
@@ -56,28 +58,30 @@ class GradientWatch:
         return note
 
     def note_loss(self, loss: Tensor) -> Tensor:
-        """1 for a finite loss, NaN for another: multiplied in, it carries a non-finite loss into the gradients, where
-        every engine's check sees it."""
+        """1 for a finite loss, NaN for another: multiplied in, it carries a non-finite loss into the
+        gradients, where every engine's check sees it."""
         mark = loss.detach().float() * 0
         self._loss += mark
         return mark + 1
 
     def begin(self, weight: Tensor) -> None:
-        """Begin a step. weight `[parts]`: of the whole step; without any there is nothing to learn, and the verdict
-        leaves the step out."""
+        """Begin a step. weight `[parts]`: of the whole step; without any there is nothing to learn, and the
+        verdict leaves the step out."""
         self._marks.zero_()
         self._loss.copy_(torch.where(weight.any(), 0.0, math.nan))
 
     def judge(self) -> None:
-        """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add it to
-        their gradient norm: a norm alone can miss what one rank has in a parameter that others hold copies of."""
+        """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add
+        it to their gradient norm: a norm alone can miss what one rank has in a parameter that others hold
+        copies of."""
         self.verdict.copy_(self._marks.sum() + self._loss)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.verdict)
         self.verdict += torch.where(self._skips > self._limit, math.nan, 0.0)
 
     def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
-        """Count the step as what became of it. What this rank saw in it, in words, which waits for the device."""
+        """Count the step as what became of it. What this rank saw in it, in words, which waits for the
+        device."""
         device, skips = self._skips.device, self._skips
         counted = (skips + 1) * on_device(skipped, device)
         skips.copy_(torch.where(on_device(untrained, device) > 0, skips, counted))
@@ -100,8 +104,9 @@ def on_device(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 class SpikeGuard:
-    """Skips the update of a step whose loss lies more than `sigma` standard deviations above those of the last 128
-    steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do not enter the comparison."""
+    """Skips the update of a step whose loss lies more than `sigma` standard deviations above those of the
+    last 128 steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do not enter the
+    comparison."""
 
     WINDOW, LEAST = 128, 32
 

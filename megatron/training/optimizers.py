@@ -29,7 +29,8 @@ def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
 
 
 def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion, over `parameter_groups` that have parameters.
+    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion, over `parameter_groups` that have
+    parameters.
 
     Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set beside another optimizer.
     """
@@ -56,7 +57,8 @@ def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Opti
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum as update, decoupled weight decay (arXiv 2302.06675, algorithm 2)."""
+    """The sign of an interpolated momentum as update, decoupled weight decay (arXiv 2302.06675, algorithm
+    2)."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -86,8 +88,8 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 def gradient_norm(cut: Iterable[nn.Parameter], whole: Iterable[nn.Parameter], groups: ParallelGroups) -> Tensor:
     """2-norm of the whole model's gradient, of one pipeline stage: fp32 scalar, the same on every rank.
 
-    cut: parameters of which this tensor rank has a part, summed over the ranks; whole: those that each has, counted
-    once.
+    cut: parameters of which this tensor rank has a part, summed over the ranks; whole: those that each has,
+    counted once.
     """
     squares = torch.zeros(2, device=groups.device)
     for square, params in zip(squares, (cut, whole), strict=True):
@@ -108,8 +110,8 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float
 
 
 def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], skip: Tensor) -> None:
-    """Let the next update change nothing if `skip`. The host does not wait for it where the optimizer reads such a flag
-    on the device; else (SGD, Lion, 8-bit Adam) it drops the gradients."""
+    """Let the next update change nothing if `skip`. The host does not wait for it where the optimizer reads
+    such a flag on the device; else (SGD, Lion, 8-bit Adam) it drops the gradients."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     elif bool(skip):

@@ -61,7 +61,8 @@ class Training:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Settle the step that has ended; then, for what is done within, stop the clock and clear the progress bar."""
+        """Settle the step that has ended; then, for what is done within, stop the clock and clear the
+        progress bar."""
         self.loop.settle()
         with self.loop.stopwatch.pause():
             self.loop.bar.clear()

@@ -13,9 +13,10 @@ from megatron.neox_arguments import NeoXArgs
 class Schedule:
     """Warm-up, then a decay that ends at `end` and stays there.
 
-    Steps count from 0: `lr(k)` is used by update k + 1. The first update uses `lr(1)`, as upstream (a learning rate
-    of 0 would waste it). Past `end` the value is clamped (upstream's cosine rises again there).
-    warmup: steps, may be fractional. decay, decay_style: steps and shape of the final decay of `wsd` (Megatron-LM's).
+    Steps count from 0: `lr(k)` is used by update k + 1. The first update uses `lr(1)`, as upstream (a
+    learning rate of 0 would waste it). Past `end` the value is clamped (upstream's cosine rises again there).
+    warmup: steps, may be fractional. decay, decay_style: steps and shape of the final decay of `wsd`
+    (Megatron-LM's).
     """
 
     start_lr: float
@@ -61,7 +62,8 @@ class Schedule:
         return f"learning rate {self.start_lr:g} after {self.warmup:g} steps of warm-up, {decay}"
 
     def state_dict(self, num_iters: int) -> dict[str, float | int | str]:
-        """NeoX's `lr_scheduler` entry of a checkpoint; with `wsd`, which NeoX has not, what that needs besides."""
+        """NeoX's `lr_scheduler` entry of a checkpoint; with `wsd`, which NeoX has not, what that needs
+        besides."""
         state: dict[str, float | int | str] = {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup,
@@ -78,7 +80,8 @@ class Schedule:
 def build_schedule(args: NeoXArgs) -> Schedule:
     """The schedule of `lr_decay_style`; its length is `lr_decay_iters`, else a fraction of `train_iters`.
 
-    `lr_scaling` multiplies both learning rates by the data-parallel size or by its root (arXiv 1706.02677, 1404.5997).
+    `lr_scaling` multiplies both learning rates by the data-parallel size or by its root (arXiv 1706.02677,
+    1404.5997).
     """
     if args.lr_decay_iters is not None:
         end = args.lr_decay_iters
@@ -110,11 +113,12 @@ _WRITTEN_AS = {
 def resumed_schedule(
     schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, where: str, given: Mapping[str, Any]
 ) -> Schedule:
-    """The schedule to go on with: the configuration's, which is `schedule`, or that of the checkpoint at `where`.
+    """The schedule to go on with: the configuration's, which is `schedule`, or that of the checkpoint at
+    `where`.
 
-    saved: the checkpoint's `lr_scheduler`, NeoX's or ours; given: the keys that its user gave, {} where it does not
-    say. Raises CheckpointError when the two differ and neither override_lr_scheduler nor use_checkpoint_lr_scheduler
-    says which of them counts.
+    saved: the checkpoint's `lr_scheduler`, NeoX's or ours; given: the keys that its user gave, {} where it
+    does not say. Raises CheckpointError when the two differ and neither override_lr_scheduler nor
+    use_checkpoint_lr_scheduler says which of them counts.
     """
     if args.override_lr_scheduler:
         return schedule

@@ -1,4 +1,5 @@
-"""Building a run, in order and once: groups, tokenizer, datasets, model, engine, then a checkpoint if there is one."""
+"""Building a run, in order and once: groups, tokenizer, datasets, model, engine, then a checkpoint if there
+is one."""
 
 import logging
 from collections.abc import Callable
@@ -86,8 +87,8 @@ def build_engine(
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
-    """How index maps are written while all wait: by rank 0, or on every machine by its first rank; all get rank 0's
-    result.
+    """How index maps are written while all wait: by rank 0, or on every machine by its first rank; all get
+    rank 0's result.
 
     Raises DataError when machines that share no files hold different data.
     """

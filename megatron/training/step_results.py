@@ -1,4 +1,5 @@
-"""What became of the steps: known when the next one has been started, or before something else waits for the device."""
+"""What became of the steps: known when the next one has been started, or before something else waits for the
+device."""
 
 from dataclasses import replace
 
@@ -15,8 +16,8 @@ from megatron.training.run import Training
 
 
 class StepResults:
-    """Steps that were left out are counted and said, and too many in a row end the run. All ranks call every method
-    together."""
+    """Steps that were left out are counted and said, and too many in a row end the run. All ranks call every
+    method together."""
 
     def __init__(self, training: Training) -> None:
         self.training, self.in_a_row, self.untrained = training, 0, 0
@@ -30,8 +31,8 @@ class StepResults:
         self._pending = (before, result, HostCopy(torch.stack(flags)))
 
     def settle(self) -> None:
-        """Read what is outstanding. Raises NonFiniteError, with `training.progress` as it was before the step, when the
-        run ends on it; weights are still those."""
+        """Read what is outstanding. Raises NonFiniteError, with `training.progress` as it was before the
+        step, when the run ends on it; weights are still those."""
         if self._pending is None:
             return
         (before, result, reading), self._pending = self._pending, None

@@ -1,4 +1,5 @@
-"""What stands beside the weights of a HuggingFace model, and their precision, into a checkpoint and out again."""
+"""What stands beside the weights of a HuggingFace model, and their precision, into a checkpoint and out
+again."""
 
 import json
 from dataclasses import replace

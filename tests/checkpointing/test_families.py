@@ -73,7 +73,8 @@ def test_what_config_json_leaves_out_is_the_default_of_transformers(kind: str) -
     assert canonical_config(args_of(least)) == canonical_config(args_of(whole))
 
 
-# config.json as published (sizes and what changes the maths): (file, parameters on the model card or of transformers).
+# config.json as published (sizes and what changes the maths): (file, parameters on the model card or of
+# transformers).
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 _YARN = {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,

@@ -43,7 +43,8 @@ def test_golden_logits(run: str, step: int) -> None:
     ids=["sequential", "parallel", "Transformer-Engine", "Transformer-Engine llama"],
 )
 def test_files_of_two_ranks(keys: dict[str, Any], tmp_path: Path) -> None:
-    """Under gpt_j_residual they hold parts of a row-parallel bias, else copies (GPT-NeoX's converter adds both up)."""
+    """Under gpt_j_residual they hold parts of a row-parallel bias, else copies (GPT-NeoX's converter adds
+    both up)."""
     args = small(**keys)
     weights = random_weights(args)
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -78,7 +78,8 @@ def assert_within_bound(title: str, found: list[tuple[Model, Tensor]], layouts: 
 
 
 def in_layouts(some: Layouts) -> Any:
-    """Some of them, and all by `make test-more`: what a layout cuts does not hang on where weights come from."""
+    """Some of them, and all by `make test-more`: what a layout cuts does not hang on where weights come
+    from."""
     return pytest.mark.parametrize(
         "layouts", [pytest.param(some, id="some"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.more)]
     )

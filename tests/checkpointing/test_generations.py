@@ -1,7 +1,8 @@
-"""Older generations of GPT-NeoX's names, written on request and read back, and rows of grouped queries before #1315.
+"""Older generations of GPT-NeoX's names, written on request and read back, and rows of grouped queries before
+#1315.
 
-What they are held to: GPT-NeoX's own HuggingFace exports, whose GPT-NeoX names are its legacy ones and whose LLaMA
-projections are w1, w2 and w3; and its gqa_project of before #1315, written down here.
+What they are held to: GPT-NeoX's own HuggingFace exports, whose GPT-NeoX names are its legacy ones and whose
+LLaMA projections are w1, w2 and w3; and its gqa_project of before #1315, written down here.
 """
 
 from pathlib import Path
@@ -108,7 +109,8 @@ def test_golden_there_and_back(run: str, naming: str, tmp_path: Path) -> None:
 
 
 def old_projection(x: Tensor, weight: Tensor, bias: Tensor, heads: int, kv_heads: int, width: int) -> list[Tensor]:
-    """gqa_project as it was: `[seq, batch, heads, head_dim]` of queries, and of the kv_heads keys and values."""
+    """gqa_project as it was: `[seq, batch, heads, head_dim]` of queries, and of the kv_heads keys and
+    values."""
     mixed, ratio = F.linear(x, weight, bias), kv_heads / heads
     mixed = mixed.reshape(*x.shape[:2], heads, int(width * (1 + 2 * ratio)))
     q, k, v = torch.split(mixed, [width, int(ratio * width), int(ratio * width)], dim=-1)
@@ -117,7 +119,8 @@ def old_projection(x: Tensor, weight: Tensor, bias: Tensor, heads: int, kv_heads
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_rows_of_before_1315_compute_what_they_did(size: int, tmp_path: Path) -> None:
-    """A file whose rows mean what the old program made of them: today's names, so that the key alone can tell."""
+    """A file whose rows mean what the old program made of them: today's names, so that the key alone can
+    tell."""
     args = small(**GROUPED, compat_gqa_rows="pre1315")
     weights = random_weights(args)
     path = written(tmp_path / "c", args, weights, size)
@@ -161,7 +164,8 @@ def test_older_names_have_older_rows_unless_the_key_says_other(naming: str, tmp_
 
 
 def test_the_forks_olmo_names(tmp_path: Path) -> None:
-    """As the fork's converters write and read them: q_norm, k_norm, two norms after, one that nothing reads."""
+    """As the fork's converters write and read them: q_norm, k_norm, two norms after, one that nothing
+    reads."""
     args = small(**OLMO3, use_bias_in_attn_linear=False, use_bias_in_mlp=False, **GROUPED)
     weights = random_weights(args)
     path = written(tmp_path / "c", args, weights, 2)
@@ -191,7 +195,7 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
         write(three, "legacy")
 
 
-# -- the commands ------------------------------------------------------------------------------------------------
+# -- the commands --------------------------------------------------------------------------------------------
 
 
 def refused(command: Any, *argv: str) -> str:

@@ -1,4 +1,5 @@
-"""HuggingFace folders: golden checkpoints to them, there and back to the bit, the files around, and what is refused."""
+"""HuggingFace folders: golden checkpoints to them, there and back to the bit, the files around, and what is
+refused."""
 
 import json
 import os
@@ -49,12 +50,13 @@ def logits_of(path: Path, tokens: Tensor) -> Tensor:
         return model.eval()(tokens).logits
 
 
-# -- golden ------------------------------------------------------------------------------------------------------
+# -- golden --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path: Path) -> None:
-    """Of GPT-NeoX's own forward pass, from its training YAML as it is; and the tensors of its own converter."""
+    """Of GPT-NeoX's own forward pass, from its training YAML as it is; and the tensors of its own
+    converter."""
     args, facts = load_checkpoint_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
     assert facts.tensor_size == (2 if run == "neox_pp2_mp2" else 1)
     assert ("no pipeline" in facts.layout) == (run == "neox_pp0_mp1")
@@ -107,7 +109,7 @@ def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
     assert torch.equal(bias, weights[2]["mlp.linear2.bias"])
 
 
-# -- there and back ----------------------------------------------------------------------------------------------
+# -- there and back ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,7 +197,8 @@ def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round
     assert all(torch.equal(old.get(name), value) for name, value in made.items())
 
 
-# -- precision, tokenizer, card ----------------------------------------------------------------------------------
+# -- precision, tokenizer, card
+# ----------------------------------------------------------------------------------
 
 
 def test_precision_is_as_asked(tmp_path: Path) -> None:
@@ -249,7 +252,7 @@ def test_tokenizer_template_and_card(tmp_path: Path) -> None:
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "named")) == 380
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 def refused(message: str, *what: Any, **how: Any) -> str:

@@ -48,7 +48,8 @@ def wrapped(state: State) -> State:
 
 
 def old_rows(qkv: Tensor, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> Tensor:
-    """As GPT-NeoX's convert_raw_llama_weights_to_neox.py packs queries, keys and values beside w1, w2 and w3."""
+    """As GPT-NeoX's convert_raw_llama_weights_to_neox.py packs queries, keys and values beside w1, w2 and
+    w3."""
     q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
     slices = int(head_dim * (kv_heads / heads))
     parts = [q.view(heads, head_dim, -1), k.view(heads, slices, -1), v.view(heads, slices, -1)]

@@ -1,4 +1,5 @@
-"""GPT-NeoX's optimizer state by parameter: golden files without ZeRO, and what DeepSpeed makes of them under ZeRO."""
+"""GPT-NeoX's optimizer state by parameter: golden files without ZeRO, and what DeepSpeed makes of them under
+ZeRO."""
 
 import shutil
 from collections.abc import Callable

@@ -95,7 +95,8 @@ def test_keep_last_n(tmp_path: Path) -> None:
 
 
 def test_what_else_stays(tmp_path: Path) -> None:
-    """Multiples, and the best of those that have a validation loss; what stands only until the next goes first."""
+    """Multiples, and the best of those that have a validation loss; what stands only until the next goes
+    first."""
     losses = {4: 0.5, 5: 0.4, 6: None, 7: 0.9, 8: None, 9: 0.6, 10: 0.7}
     for step, loss in losses.items():
         save(tmp_path, step, keep=Retention(2, every=4, best=1), validation_loss=loss)
@@ -181,7 +182,8 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_killed_at_any_moment(step: int, tmp_path: Path) -> None:
-    """Saving step 6 after step 3, or step 3 again: what `latest` names is whole, and a later save recovers."""
+    """Saving step 6 after step 3, or step 3 again: what `latest` names is whole, and a later save
+    recovers."""
     survived = nth = 0
     while not survived:
         nth += 1

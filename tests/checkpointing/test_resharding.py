@@ -30,7 +30,8 @@ CONFIG = {
     "num_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 64, "max_position_embeddings": 64,
     "padded_vocab_size": 1024, "norm": "layernorm", "pos_emb": "rotary", "train_micro_batch_size_per_gpu": 1,
 }  # fmt: skip
-# One layer: weights in fp32, master and two moments, whole and cut, 2 x 4 x 4 bytes of 3.15 million parameters.
+# One layer: weights in fp32, master and two moments, whole and cut, 2 x 4 x 4 bytes of 3.15 million
+# parameters.
 LAYER_BYTES = 2 * 4 * 4 * 12 * 512 * 512
 PEAK = """
 import sys

@@ -1,7 +1,7 @@
 """Files under Transformer-Engine's names and row orders, unused norms, and the rotary buffer.
 
-The row orders are those of Transformer-Engine's own source: MultiheadAttention.forward splits its projection as
-`te_split` does, and its tests compute LayerNormMLP's gated activations as `te_mlp` does.
+The row orders are those of Transformer-Engine's own source: MultiheadAttention.forward splits its projection
+as `te_split` does, and its tests compute LayerNormMLP's gated activations as `te_mlp` does.
 """
 
 from pathlib import Path

@@ -56,7 +56,8 @@ def test_golden_blends_are_there():
 
 
 def _random_weights(random: np.random.Generator) -> list[float]:
-    """All kinds: smooth, whole numbers (many exact ties), equal, steep, with some far smaller than the rest."""
+    """All kinds: smooth, whole numbers (many exact ties), equal, steep, with some far smaller than the
+    rest."""
     sets = int(random.integers(1, 12))
     return [
         random.random(sets) + 1e-3,

@@ -164,7 +164,8 @@ def test_ranks_that_only_map_refuse_a_file_without_an_end(tmp_path: Path):
 
 
 def test_a_blend_of_many_sets_maps_each_file_once(tmp_path: Path):
-    """Each set has two files; a start that finds all maps in the cache maps these, and one file of all maps."""
+    """Each set has two files; a start that finds all maps in the cache maps these, and one file of all
+    maps."""
     paths = [str(tmp_path / f"s{i}") for i in range(40)]
     for i, path in enumerate(paths):
         write_dataset(Path(path), [40] * 5, seed=i)

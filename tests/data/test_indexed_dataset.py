@@ -37,7 +37,8 @@ def test_every_integer_type_comes_back(dtype: type, tmp_path: Path):
 @pytest.mark.parametrize("code", [6, 7])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_floats_are_read_whoever_numbered_their_type(dtype: type, code: int, tmp_path: Path):
-    """6 and 7 are float32 and float64 in GPT-NeoX, float64 and float32 in Megatron-core; we write the first."""
+    """6 and 7 are float32 and float64 in GPT-NeoX, float64 and float32 in Megatron-core; we write the
+    first."""
     rows = [[0.5, -1.25], [], [3.75]]
     with IndexedDatasetWriter(tmp_path / "x", np.float32) as writer:
         for row in rows:

@@ -1,4 +1,5 @@
-"""Labels and rewards beside the tokens: from config keys to batches, and what is said about those not listed."""
+"""Labels and rewards beside the tokens: from config keys to batches, and what is said about those not
+listed."""
 
 from pathlib import Path
 from typing import Any

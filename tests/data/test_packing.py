@@ -1,4 +1,5 @@
-"""Rows of whole documents and of blocks: against TRL, HuggingFace's group_texts, GPT-NeoX's arrays, and properties."""
+"""Rows of whole documents and of blocks: against TRL, HuggingFace's group_texts, GPT-NeoX's arrays, and
+properties."""
 
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.data import IndexedDataset
 from megatron.data.index_maps import IndexMaps, Packing
-from megatron.data.labels import labelled
+from megatron.data.labels import has_label
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import best_fit, build_maps, until_overflow
 from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps
@@ -188,10 +189,11 @@ def test_documents_with_labels(lengths: list[int], begin: int, end: int, data):
     labels = Memory(lengths, values)
     first = data.draw(st.integers(0, len(lengths)))
     expected = [bool((labels[i][begin:end] >= 0).any()) for i in range(first, len(lengths))]
-    assert labelled(labels, first, len(lengths), begin, end).tolist() == expected
+    assert has_label(labels, first, len(lengths), begin, end).tolist() == expected
 
 
-# -- GPT-NeoX's arrays ---------------------------------------------------------------------------------------------
+# -- GPT-NeoX's arrays
+# ---------------------------------------------------------------------------------------------
 
 GOLDEN = sorted(path.name for path in INDEXMAPS.glob("*") if path.name.startswith(("overflow", "unpacked")))
 

@@ -60,7 +60,8 @@ def test_tensor_ranks_share_every_row():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
-    """Against collating the shorter windows themselves; the first place of a row begins a document either way."""
+    """Against collating the shorter windows themselves; the first place of a row begins a document either
+    way."""
     length, pieces, rows = (data.draw(st.integers(1, n)) for n in (7, 4, 3))
     seq = length * pieces
     random = np.random.default_rng(data.draw(st.integers(0, 99)))

@@ -201,8 +201,8 @@ def test_a_blend_equals_the_golden_one(tmp_path: Path):
     np.testing.assert_array_equal(train.maps.dataset_index, golden["dataset_index"][:1000])
     np.testing.assert_array_equal(train.maps.dataset_sample_index, golden["dataset_sample_index"][:1000])
     np.testing.assert_array_equal(np.stack([train[i].tokens for i in range(20)]), golden["samples_first20"])
-    # Members hold as many samples as there (whose len is one short); upstream's blend then goes on to their sum and
-    # takes 784 of the first one's 773: a blend ends where it was asked to
+    # Members hold as many samples as there (whose len is one short); upstream's blend then goes on to their
+    # sum and takes 784 of the first one's 773: a blend ends where it was asked to
     assert [len(member) for member in train.members] == (golden["dataset_lens"] + 1).tolist() == [773, 349]
     assert len(train) == 1000 and train.maps.drawn.tolist() == [700, 300]
     windows = [(d, train.members[d].maps.shuffle_idx[i]) for d, i in zip(

@@ -35,8 +35,8 @@ def meet(
     number: dict[int, int],
     port: int | None = None,
 ) -> tuple[str, float]:
-    """What a rank is told, and after how long. after: seconds by process, those left out do not come; number: ranks of
-    processes where they are not their own."""
+    """What a rank is told, and after how long. after: seconds by process, those left out do not come; number:
+    ranks of processes where they are not their own."""
     process = replace(process_info(), rank=number.get(rank, rank))
     if rank not in after:
         return "absent", 0.0

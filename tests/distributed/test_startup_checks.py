@@ -30,8 +30,8 @@ def told(
 ) -> str | None:
     """What this rank is told; None when it may go on.
 
-    By rank: other keys, functions of startup_checks.py replaced by what they give, a working folder (then every rank is
-    a machine of its own).
+    By rank: other keys, functions of startup_checks.py replaced by what they give, a working folder (then
+    every rank is a machine of its own).
     """
     startup_checks._PROBE_S = 0.3
     for name, value in (patches or {}).get(rank, {}).items():

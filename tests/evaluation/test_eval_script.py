@@ -100,8 +100,8 @@ def test_bars_and_lines_do_not_glue_together(model, tmp_path):
 
 
 def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tuple[int, int]]:
-    """For the pool: (exit code, requests scored) of an evaluation that is interrupted, of the same again, again, and of
-    another model's."""
+    """For the pool: (exit code, requests scored) of an evaluation that is interrupted, of the same again,
+    again, and of another model's."""
     import eval as script
     from megatron.evaluation import language_model, model_operations
 

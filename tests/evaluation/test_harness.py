@@ -51,7 +51,8 @@ def test_as_the_hf_backend_in_every_layout(layout, place, expected):
 
 
 def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
-    """BOS before every text but where it stands already; the template and what the system says; examples as turns."""
+    """BOS before every text but where it stands already; the template and what the system says; examples as
+    turns."""
     (tmp_path / "model").mkdir()
     (tmp_path / "tasks").mkdir()
     folder, own = make_model(tmp_path / "model", bos=True), make_tasks(tmp_path / "tasks")

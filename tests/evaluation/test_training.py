@@ -37,7 +37,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def values_of(folder: Path, **more: Any) -> dict[str, Any]:
-    """Four steps with dropout, so that random numbers matter, evaluated before them and after every second."""
+    """Four steps with dropout, so that random numbers matter, evaluated before them and after every
+    second."""
     return config(
         NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2, log_dir=str(folder / "logs"),
         eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder), train_batch_size=8, **more,
@@ -67,7 +68,8 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
-    """By layout: metrics with evaluation and without, of runs whose weights were the same bits; each run once."""
+    """By layout: metrics with evaluation and without, of runs whose weights were the same bits; each run
+    once."""
     done: dict[str, tuple[Rows, Rows]] = {}
 
     def of(layout: str) -> tuple[Rows, Rows]:
@@ -173,7 +175,8 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
 
 
 def refused_metrics(rank: int, world: int, values: dict[str, Any], metrics: list[str]) -> list[str]:
-    """For the pool: what is said of each metric of `save_best` when the callback is made; nothing of those that are."""
+    """For the pool: what is said of each metric of `save_best` when the callback is made; nothing of those
+    that are."""
     training, said = begin(values), []
     for metric in metrics:
         try:

@@ -56,8 +56,8 @@ def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
 def greedy(
     rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]
 ) -> list[tuple[list[Completion], Tensor]]:
-    """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the log-probabilities of the first `[rows,
-    vocab]`."""
+    """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the log-probabilities of the first
+    `[rows, vocab]`."""
     found = []
     for run in runs:
         model = golden_model(run, changes)

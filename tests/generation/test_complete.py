@@ -1,4 +1,5 @@
-"""The loop over tokens: the same text in every layout and batch, no token that does not exist, the end of document."""
+"""The loop over tokens: the same text in every layout and batch, no token that does not exist, the end of
+document."""
 
 import json
 from collections import Counter
@@ -75,7 +76,8 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def reported(rank: int, world_size: int, layout: Mapping[str, Any]) -> tuple[list[GeneratedSample], list[list[float]]]:
-    """For the pool: sampled texts with the log-probabilities that were written, and those that scoring finds."""
+    """For the pool: sampled texts with the log-probabilities that were written, and those that scoring
+    finds."""
     model = golden_model("neox_pp1_mp1", {**layout, "temperature": 0.7, "maximum_tokens": 5, "return_logprobs": 2})
     found = generate_samples(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
     written = [[one["token"] for one in each.logprobs or ()] for each in found]
@@ -140,7 +142,8 @@ def test_not_a_number_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def own_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of two steps at tp2, tied, whose vocabulary is padded to 440 and would be to 396 by its other keys."""
+    """A run of two steps at tp2, tied, whose vocabulary is padded to 440 and would be to 396 by its other
+    keys."""
     save = tmp_path_factory.mktemp("run")
     values = config(
         LLAMA, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,

@@ -28,7 +28,8 @@ sample_output_file: {folder}/samples.txt
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Configuration files in a folder, as people give them: a model as it was trained, and how to write text."""
+    """Configuration files in a folder, as people give them: a model as it was trained, and how to write
+    text."""
     (tmp_path / "model.yml").write_text((RUN / "llama_pp1_mp1.yml").read_text())
     (tmp_path / "text_generation.yml").write_text(GENERATION.format(folder=tmp_path))
     overrides = [f"vocab_file={TOKENIZER}", f"load={RUN / 'ckpt'}", "compat_ffn_width=upstream"]

@@ -158,7 +158,8 @@ def test_repetition_penalty_equals_transformers() -> None:
 
 
 def openai(logits: Tensor, generated: list[int], frequency: float, presence: float) -> Tensor:
-    """`mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence` of OpenAI's documentation."""
+    """`mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence` of OpenAI's
+    documentation."""
     found = logits.clone()
     for token in set(generated):
         found[token] -= generated.count(token) * frequency + presence

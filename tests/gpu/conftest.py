@@ -1,4 +1,5 @@
-"""One NCCL process group for all tests here, and arithmetic that repeats bit for bit where a test asks for it."""
+"""One NCCL process group for all tests here, and arithmetic that repeats bit for bit where a test asks for
+it."""
 
 import os
 from collections.abc import Iterator

@@ -13,7 +13,8 @@ from tests.gpu.runs import GPU, WIDE, stage_on
 from tests.model.stages import chosen, document_batch, inputs_of, random_batch, small
 
 pytestmark = pytest.mark.gpu
-# bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or twice.
+# bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or
+# twice.
 BOUND = 2e-2
 
 

@@ -1,4 +1,5 @@
-"""Steps on a GPU: precisions, the loss scale, resume, waiting for the device, compiled blocks, beside the CPU."""
+"""Steps on a GPU: precisions, the loss scale, resume, waiting for the device, compiled blocks, beside the
+CPU."""
 
 import math
 import shutil

@@ -14,7 +14,8 @@ COPIED = ("megatron", "tests", "tools", "docs", "configs", "deepy.py", "train.py
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. language: as written behind the fence; path: the file that the line before it names, "" without;
+    """A fenced block. language: as written behind the fence; path: the file that the line before it names, ""
+    without;
     new: whether that file is made by it."""
 
     language: str
@@ -24,7 +25,8 @@ class Block:
 
 
 def recipes(text: str) -> dict[str, list[Block]]:
-    """The blocks of every recipe in their order, by its title. Raises ValueError for one that belongs to no file."""
+    """The blocks of every recipe in their order, by its title. Raises ValueError for one that belongs to no
+    file."""
     section = text.split("\n## Recipes\n", 1)[1].split("\n## ", 1)[0]
     titles = re.split(r"^### (.+)$", section, flags=re.MULTILINE)[1:]
     return {title: _blocks(title, body) for title, body in zip(titles[::2], titles[1::2], strict=True)}
@@ -43,7 +45,8 @@ def _blocks(title: str, body: str) -> list[Block]:
 
 
 def copy_tree(folder: Path) -> None:
-    """The repository as far as `COPIED`. Copies keep their times, so what Python has compiled is not compiled again."""
+    """The repository as far as `COPIED`. Copies keep their times, so what Python has compiled is not compiled
+    again."""
     for name in COPIED:
         if (ROOT / name).is_file():
             shutil.copy2(ROOT / name, folder / name)
@@ -66,7 +69,8 @@ def apply(block: Block, folder: Path) -> None:
 
 
 def patched(text: str, block: Block) -> str:
-    """The text of a file with the lines of a diff put into their place, which there must be exactly one of."""
+    """The text of a file with the lines of a diff put into their place, which there must be exactly one
+    of."""
     for hunk in re.split(r"^@@.*\n", block.text, flags=re.MULTILINE):
         lines = hunk.splitlines()
         before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))

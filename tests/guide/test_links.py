@@ -1,4 +1,5 @@
-"""What docs/development.md and CONTRIBUTING.md say about the code is there: files, names, commands, the map."""
+"""What docs/development.md and CONTRIBUTING.md say about the code is there: files, names, commands, the
+map."""
 
 import re
 import subprocess
@@ -14,7 +15,8 @@ PAGES = (PAGE, ROOT / "CONTRIBUTING.md")
 
 
 def wrong(page: Path, label: str, target: str) -> str | None:
-    """What is wrong with a link; one whose text is a name in code leads to the Python file that defines it."""
+    """What is wrong with a link; one whose text is a name in code leads to the Python file that defines
+    it."""
     path = (page.parent / target).resolve()
     if not path.exists():
         return f"{target} is not there"

@@ -1,4 +1,5 @@
-"""Every recipe of docs/development.md, done as it is written in a copy of the tree, which then trains two steps."""
+"""Every recipe of docs/development.md, done as it is written in a copy of the tree, which then trains two
+steps."""
 
 import json
 import subprocess
@@ -110,7 +111,8 @@ assert Path("run/latest").read_text() == "global_step2" and Path("run/logs/rank_
 
 @pytest.fixture(scope="module")
 def fork() -> Iterator[Fork]:
-    """Runs code in a copy of the tree, in a process that finds the copy's packages and has only others imported."""
+    """Runs code in a copy of the tree, in a process that finds the copy's packages and has only others
+    imported."""
     command = [sys.executable, "-P", str(ROOT / "tests" / "guide" / "zygote.py")]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
     assert server.stdin is not None and server.stdout is not None

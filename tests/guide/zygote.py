@@ -1,8 +1,8 @@
 """A process that has imported what is slow and nothing of this project; it forks for each copy of the tree.
 
-Started by its path, `python -P zygote.py`, so that no folder of ours is on `sys.path`. Each line of stdin is a JSON
-object {folder, code, log}: `code` runs in `folder`, whose packages it finds first; the answer is a line with the exit
-code.
+Started by its path, `python -P zygote.py`, so that no folder of ours is on `sys.path`. Each line of stdin is
+a JSON object {folder, code, log}: `code` runs in `folder`, whose packages it finds first; the answer is a
+line with the exit code.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""Real runs of `deepy.py train.py` on two ranks: healthy, crashed, stopped, killed. Their log is an interface."""
+"""Real runs of `deepy.py train.py` on two ranks: healthy, crashed, stopped, killed. Their log is an
+interface."""
 
 import json
 import os
@@ -47,7 +48,8 @@ def filled(self, *given, count=[0], step=DeepSpeedEngine.train_step):
 DeepSpeedEngine.train_step = filled
 sys.exit(train.main())
 """
-# train.py, but at first rank 1 waits in step 13, so that the next checkpoint does not come before a signal does.
+# train.py, but at first rank 1 waits in step 13, so that the next checkpoint does not come before a signal
+# does.
 WAITING = """\
 import os, sys, time
 import train
@@ -63,7 +65,8 @@ sys.exit(train.main())
 
 
 class Ended(NamedTuple):
-    """log: file with all that was printed; seconds: from the signal to the end of everything; pids: of the ranks."""
+    """log: file with all that was printed; seconds: from the signal to the end of everything; pids: of the
+    ranks."""
 
     code: int
     log: Path
@@ -142,7 +145,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
 
 
 def every_row(log: Path) -> None:
-    """Rows 7 to 11 on the log of a run that failed: progress, loss and experiment can be read, trouble is found."""
+    """Rows 7 to 11 on the log of a run that failed: progress, loss and experiment can be read, trouble is
+    found."""
     assert re.search(r"lm_loss: \d", bash('grep "iteration.*lm_loss" <log>', log)[1])
     for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[0-9.E+-]+"):
         loss = bash(f"""grep "iteration.*lm_loss:" <log> | tail -1 | grep -oP '{pattern}'""", log)[1]

@@ -1,4 +1,5 @@
-"""Launchers of several machines find each other and hear how the run ends: in one process, over real sockets."""
+"""Launchers of several machines find each other and hear how the run ends: in one process, over real
+sockets."""
 
 import socket
 import time

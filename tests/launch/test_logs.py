@@ -1,4 +1,5 @@
-"""Logs never decide the fate of a run: their disk is full, cannot be written, or nobody reads what is printed."""
+"""Logs never decide the fate of a run: their disk is full, cannot be written, or nobody reads what is
+printed."""
 
 import os
 import re
@@ -55,7 +56,8 @@ print(f"rank {rank} goes on")
 def deepy(
     folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A script of a few lines on ranks; with a disk of so many kilobytes (0: read-only) at `disk`, copied to `kept`."""
+    """A script of a few lines on ranks; with a disk of so many kilobytes (0: read-only) at `disk`, copied to
+    `kept`."""
     (folder / "script.py").write_text(SCRIPT + textwrap.dedent(script))
     (folder / "model.yml").write_text(yaml.safe_dump({**MODEL, **more.pop("keys", {})}))
     command = [sys.executable, str(ROOT / "deepy.py"), "--num_gpus", str(ranks), "script.py", "model.yml", *words]

@@ -1,4 +1,5 @@
-"""Two machines of one and two ranks, here two launchers on loopback: one end for both, the losses of one machine."""
+"""Two machines of one and two ranks, here two launchers on loopback: one end for both, the losses of one
+machine."""
 
 import json
 import os

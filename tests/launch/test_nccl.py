@@ -67,7 +67,8 @@ def test_where_the_machine_s_is_looked_for(tmp_path):
 
 
 def fake_torch(folder: Path, version: str | None) -> str:
-    """A torch of which only the files are looked at: importing it would fail, as a torch does beside an old NCCL."""
+    """A torch of which only the files are looked at: importing it would fail, as a torch does beside an old
+    NCCL."""
     (folder / "torch/lib").mkdir(parents=True)
     (folder / "torch/__init__.py").write_text("raise ImportError('undefined symbol: ncclCommShrink')\n")
     if version is None:

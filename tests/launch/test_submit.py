@@ -16,7 +16,8 @@ from megatron.launch.submit import GO_ON, SUBMITTED_BY, main, nodes_given, submi
 from tests.training.runs import ADAMW, LLAMA, config
 
 ROOT = Path(__file__).resolve().parents[2]
-# As `scontrol show job` printed it in a job of pretrain_neox.sbatch: Slurm 22.05 (options typed) and 24.11 (none).
+# As `scontrol show job` printed it in a job of pretrain_neox.sbatch: Slurm 22.05 (options typed) and 24.11
+# (none).
 TYPED = """\
 JobId=12 JobName=my run
    UserId=root(0) GroupId=root(0) MCS_label=N/A

@@ -1,4 +1,5 @@
-"""The build of torch by Python, platform and driver: a table, and the command that setup_uv_env.sh and make ask."""
+"""The build of torch by Python, platform and driver: a table, and the command that setup_uv_env.sh and make
+ask."""
 
 import re
 import subprocess

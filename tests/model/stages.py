@@ -1,4 +1,5 @@
-"""Small models for tests: a configuration, whole random weights, and stages of any layout that hold their part."""
+"""Small models for tests: a configuration, whole random weights, and stages of any layout that hold their
+part."""
 
 from itertools import pairwise
 from typing import Any

@@ -38,9 +38,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["causal", "documents", "alibi", "alibi and documents"])
 def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(SEQ, BATCH, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads)
-    )
+    q, k, v = (torch.randn(SEQ, BATCH, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads))
     bias = torch.full((SEQ, SEQ), float("-inf"), dtype=torch.float64).triu(1).expand(BATCH, HEADS, SEQ, SEQ)
     starts = torch.tensor([[0, 3, 7, *[SEQ] * (SEQ - 2)], [0, 1, *[SEQ] * (SEQ - 1)]], dtype=torch.int32)
     mask = None
@@ -51,9 +49,7 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
         slopes = alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS)))
         bias = bias + slopes.double()
         mask = slopes if mask is None else slopes.masked_fill(~mask, float("-inf"))
-    out = chosen(small(attention_backend=name)).attend(
-        q, k, v, AttentionInputs(mask=mask), AttentionOptions()
-    )
+    out = chosen(small(attention_backend=name)).attend(q, k, v, AttentionInputs(mask=mask), AttentionOptions())
     torch.testing.assert_close(out.double(), by_formula(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 

@@ -69,9 +69,7 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str) -> None:
     said: list[str] = []
-    build_stage(
-        small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), said.append
-    )
+    build_stage(small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), said.append)
     assert any(re.match("attention_config: flash chose .*with dropout math", line) for line in said), said
 
 

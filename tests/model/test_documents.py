@@ -1,4 +1,5 @@
-"""Packed documents: boundaries and positions mean the same in every layout, and documents do not see each other."""
+"""Packed documents: boundaries and positions mean the same in every layout, and documents do not see each
+other."""
 
 from functools import partial
 from typing import Any

@@ -74,9 +74,7 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
 def test_no_batches_no_values() -> None:
     args = small()
     stage, groups = stage_with(args, random_weights(args)), ParallelGroups.single()
-    none = forward_only(
-        stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ()
-    )
+    none = forward_only(stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ())
     assert none == []
 
 

@@ -1,4 +1,5 @@
-"""Greedy text equals transformers': our reading of GPT-NeoX's checkpoints against what its converter exported."""
+"""Greedy text equals transformers': our reading of GPT-NeoX's checkpoints against what its converter
+exported."""
 
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ EXPORTED = ("neox_pp2_mp2", "neox_pp1_mp1", "llama_pp1_mp1")
 
 
 class Reference(NamedTuple):
-    """Of transformers, one prompt at a time: greedy tokens up to the end of document, and log-probabilities of the
-    first."""
+    """Of transformers, one prompt at a time: greedy tokens up to the end of document, and log-probabilities
+    of the first."""
 
     texts: list[list[int]]
     logprobs: Tensor

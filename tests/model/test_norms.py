@@ -1,4 +1,5 @@
-"""Norms of hidden states, and of queries and keys, against torch's and transformers' own; in every tensor layout."""
+"""Norms of hidden states, and of queries and keys, against torch's and transformers' own; in every tensor
+layout."""
 
 from typing import Any
 
@@ -69,9 +70,7 @@ def test_gelu_of_transformer_engine_is_the_tanh_approximation() -> None:
     x = torch.linspace(-6, 6, 99)
     for name in ("gelu", "geglu"):
         for te, approximate in ((True, "tanh"), (False, "none")):
-            function = ACTIVATIONS[
-                activation_name(small(activation=name, te_layernorm_mlp=te, te_backend="native"))
-            ]
+            function = ACTIVATIONS[activation_name(small(activation=name, te_layernorm_mlp=te, te_backend="native"))]
             torch.testing.assert_close(function(x), nn.GELU(approximate)(x))
 
 
@@ -135,7 +134,8 @@ LAYOUTS: list[dict[str, Any]] = [TP2, {**TP2, "sequence_parallel": True}]
 
 
 def test_two_tensor_ranks_equal_one() -> None:
-    """Losses, log-probabilities and gradients: weights that each rank holds whole see all tokens and all heads."""
+    """Losses, log-probabilities and gradients: weights that each rank holds whole see all tokens and all
+    heads."""
     references = run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
     configs = [{**model, **layout} for layout in LAYOUTS for model in MODELS.values()]
     found = run_ranks(sgd_steps, 2, configs, timeout=120)

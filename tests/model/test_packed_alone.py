@@ -1,4 +1,5 @@
-"""Rows of several documents give each of them the loss, and all of them the gradient, that they give alone."""
+"""Rows of several documents give each of them the loss, and all of them the gradient, that they give
+alone."""
 
 from typing import Any, NamedTuple
 

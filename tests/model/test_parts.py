@@ -55,9 +55,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_activation(name: str) -> None:
     args = small(activation=name)
     assert args.is_gated == (name in GATES)
-    torch.testing.assert_close(
-        ACTIVATIONS[activation_name(args)](X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(ACTIVATIONS[activation_name(args)](X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12)
 
 
 def test_fused_gelu_is_the_tanh_approximation() -> None:

@@ -101,7 +101,8 @@ def test_stablelm_one_norm_and_gated_mlp_without_bias() -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_no_mlp_bias_keeps_attention(parallel: bool) -> None:
-    """GPT-NeoX drops the attention's output under gpt_j_residual without MLP biases, and crashes without a gate."""
+    """GPT-NeoX drops the attention's output under gpt_j_residual without MLP biases, and crashes without a
+    gate."""
     config = GPTNeoXConfig(
         **SIZES, intermediate_size=48, use_parallel_residual=parallel, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},

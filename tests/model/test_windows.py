@@ -73,17 +73,13 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
                 assert head.tolist() == expected
 
 
-def fake_varlen(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any
-) -> Tensor:
+def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any) -> Tensor:
     """What torch documents of `varlen_attn`, sequence after sequence in float64."""
     (left, right), out = how["window_size"], torch.empty_like(q)
     assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32 and k.shape == q.shape
     for first, last in zip(starts.tolist(), starts.tolist()[1:], strict=False):
         distance = torch.arange(last - first) - torch.arange(last - first).unsqueeze(1)
-        hidden = (distance > 0) | (
-            (distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool)
-        )
+        hidden = (distance > 0) | ((distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool))
         bias = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
         one, keys, values = (x[first:last].unsqueeze(1) for x in (q, k, v))
         out[first:last] = by_formula(one, keys, values, bias)[:, 0].to(q.dtype)
@@ -93,18 +89,14 @@ def fake_varlen(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("width", [None, 1, 5])
 @torch.no_grad()
-def test_varlen_is_given_the_same_windows(
-    width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     args = small(precision="bfloat16", sliding_window_width=width)
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
     positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
     stage.backends = {"auto": AttentionBackends({})}
     masked = inputs_of(stage, batch, positions)
     no_gpu_is_tried(monkeypatch)
-    on_gpu = {
-        kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)
-    }
+    on_gpu = {kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)}
     stage.backends = {"auto": AttentionBackends({**chosen(args).by_kind, **on_gpu})}
     monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
     inputs = inputs_of(stage, batch, positions)
@@ -115,9 +107,7 @@ def test_varlen_is_given_the_same_windows(
     rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], {})
     cache = LayerCache(torch.zeros(3, 20, 2, 8), torch.zeros(3, 20, 2, 8), rows)
     found = stage.backends["auto"].attend(q, k, v, inputs, AttentionOptions(cache))
-    torch.testing.assert_close(
-        found, chosen(args).attend(q, k, v, masked, AttentionOptions()), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(found, chosen(args).attend(q, k, v, masked, AttentionOptions()), rtol=1e-5, atol=1e-5)
     assert torch.equal(cache.keys[:, :16], k.transpose(0, 1)) and not cache.keys[:, 16:].any()
     assert torch.equal(cache.values[:, :16], v.transpose(0, 1))
 

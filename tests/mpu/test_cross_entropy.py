@@ -17,7 +17,8 @@ SEQ, BATCH, VOCAB = 6, 3, 32
 
 
 def _case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (with large offsets a row, which must cancel), labels of every part of the vocabulary, gradient."""
+    """Logits (with large offsets a row, which must cancel), labels of every part of the vocabulary,
+    gradient."""
     generator = torch.Generator().manual_seed(3)
     logits = 4 * torch.randn(SEQ, BATCH, VOCAB, generator=generator)
     logits += 60 * torch.randn(SEQ, BATCH, 1, generator=generator)
@@ -49,7 +50,8 @@ def test_equals_float64_cross_entropy(world_size: int, dtype: torch.dtype) -> No
     expected = -F.cross_entropy(exact.view(-1, VOCAB), labels.view(-1), reduction="none").view(SEQ, BATCH)
     expected.backward(grad.double())
     ranks = [sharded(0, 1, dtype)] if world_size == 1 else run_ranks(sharded, world_size, dtype)
-    # Differences of fp32 logits of size 150 lose about 150 * 2**-24; bf16 gradients are rounded once, to 2**-8.
+    # Differences of fp32 logits of size 150 lose about 150 * 2**-24; bf16 gradients are rounded once, to
+    # 2**-8.
     for logprobs, _ in ranks:
         torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-5, atol=2e-5)
     found = torch.cat([gradient for _, gradient in ranks], -1).double()
@@ -96,8 +98,8 @@ class _Live(TorchDispatchMode):
 
 @pytest.mark.parametrize("statistics", [False, True])
 def test_no_fp32_copy_of_the_logits(statistics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the peak: the bf16 logits, their bf16 gradient, and slices. torch's cross_entropy of fp32 logits holds the
-    whole of them, of their log-softmax and of two gradients besides."""
+    """At the peak: the bf16 logits, their bf16 gradient, and slices. torch's cross_entropy of fp32 logits
+    holds the whole of them, of their log-softmax and of two gradients besides."""
     tokens, vocab = 512, 4096
     monkeypatch.setattr("megatron.mpu.cross_entropy.CHUNK", 16 * vocab)
     logits = torch.randn(tokens, 1, vocab, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
@@ -134,7 +136,8 @@ def test_statistics(world_size: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 
 
 def padded(rank: int, world_size: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, mean logits, entropies and the gradient of this rank's columns; the padding's are high."""
+    """Log-probabilities, mean logits, entropies and the gradient of this rank's columns; the padding's are
+    high."""
     group = None
     if world_size > 1:
         group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")

@@ -107,7 +107,8 @@ def test_linear_equals_the_unsharded_layer(world_size: int) -> None:
         check([p.grad_x for p in parts], expected.grad_x, in_dim, "gradient of the input")
         weight_dim = {"column": 0, "row": 1, "none": None}[parallel]
         check([p.grad_weight for p in parts], expected.grad_weight, weight_dim, "gradient of the weight")
-        # A row's bias is one copy a rank, and every copy has the whole gradient: also under sequence parallelism.
+        # A row's bias is one copy a rank, and every copy has the whole gradient: also under sequence
+        # parallelism.
         check(
             [p.grad_bias for p in parts],
             expected.grad_bias,
@@ -140,6 +141,4 @@ def test_embedding_equals_the_unsharded_table(world_size: int) -> None:
         outs = [found[sequence][0] for found in ranks]
         for out in [torch.cat(outs)] if sequence else outs:
             torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
-        torch.testing.assert_close(
-            torch.cat([found[sequence][1] for found in ranks]), table.grad, rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(torch.cat([found[sequence][1] for found in ranks]), table.grad, rtol=1e-6, atol=1e-6)

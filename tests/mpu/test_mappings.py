@@ -1,4 +1,5 @@
-"""Every collective of tensor and sequence parallelism, forward and backward, against the whole computation."""
+"""Every collective of tensor and sequence parallelism, forward and backward, against the whole
+computation."""
 
 from typing import Any
 
@@ -48,8 +49,8 @@ def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -
     gathered, gathered_grad = (torch.cat([t[r][own[r]] for r in range(world_size)]) for t in (x, grad))
     for r, found in enumerate(ranks):
         expected: dict[str, tuple[Tensor, Tensor]] = {
-            # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather. A sum
-            # that every rank uses alike passes its gradient on as it is.
+            # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather.
+            # A sum that every rank uses alike passes its gradient on as it is.
             "copy_to_tensor": (x[r], grad.sum(0)),
             "reduce_from_tensor": (x.sum(0), grad[r]),
             "gather_from_sequence": (gathered, grad.sum(0)[own[r]]),

@@ -1,4 +1,5 @@
-"""Inner width of the MLP, against the widths GPT-NeoX and its fork were seen to build (reference: neox.md 3.8)."""
+"""Inner width of the MLP, against the widths GPT-NeoX and its fork were seen to build (reference: neox.md
+3.8)."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Resolved values and DeepSpeed settings against those GPT-NeoX itself made of its shipped files (golden/configs)."""
+"""Resolved values and DeepSpeed settings against those GPT-NeoX itself made of its shipped files
+(golden/configs)."""
 
 import json
 from collections import Counter
@@ -15,7 +16,8 @@ from megatron.training.deepspeed.config import deepspeed_config
 
 FILE = json.loads((Path(__file__).parents[1] / "data/golden/configs/configs_eleuther.json").read_text())
 GOLDEN = FILE["loaded"]
-# Every documented difference: a path and why it differs. Values under `deepspeed_config` are what DeepSpeed is told.
+# Every documented difference: a path and why it differs. Values under `deepspeed_config` are what DeepSpeed
+# is told.
 DIFFERENCES = {
     "fp16.fp16": "decides nothing; `enabled` does",
     "fp16.type": "decides nothing; `enabled` does",
@@ -103,7 +105,8 @@ WITH_OVERLAY = [name for name in GOLDEN if name.endswith(" + overlay")]
 
 @pytest.mark.parametrize("name", WITH_OVERLAY)
 def test_files_without_batch_or_model_say_what_is_missing(name):
-    """GPT-NeoX: `Either train_batch_size or ... needs to be provided`, or a TypeError. Here it resolves, or says."""
+    """GPT-NeoX: `Either train_batch_size or ... needs to be provided`, or a TypeError. Here it resolves, or
+    says."""
     alone = name.removesuffix(" + overlay")
     assert alone in FILE["failed"]
     overlay = GOLDEN[name]["overlay"]

@@ -217,7 +217,8 @@ def test_importing_megatron_reads_nothing_until_it_is_asked():
 
 
 def test_what_is_asked_for_in_the_middle_of_changes():
-    """A debugger asks for names that are none, and gets that answer, not what is wrong with the keys so far."""
+    """A debugger asks for names that are none, and gets that answer, not what is wrong with the keys so
+    far."""
     args = MutableNeoXArgs.from_dict({
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 8, "max_position_embeddings": 8,
     })  # fmt: skip

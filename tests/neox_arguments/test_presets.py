@@ -20,9 +20,10 @@ GOLDEN = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").r
 PAGE = (ROOT / "docs/from-gpt-neox.md").read_text()
 
 NEOX, LLAMA, LLAMA3 = 50277, 32000, 128256  # entries of the published tokenizers
-# preset: (tokens, parameters, which of the embeddings they count). Whole numbers are exact: those of the model cards
-# on huggingface.co, of transformers' model of the published config, and of the fork. Millions are rounded: GPT-3's
-# (arXiv 2005.14165, table D.1; one embedding) and those that GPT-NeoX's own files are named after (none).
+# preset: (tokens, parameters, which of the embeddings they count). Whole numbers are exact: those of the
+# model cards on huggingface.co, of transformers' model of the published config, and of the fork. Millions are
+# rounded: GPT-3's (arXiv 2005.14165, table D.1; one embedding) and those that GPT-NeoX's own files are named
+# after (none).
 PUBLISHED = {
     "19M": (NEOX, 19e6, "none"),
     "49M": (NEOX, 49e6, "none"),
@@ -135,7 +136,8 @@ def test_a_preset_is_the_model_of_the_same_name(name):
     args, values = preset(name), golden(name)
     keys = keys_of(NeoXArgs)
     if name.startswith("mistral"):
-        # GPT-NeoX's file is no model that runs; and its window does not count the token itself, as the published does
+        # GPT-NeoX's file is no model that runs; and its window does not count the token itself, as the
+        # published does
         assert {key for key in SHAPE if getattr(args, key) != values.get(key, keys[key].default)} == {
             "max_position_embeddings", "sliding_window_width", "use_bias_in_mlp", "init_method",
             "output_layer_init_method",

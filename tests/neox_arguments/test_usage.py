@@ -55,7 +55,8 @@ def resolved_here() -> set[str]:
 
 
 def needs_a_reader(declared: Key) -> bool:
-    """Not the keys that say why nothing reads them, nor those that repeat another, nor those of one possible value."""
+    """Not the keys that say why nothing reads them, nor those that repeat another, nor those of one possible
+    value."""
     if declared.section is not None:
         return any(needs_a_reader(inner) for inner in keys_of(declared.section).values())
     if declared.standing not in ("honoured", "honoured, differs") or declared.same_as is not None:
@@ -113,7 +114,8 @@ def sub_keys(declaration: type) -> Iterator[tuple[type, Key]]:
 
 
 def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
-    """Sections that are handed on whole must be fields of DeepSpeed's own models; of the others each name is read."""
+    """Sections that are handed on whole must be fields of DeepSpeed's own models; of the others each name is
+    read."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import (

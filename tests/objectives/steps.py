@@ -27,9 +27,7 @@ def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
     return found
 
 
-def step_loss(
-    objective: Objective, forward: Forward, batches: list[Batch]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss (with its graph) and metrics."""
     if objective.step_baselines is not None:
         batches = objective.step_baselines(batches, lambda asked: scores(forward, asked), None)

@@ -1,8 +1,9 @@
-"""GPT-NeoX's own numbers: its training.forward_step on fixed logits (golden/posttrain; logits are made from seeds).
+"""GPT-NeoX's own numbers: its training.forward_step on fixed logits (golden/posttrain; logits are made from
+seeds).
 
-Where ours differ: its KTO takes the KL from the other half of the micro-batch, averages class weights over a half and
-multiplies rewards by the share of the row that is no padding; that is compat_kto here. Its log-probabilities and its
-loss over masked labels are right, and equal.
+Where ours differ: its KTO takes the KL from the other half of the micro-batch, averages class weights over a
+half and multiplies rewards by the share of the row that is no padding; that is compat_kto here. Its
+log-probabilities and its loss over masked labels are right, and equal.
 """
 
 import json
@@ -47,9 +48,7 @@ def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
     tokens, labels, mask = (torch.from_numpy(found[name][rows]) for name in ("tokens", "labels", "loss_mask"))
     weights = mask.long()
     answers = torch.arange(4).unsqueeze(1).expand_as(tokens)
-    return Batch(
-        tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)
-    ), rows
+    return Batch(tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)), rows
 
 
 @pytest.mark.parametrize("name", ["dpo_beta0.1", "dpo_beta0.5", "dpo_reference_free"])
@@ -72,9 +71,7 @@ def test_dpo(name: str) -> None:
         if theirs in names:
             assert float(metrics[names[theirs]]) == pytest.approx(value, rel=1e-5, abs=1e-6), theirs
     if name == "dpo_beta0.1":
-        torch.testing.assert_close(
-            policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7
-        )
+        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["kto", "kto_weights"])
@@ -91,16 +88,12 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     )  # fmt: skip
     batch = with_reference(batch, reference)
     args = expected["args"]
-    settings = KtoSettings(
-        args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True
-    )
+    settings = KtoSettings(args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True)
     loss, _ = step_loss(kto(settings), lambda _: policy.transpose(0, 1), [batch])
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
     if name == "kto":
-        torch.testing.assert_close(
-            policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7
-        )
+        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
 
 
 def test_masked_labels() -> None:

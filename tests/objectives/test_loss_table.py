@@ -35,20 +35,14 @@ def test_each_entry_has_its_function_and_its_keys(impl: str, name: str) -> None:
 def test_each_function_has_its_entry() -> None:
     named = {loss.function for loss in TRAIN_IMPLS["dpo"].losses.values()}
     for name, function in inspect.getmembers(pair_losses, inspect.isfunction):
-        if (
-            name in vars(pair_losses)
-            and function.__module__ == pair_losses.__name__
-            and not name.startswith("_")
-        ):
+        if name in vars(pair_losses) and function.__module__ == pair_losses.__name__ and not name.startswith("_"):
             returns_losses = list(inspect.signature(function).parameters) == ["pairs", "s"]
             assert returns_losses == (f"pair_losses.{name}" in named), name
 
 
 def test_what_is_built_is_what_the_table_has() -> None:
     assert OBJECTIVES.keys() == {name for name, impl in TRAIN_IMPLS.items() if impl.later is None}
-    assert MATCHINGS.keys() == {
-        name for name, loss in TRAIN_IMPLS["dpo"].losses.items() if loss.needs_step_baselines
-    }
+    assert MATCHINGS.keys() == {name for name, loss in TRAIN_IMPLS["dpo"].losses.items() if loss.needs_step_baselines}
 
 
 PAIRS: dict[str, Any] = {

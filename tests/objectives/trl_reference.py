@@ -105,7 +105,8 @@ def metrics(trainer: Any) -> dict[str, float]:
 def run(
     folder: str, name: str, kind: str, micro_batches: tuple[Any, ...] = (), **options: Any
 ) -> tuple[float, np.ndarray, dict[str, float]]:
-    """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates them."""
+    """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
+    them."""
     policy, reference, tokenizer = model(1), model(2), words()
     common: dict[str, Any] = {
         "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",

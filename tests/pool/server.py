@@ -23,7 +23,8 @@ from pathlib import Path
 from megatron.launch.devices import free_port
 from tests.pool.protocol import Job, Reply, receive, send
 
-# Imported by a training step, some only when first used; a rank that imports them itself starts a second later.
+# Imported by a training step, some only when first used; a rank that imports them itself starts a second
+# later.
 WARM = (
     "torch",
     "torch.distributed",
@@ -170,7 +171,8 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: sock
 
 
 def _make_group(rank: int, world_size: int, store_listener: socket.socket) -> None:
-    """The gloo process group. Its store is a socket's: one in a file is asked again and again, 10 ms a new group."""
+    """The gloo process group. Its store is a socket's: one in a file is asked again and again, 10 ms a new
+    group."""
     import torch.distributed as dist
 
     port = store_listener.getsockname()[1]
@@ -208,7 +210,8 @@ def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.sock
 
 
 def _outcomes(ranks: dict[int, int], folder: Path) -> tuple[dict[int, bytes], list[tuple[float, int, str]]]:
-    """Results so far by rank, and failures as (time, rank, text); a rank that crashed counts as the first to fail."""
+    """Results so far by rank, and failures as (time, rank, text); a rank that crashed counts as the first to
+    fail."""
     results: dict[int, bytes] = {}
     failures: list[tuple[float, int, str]] = []
     for rank, pid in ranks.items():

@@ -1,5 +1,5 @@
-"""Signals before the first step and after the last: USR1 is remembered, so that the run starts, saves and stops, and a
-scheduler can start it again; Ctrl-C ends it without a word of Python's."""
+"""Signals before the first step and after the last: USR1 is remembered, so that the run starts, saves and
+stops, and a scheduler can start it again; Ctrl-C ends it without a word of Python's."""
 
 import json
 import os
@@ -17,7 +17,8 @@ from tests.training.runs import LLAMA, config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# What every Python imports at its start: it sends a signal when something slow is about to be imported, or at the end.
+# What every Python imports at its start: it sends a signal when something slow is about to be imported, or at
+# the end.
 HOOK = """
 import atexit, importlib.abc, os, sys, time
 def send():

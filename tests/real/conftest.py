@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct for tests of a model that was really trained, as HuggingFace's folder and as a checkpoint.
+"""SmolLM2-135M-Instruct for tests of a model that was really trained, as HuggingFace's folder and as a
+checkpoint.
 
 Put `pytestmark = pytest.mark.real` on a module that asks for these. `make test-real` makes the model first.
 """
@@ -26,8 +27,8 @@ def real_model() -> Path:
 
 @pytest.fixture(scope="session")
 def real_checkpoint(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Its import by the command, as 3 tensor ranks; with its tokenizer, so that global_step0/configs/hf_model.yml is a
-    configuration as it is."""
+    """Its import by the command, as 3 tensor ranks; with its tokenizer, so that
+    global_step0/configs/hf_model.yml is a configuration as it is."""
     output = tmp_path_factory.mktemp("real") / "imported"
     words = ["--hf-model", real_model, "--output-dir", output, "--tp", "3", "--save-tokenizer"]
     convert_hf_to_neox.main([str(word) for word in words])

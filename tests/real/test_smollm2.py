@@ -1,4 +1,5 @@
-"""A model that was really trained, against transformers: its import, logits and text over ranks, more training, export.
+"""A model that was really trained, against transformers: its import, logits and text over ranks, more
+training, export.
 
 `make test-real` prints the numbers.
 """
@@ -38,7 +39,8 @@ ENGLISH = (
 
 
 class Theirs(NamedTuple):
-    """What transformers says of the model before training. own: how far its fp32 logits are from these, its fp64."""
+    """What transformers says of the model before training. own: how far its fp32 logits are from these, its
+    fp64."""
 
     batch: Tensor
     logits: Tensor
@@ -125,7 +127,8 @@ def english(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 def test_training_goes_on(
     real_model: Path, real_checkpoint: Path, english: tuple[str, str], tokenizer: Any, theirs: Theirs, tmp_path: Path
 ) -> None:
-    """From the checkpoint on one rank, from HuggingFace's folder in two stages: the same losses. And out again."""
+    """From the checkpoint on one rank, from HuggingFace's folder in two stages: the same losses. And out
+    again."""
     data, kept = english
     recipe = {
         "data_path": data, "split": "100,0,0", "index_cache_dir": str(tmp_path / "maps"), "num_workers": 0,

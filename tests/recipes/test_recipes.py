@@ -1,4 +1,5 @@
-"""The recipes of post-training/: what each README says to type works, on tiny models of the family and tiny data."""
+"""The recipes of post-training/: what each README says to type works, on tiny models of the family and tiny
+data."""
 
 import json
 import math
@@ -91,7 +92,8 @@ def model(place: Path, name: str) -> str:
 
 
 def checked(trained: Trained) -> Trained:
-    """Two steps were made, from the loss that the objective has at first; only what is to be trained has changed."""
+    """Two steps were made, from the loss that the objective has at first; only what is to be trained has
+    changed."""
     lines = [json.loads(line) for line in (trained.save / "logs/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/lm_loss"] for line in lines if "train/lm_loss" in line]
     assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
@@ -139,7 +141,8 @@ def test_zephyr_s_second_step_goes_on_from_its_first(place: Path, monkeypatch: p
 
 
 def test_gemma_s_blocks_are_group_texts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the README's file: every text cut, then joined, then cut into blocks, as transformers' run_clm.py does."""
+    """Of the README's file: every text cut, then joined, then cut into blocks, as transformers' run_clm.py
+    does."""
     attempt, whole, book = typed("gemma", place, monkeypatch)
     assert whole.args.valid_data_paths and book.args.valid_data_paths is None and attempt.args.limit_samples == 300
     args = whole.args.replace(seq_length=20, truncate_documents=25, train_iters=5, train_epochs=None).for_world(1)

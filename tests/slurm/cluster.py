@@ -1,4 +1,5 @@
-"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its own."""
+"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its
+own."""
 
 import os
 import shutil

@@ -1,4 +1,5 @@
-"""One Slurm for all tests of this folder, and a copy of the repository to submit from, as a user's clone is."""
+"""One Slurm for all tests of this folder, and a copy of the repository to submit from, as a user's clone
+is."""
 
 import json
 import shutil

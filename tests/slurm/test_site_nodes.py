@@ -1,4 +1,5 @@
-"""A site in a real Slurm: its nodes for a job that was submitted without --nodes, its logs, its checkpoints."""
+"""A site in a real Slurm: its nodes for a job that was submitted without --nodes, its logs, its
+checkpoints."""
 
 import re
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_nodes_that_are_typed_are_kept(slurm, site, write_config, nodes):
 
 
 def test_from_within_another_job(slurm, site, write_config):
-    """SLURM_NTASKS and the like are then those of the other one, and NEOX_SUBMITTED_BY ends with the job it is for."""
+    """SLURM_NTASKS and the like are then those of the other one, and NEOX_SUBMITTED_BY ends with the job it
+    is for."""
     path = write_config(train_iters=1, train_batch_size=12)
     inherited = {"SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1"}
     job = slurm.submit("--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="two", **inherited)

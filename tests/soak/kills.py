@@ -62,8 +62,9 @@ def count_saves(training: Training) -> list[int]:
 
 
 def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: str, to: int) -> None:
-    """Rank `to` is killed in the second save: as it copies weights (once they are copied), writes files (once the first
-    is written, or half of it), renames the directory, or writes `latest`. Only rank 0 does the last two."""
+    """Rank `to` is killed in the second save: as it copies weights (once they are copied), writes files (once
+    the first is written, or half of it), renames the directory, or writes `latest`. Only rank 0 does the last
+    two."""
     training = begin(run)
     begun = count_saves(training)
 
@@ -101,8 +102,8 @@ def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: 
 
 
 def run_and_die_at(rank: int, world_size: int, run: dict[str, Any], nth: int) -> int:
-    """Rank 0 is killed before the nth thing of its second save that gathers state or changes the disk; 0: never.
-    Returns how many there are."""
+    """Rank 0 is killed before the nth thing of its second save that gathers state or changes the disk; 0:
+    never. Returns how many there are."""
     training = begin(run)
     begun, done = count_saves(training), [0]
 

@@ -1,4 +1,5 @@
-"""A run that was told to stop or was killed, at any step or while it saved, goes on bit for bit when started again."""
+"""A run that was told to stop or was killed, at any step or while it saved, goes on bit for bit when started
+again."""
 
 import json
 import random

@@ -1,4 +1,5 @@
-"""Every kind of tokenizer against the library it wraps; models trained here, or published ones where a package is."""
+"""Every kind of tokenizer against the library it wraps; models trained here, or published ones where a
+package is."""
 
 import hashlib
 import importlib.util
@@ -51,7 +52,8 @@ def tiktoken_folder(folder: Path, special: dict[str, int]) -> Path:
 
 
 def hf_folder(folder: Path, eos: str, **roles: str) -> Path:
-    """The golden tokenizer with its end-of-document token under another name, and the file that declares it."""
+    """The golden tokenizer with its end-of-document token under another name, and the file that declares
+    it."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(TOKENIZER.read_text().replace(END, eos))
     config = {

@@ -54,7 +54,8 @@ def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Row 22 of the commands, under both names; without flags that of the fork writes Transformer-Engine's names."""
+    """Row 22 of the commands, under both names; without flags that of the fork writes Transformer-Engine's
+    names."""
     folder = model_folder(tmp_path / "model", "gpt_neox")
     words = ["--hf-model", str(folder), "--output-dir", str(tmp_path / "out"), "--tp", "2", "--iteration"]
     convert_hf_to_neox.main([*words, "3"])

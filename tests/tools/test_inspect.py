@@ -126,6 +126,7 @@ def test_mistakes(tmp_path: Path):
 
 @pytest.mark.parametrize("tool", sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()))
 def test_every_tool_beside_it_starts(tool: str):
-    """Python looks in a script's folder first, where this tool has the name of a module that most libraries import."""
+    """Python looks in a script's folder first, where this tool has the name of a module that most libraries
+    import."""
     done = subprocess.run([sys.executable, FOLDER / tool, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

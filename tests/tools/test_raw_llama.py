@@ -1,4 +1,5 @@
-"""Meta's format: HuggingFace -> raw -> ours -> HuggingFace and raw again to the bit, Meta's own order, refusals."""
+"""Meta's format: HuggingFace -> raw -> ours -> HuggingFace and raw again to the bit, Meta's own order,
+refusals."""
 
 import json
 from pathlib import Path

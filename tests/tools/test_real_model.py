@@ -1,4 +1,5 @@
-"""The command that makes the really trained model, without network: a package of the same name with nothing in it."""
+"""The command that makes the really trained model, without network: a package of the same name with nothing
+in it."""
 
 import hashlib
 import zipfile

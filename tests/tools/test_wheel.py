@@ -1,4 +1,5 @@
-"""The wheel: what it holds, that its command works without a clone, and (make test-install) that it trains."""
+"""The wheel: what it holds, that its command works without a clone, and (make test-install) that it
+trains."""
 
 import os
 import re

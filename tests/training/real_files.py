@@ -1,4 +1,5 @@
-"""Configuration files as people wrote them, made small: of GPT-NeoX (resolved keys) and of its geodesic fork."""
+"""Configuration files as people wrote them, made small: of GPT-NeoX (resolved keys) and of its geodesic
+fork."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +42,9 @@ _DATA = ("merge_file", "eval_tasks", *_SETS)
 
 
 def small(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides that make a file small enough to train here: sizes, paths, data, iterations, batch, launcher and
-    parallel sizes. All else, precision, te_* keys, distributed_backend and kinds of attention too, is the file's."""
+    """Overrides that make a file small enough to train here: sizes, paths, data, iterations, batch, launcher
+    and parallel sizes. All else, precision, te_* keys, distributed_backend and kinds of attention too, is the
+    file's."""
     kinds, kv = values.get("attention_config"), values.get("num_kv_heads")
     if kinds is not None:
         kinds = kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], 2]]
@@ -90,7 +92,8 @@ _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "make_vocab_size_divi
 
 
 def distinct(files: Mapping[str, Mapping[str, Any]], but: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
-    """Names of files that differ in more than the overrides, names of runs and keys of `but`, each with its like."""
+    """Names of files that differ in more than the overrides, names of runs and keys of `but`, each with its
+    like."""
     alike: dict[str, list[str]] = {}
     for name, values in files.items():
         alike.setdefault(json.dumps(_told_apart({**values, **small(values)}, but), sort_keys=True), []).append(name)

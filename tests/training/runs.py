@@ -1,4 +1,5 @@
-"""Tiny runs on the real path, for tests: a configuration over golden data, trained on ranks of the worker pool."""
+"""Tiny runs on the real path, for tests: a configuration over golden data, trained on ranks of the worker
+pool."""
 
 import io
 import logging
@@ -65,7 +66,8 @@ LLAMA = {
     "intermediate_size": 48,
     "compat_ffn_width": "none",
 }
-# What crosses stages and ranks besides weights: one table for all blocks, documents, the logits' sums, a window.
+# What crosses stages and ranks besides weights: one table for all blocks, documents, the logits' sums, a
+# window.
 RPE = {
     "pos_emb": "rpe",
     "rpe_num_buckets": 8,

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run python with no g++, no ninja, nothing at all on the PATH; compiled extensions would land in `folder`."""
+    """Run python with no g++, no ninja, nothing at all on the PATH; compiled extensions would land in
+    `folder`."""
     env = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "CXX", "CC")}
     env |= {"PATH": str(folder / "empty"), "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

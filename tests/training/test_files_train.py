@@ -1,4 +1,5 @@
-"""Every real configuration file trains, not only loads: made small by overrides, precision and kinds of layers kept."""
+"""Every real configuration file trains, not only loads: made small by overrides, precision and kinds of
+layers kept."""
 
 import json
 import os

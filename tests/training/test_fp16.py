@@ -1,4 +1,5 @@
-"""fp16's loss scale without a GPU: DeepSpeed's scaler under the settings we hand it, and the stop at a broken run."""
+"""fp16's loss scale without a GPU: DeepSpeed's scaler under the settings we hand it, and the stop at a broken
+run."""
 
 from typing import Any
 

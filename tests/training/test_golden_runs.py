@@ -1,4 +1,5 @@
-"""Runs of the original system, repeated from its own checkpoints: same data order, same losses, same learning rates."""
+"""Runs of the original system, repeated from its own checkpoints: same data order, same losses, same learning
+rates."""
 
 import json
 from pathlib import Path
@@ -43,7 +44,8 @@ RUNS = [
     ("ckpt_neox", "neox_pp1_mp1", 1, 3),
     ("ckpt_neox", "neox_pp0_mp1", 1, 3),
     ("ckpt_llama", "llama_pp1_mp1", 1, 3),
-    # Upstream's later losses carry its bugs: row biases move twice as fast, and the clip norm leaves parameters out.
+    # Upstream's later losses carry its bugs: row biases move twice as fast, the clip norm leaves parameters
+    # out.
     ("ckpt_neox", "neox_pp2_mp2", 4, 1),
 ]
 

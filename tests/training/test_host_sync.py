@@ -1,6 +1,8 @@
-"""No host sync in a step; what became of it, and its values if it is logged, are read when the next has been started.
+"""No host sync in a step; what became of it, and its values if it is logged, are read when the next has been
+started.
 
-Every way of Python to wait for a tensor's value is made to raise, unless DeepSpeed's own norm or overflow check asks.
+Every way of Python to wait for a tensor's value is made to raise, unless DeepSpeed's own norm or overflow
+check asks.
 """
 
 import sys
@@ -15,7 +17,8 @@ from tests.pool import run_ranks
 from tests.training.runs import NEOX, begin, config
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
-# (end of file name, functions): DeepSpeed's own checks within the optimizer step, and torch's counter of Adam's steps.
+# (end of file name, functions): DeepSpeed's own checks within the optimizer step, and torch's counter of
+# Adam's steps.
 ENGINE = {
     "deepspeed/runtime/utils.py": None,
     "deepspeed/runtime/bf16_optimizer.py": {"step"},
@@ -75,7 +78,8 @@ def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
 
 
 def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
-    """For the pool: two free steps, then four without waiting; the number of reads, all of steps before the last."""
+    """For the pool: two free steps, then four without waiting; the number of reads, all of steps before the
+    last."""
     from tqdm import tqdm
 
     from megatron.callbacks import Step

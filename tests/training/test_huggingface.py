@@ -1,4 +1,5 @@
-"""Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along, refusals."""
+"""Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along,
+refusals."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Scores in the middle of a run: the same in every layout, and the run is bit for bit what it is without them."""
+"""Scores in the middle of a run: the same in every layout, and the run is bit for bit what it is without
+them."""
 
 import json
 import random

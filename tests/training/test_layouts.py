@@ -24,8 +24,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
 STEPS = 6
-# Micro-batch size, model, optimizer, tied. Every layout meets every size and model, both optimizers, tied and untied;
-# `make test-more` adds the other cells, `make soak` runs all 36 in every layout.
+# Micro-batch size, model, optimizer, tied. Every layout meets every size and model, both optimizers, tied and
+# untied; `make test-more` adds the other cells, `make soak` runs all 36 in every layout.
 CELLS = [(1, "neox", "sgd", False), (4, "llama", "adamw", False), (2, "rpe", "adamw", True)]
 MORE_CELLS = [
     (1, "llama", "adamw", True),

@@ -1,5 +1,6 @@
-"""From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not trained on,
-and runs that go on bit for bit. Through the commands' own functions: preprocess, train, validate, generate."""
+"""From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not
+trained on, and runs that go on bit for bit. Through the commands' own functions: preprocess, train, validate,
+generate."""
 
 import json
 import logging
@@ -66,8 +67,8 @@ def last_validation(save: Path) -> dict[str, float]:
 
 
 def preferences(count: int, seed: int, shuffled: bool) -> list[dict[str, Any]]:
-    """Good answers end in an even number, bad ones in an odd one. shuffled: in half of the pairs, drawn by lot, it is
-    the other way round."""
+    """Good answers end in an even number, bad ones in an odd one. shuffled: in half of the pairs, drawn by
+    lot, it is the other way round."""
     random = np.random.default_rng(seed)
     turned = random.permutation(count) < (count // 2 if shuffled else 0)
     rows = []

@@ -1,4 +1,5 @@
-"""An objective may make its logits in chunks and of chosen places alone: the step is the same in every layout."""
+"""An objective may make its logits in chunks and of chosen places alone: the step is the same in every
+layout."""
 
 from dataclasses import replace
 from functools import partial
@@ -65,7 +66,8 @@ def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
 
 
 def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
-    """For the pool: a step of the whole loss, and one of the loss in chunks, which reads no other places before."""
+    """For the pool: a step of the whole loss, and one of the loss in chunks, which reads no other places
+    before."""
     found = []
     for objective in (LANGUAGE_MODELLING, CHUNKED):
         args = small(**SGD, **values).for_world(world_size)

@@ -99,7 +99,8 @@ KEPT_AND_CUT = ("input_layernorm.weight", "mlp.linear1.weight")
     ],
 )  # fmt: skip
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
-    """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank has."""
+    """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
+    has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
     found = run_ranks(poison_parameter, 2, values, f"layers.2.{name}", timeout=30)
@@ -138,7 +139,8 @@ def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_bad_step_leaves_no_trace(stage: int, tmp_path: Path) -> None:
-    """Nor does the step that had begun before it was known: in the losses that spikes are judged by, in counters."""
+    """Nor does the step that had begun before it was known: in the losses that spikes are judged by, in
+    counters."""
     values = _values(tmp_path, {"zero_optimization": {"stage": stage}}, skip_step_above_sigma=6.0)
     assert run_ranks(run_poisoned, 1, values, {4}, math.nan)[0][0] is not None
     state = torch.load(tmp_path / "run/global_step3/mp_rank_00_model_states.pt", weights_only=False)

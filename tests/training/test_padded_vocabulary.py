@@ -97,7 +97,8 @@ def preference_values(model: Path, folder: Path, keys: dict[str, Any]) -> dict[s
 
 @pytest.mark.parametrize("layout", ["plain", "tp4"])
 def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
-    """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of transformers."""
+    """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
+    transformers."""
     ranks, keys = LAYOUTS[layout]
     loss, metrics, batches = run_ranks(first_pairs, ranks, preference_values(model, tmp_path, {**keys, **SIMPO}))[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -156,7 +157,8 @@ def test_the_first_losses_are_those_of_trls_trainers(model: Path, tmp_path: Path
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:
-    """auto leaves a run of our own as GPT-NeoX has it; false brings the padding in, true leaves it out of any run."""
+    """auto leaves a run of our own as GPT-NeoX has it; false brings the padding in, true leaves it out of any
+    run."""
     as_it_came = run_ranks(first_step, 1, config(SFT, load=str(model)))[0]
     padded = run_ranks(first_step, 1, config(SFT, load=str(model), mask_padded_vocab=False))[0]
     assert padded[3] is None and padded[0] > as_it_came[0] + 1e-3

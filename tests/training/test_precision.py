@@ -8,8 +8,8 @@ from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, config, curves
 
-# A bf16 value is off by up to 2^-9 = 2e-3; rounding errors mostly cancel in the mean over a step's 256 tokens: measured
-# 2.6e-4 in the worst layout over 50 steps, bounded here by four times that.
+# A bf16 value is off by up to 2^-9 = 2e-3; rounding errors mostly cancel in the mean over a step's 256
+# tokens: measured 2.6e-4 in the worst layout over 50 steps, bounded here by four times that.
 BOUND = 1e-3
 
 

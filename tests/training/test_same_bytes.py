@@ -1,4 +1,5 @@
-"""Two runs of one configuration leave the same files, whatever drew random numbers in their processes before."""
+"""Two runs of one configuration leave the same files, whatever drew random numbers in their processes
+before."""
 
 import hashlib
 import json

@@ -72,7 +72,8 @@ def test_exponential() -> None:
 
 
 def test_warmup_begins_below_min_lr() -> None:
-    """min_lr bounds the decay only: a 125M model warms up over 3200 steps from 1.9e-7 although min_lr is 6e-5."""
+    """min_lr bounds the decay only: a 125M model warms up over 3200 steps from 1.9e-7 although min_lr is
+    6e-5."""
     schedule = Schedule(6e-4, 6e-5, "cosine", 3200.0, 320000)
     assert [schedule(s) for s in (1, 100, 3200)] == pytest.approx([1.875e-7, 1.875e-5, 6e-4], rel=1e-12)
 
@@ -141,7 +142,8 @@ def test_changed_schedule(change: dict[str, Any], line: str) -> None:
 
 
 def test_the_key_that_changed_is_named_not_what_follows_from_it() -> None:
-    """Where it is known what was written: both a warm-up that is a share of the run and its end come of its length."""
+    """Where it is known what was written: both a warm-up that is a share of the run and its end come of its
+    length."""
     then = {"train_iters": 150, "warmup": 0.01, "lr_scaling": "none"}
     message = r"^train_iters: end_iter 300 \(program\), but .* had 150; train_iters: warmup_iter 3.0 .* had 1.5; the le"
     with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,5 @@
-"""Phases of row lengths: the same numbers in every layout, through a resume inside a phase, and in the log."""
+"""Phases of row lengths: the same numbers in every layout, through a resume inside a phase, and in the
+log."""
 
 import json
 from pathlib import Path

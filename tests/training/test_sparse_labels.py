@@ -69,7 +69,8 @@ def steps_of(layout: str, values: dict[str, Any], folder: Path) -> tuple[str, li
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """24 chats of 200 tokens, the last three trained, in rows of 64: two of three rows have none, and some steps."""
+    """24 chats of 200 tokens, the last three trained, in rows of 64: two of three rows have none, and some
+    steps."""
     return config(LLAMA, chats(tmp_path_factory.mktemp("sparse"), [200] * 24, 3))
 
 

@@ -78,8 +78,8 @@ class Found(NamedTuple):
 
 
 def with_torch(rank: int, world_size: int, names: list[str]) -> list[Found]:
-    """For the pool: losses, norms and weights of the whole model under torch's AdamW and clipping, where everything
-    that is not named is `requires_grad_(False)`; backward through all of it."""
+    """For the pool: losses, norms and weights of the whole model under torch's AdamW and clipping, where
+    everything that is not named is `requires_grad_(False)`; backward through all of it."""
     from megatron.training.loop import batches_of
 
     found = []

@@ -2,8 +2,8 @@
 
     python tools/ckpts/average.py --output_dir averaged checkpoints/run/global_step{800,900,1000}
 
-The result has the number, the layout and the tokenizer of the last one, and no optimizer state. Nothing is visible in
-the output folder until it is whole; after an interruption the same command is given again.
+The result has the number, the layout and the tokenizer of the last one, and no optimizer state. Nothing is
+visible in the output folder until it is whole; after an interruption the same command is given again.
 """
 
 import argparse

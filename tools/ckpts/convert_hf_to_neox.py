@@ -1,10 +1,11 @@
 """Write a HuggingFace model, a local folder or a name on the Hub, as a checkpoint that training loads.
 
-    python tools/ckpts/convert_hf_to_neox.py --hf-model EleutherAI/pythia-70m --output-dir checkpoints/pythia --tp 2
+    python tools/ckpts/convert_hf_to_neox.py --hf-model EleutherAI/pythia-70m --output-dir checkpoints/pythia
+    --tp 2
 
-Before the checkpoint appears, its logits on a fixed batch are compared with those of transformers; a difference above
-the bound is refused. `configs/hf_model.yml` in it is the model's configuration. After an interruption the same command
-is given again.
+Before the checkpoint appears, its logits on a fixed batch are compared with those of transformers; a
+difference above the bound is refused. `configs/hf_model.yml` in it is the model's configuration. After an
+interruption the same command is given again.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def parser(names: str) -> argparse.ArgumentParser:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Convert as the options say; every command of this name calls it. Raises CheckpointError, ConfigError."""
+    """Convert as the options say; every command of this name calls it. Raises CheckpointError,
+    ConfigError."""
     import torch
 
     from megatron.checkpointing import CheckpointError

@@ -1,10 +1,12 @@
 """Write a checkpoint, ours or GPT-NeoX's of any layout and generation, in HuggingFace's format.
 
-    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml \\
+    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml
+    \\
         --output_dir hf/run --precision bf16
 
-Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this project's
-forward pass; a difference above the bound is refused. After an interruption the same command is given again.
+Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this
+project's forward pass; a difference above the bound is refused. After an interruption the same command is
+given again.
 """
 
 import argparse
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import describe_layout
 from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import PRECISIONS, add_source_flags, local, progress, source_of  # noqa: E402
 
@@ -43,6 +44,7 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
     """
     import torch
 
+    from megatron.checkpointing import describe_layout
     from megatron.checkpointing.huggingface import export_hf
 
     family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)

@@ -1,10 +1,11 @@
-"""Write LLaMA or Mistral in Meta's format, params.json and consolidated.NN.pth, as a checkpoint that training loads.
+"""Write LLaMA or Mistral in Meta's format, params.json and consolidated.NN.pth, as a checkpoint that training
+loads.
 
     python tools/ckpts/convert_raw_llama_weights_to_neox.py --input_dir llama --model_size 7B \\
         --output_dir checkpoints/7B --num_output_shards 2 --pipeline_parallel
 
-The files are in `--input_dir` or in its folder named as the size. The logits are compared with those of transformers
-before the checkpoint appears; after an interruption the same command is given again.
+The files are in `--input_dir` or in its folder named as the size. The logits are compared with those of
+transformers before the checkpoint appears; after an interruption the same command is given again.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""What the checkpoint commands have in common: flags of a source and of names, finding the source, progress."""
+"""What the checkpoint commands have in common: flags of a source and of names, finding the source,
+progress."""
 
 import argparse
 import sys
@@ -20,7 +21,8 @@ PRECISIONS = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "floa
 
 
 def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add --input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: the help of the last."""
+    """Add --input_dir, --iteration, --config_file, --gqa-rows and --output_dir; output: the help of the
+    last."""
     parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="a global_stepN, or their folder")
     parser.add_argument("--iteration", type=int, help="which one of --input_dir; unset: the one `latest` names")
     parser.add_argument(

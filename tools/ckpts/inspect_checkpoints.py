@@ -1,4 +1,5 @@
-"""What is in a checkpoint: its run and layout, and every tensor's file, name, dtype, shape and size of its values.
+"""What is in a checkpoint: its run and layout, and every tensor's file, name, dtype, shape and size of its
+values.
 
     python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
     python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear

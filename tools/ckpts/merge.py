@@ -3,7 +3,8 @@
     python tools/ckpts/merge.py --input_dir checkpoints/run/global_step1000 --output_dir merged
     python tools/ckpts/merge.py --input_dir 20B/global_step150000 --output_dir merged --no-optimizer
 
-The same as tools/ckpts/reshard.py --tp 1 --pp 1; --pp 0 puts all weights into one file, as GPT-NeoX without a pipeline.
+The same as tools/ckpts/reshard.py --tp 1 --pp 1; --pp 0 puts all weights into one file, as GPT-NeoX without a
+pipeline.
 """
 
 import sys

@@ -1,9 +1,10 @@
 """Cut a checkpoint for another layout, optimizer state included, one layer in memory at a time.
 
-    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4 --pp 2
+    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4
+    --pp 2
 
-Runs also do this by themselves when they load a checkpoint of another layout. Nothing is visible in the output folder
-until it is whole; after an interruption the same command is given again.
+Runs also do this by themselves when they load a checkpoint of another layout. Nothing is visible in the
+output folder until it is whole; after an interruption the same command is given again.
 """
 
 import argparse
@@ -13,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpointing import describe_layout
 from megatron.neox_arguments import UserError  # noqa: E402
 from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress, source_of  # noqa: E402
 
@@ -34,7 +34,7 @@ def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.
 
 def convert(options: argparse.Namespace) -> None:
     """Reshard as the options say. Raises CheckpointError, ConfigError."""
-    from megatron.checkpointing import CheckpointError, ParallelLayout, read_manifest, reshard
+    from megatron.checkpointing import CheckpointError, ParallelLayout, describe_layout, read_manifest, reshard
     from megatron.checkpointing.layout import layer_files
 
     for name, least in (("tp", 1), ("pp", 0), ("dp", 1)):

@@ -1,4 +1,5 @@
-"""Check checkpoints whole: every file's size and SHA-256, and every tensor's dtype and shape, against manifest.json.
+"""Check checkpoints whole: every file's size and SHA-256, and every tensor's dtype and shape, against
+manifest.json.
 
     python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in it
     python tools/ckpts/verify.py checkpoints/run/global_step1000

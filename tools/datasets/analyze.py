@@ -2,9 +2,9 @@
 
     python tools/datasets/analyze.py pairs.jsonl --tokenizer folder/of/tokenizer --max-length 8192
 
-Reads texts, conversations (messages, conversations), prompt + completion, and preference pairs (chosen, rejected, with
-or without prompt) from what preprocess_data.py reads: JSONL, Parquet, Arrow, folders, a name on the HuggingFace hub.
-Only tokenises: never touches a GPU.
+Reads texts, conversations (messages, conversations), prompt + completion, and preference pairs (chosen,
+rejected, with or without prompt) from what preprocess_data.py reads: JSONL, Parquet, Arrow, folders, a name
+on the HuggingFace hub. Only tokenises: never touches a GPU.
 """
 
 import argparse

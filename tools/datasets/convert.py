@@ -50,7 +50,8 @@ def _schema(rows: list[dict]) -> Any:
 
 
 def convert(source: str, target: Path, split: str | None = None, subset: str | None = None) -> int:
-    """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row group."""
+    """Two passes: the types of the columns, then the rows. Returns the number of rows. Memory: a row
+    group."""
     try:
         import pyarrow
         from pyarrow import parquet

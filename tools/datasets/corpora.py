@@ -1,6 +1,7 @@
 """The corpora that GPT-NeoX's prepare_data.py knows by name, and where each was published.
 
-Many of these addresses are dead or contested by now: a file put into `<data-dir>/<name>/` by any other way is used.
+Many of these addresses are dead or contested by now: a file put into `<data-dir>/<name>/` by any other way is
+used.
 """
 
 import http.client

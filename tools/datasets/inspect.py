@@ -1,7 +1,7 @@
 """Show what a dataset teaches, as text: see inspect_samples.py, or --help.
 
-This file has the name of a module of the standard library, and when a tool of this folder runs, Python looks here
-first. A library that imports `inspect` then must not get this one.
+This file has the name of a module of the standard library, and when a tool of this folder runs, Python looks
+here first. A library that imports `inspect` then must not get this one.
 """
 
 import os

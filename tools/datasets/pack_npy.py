@@ -2,7 +2,8 @@
 
     python tools/datasets/pack_npy.py data/x_text_document data/x_rows --seq-length 2048
 
-The folder is a data path like the prefix: with pack_impl: unpacked each row is a sample, with packed they are joined.
+The folder is a data path like the prefix: with pack_impl: unpacked each row is a sample, with packed they are
+joined.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Tokenise text for training, its beginning masked: labels are -100 up to and with the first --mask-before-token.
+"""Tokenise text for training, its beginning masked: labels are -100 up to and with the first
+--mask-before-token.
 
     python tools/datasets/preprocess_data_with_mask.py --input data.jsonl --output-prefix data/mine \\
         --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --mask-before-token 222,34,27
 
-Writes PREFIX_text_document and PREFIX_label_document as GPT-NeoX does. A document without these tokens is trained
-whole, also as there; how many are is said at the end.
+Writes PREFIX_text_document and PREFIX_label_document as GPT-NeoX does. A document without these tokens is
+trained whole, also as there; how many are is said at the end.
 """
 
 import argparse

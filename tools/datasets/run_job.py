@@ -1,4 +1,5 @@
-"""What the preprocess commands have in common: flags of input and work, progress, the report, errors in one line."""
+"""What the preprocess commands have in common: flags of input and work, progress, the report, errors in one
+line."""
 
 import argparse
 import sys
@@ -39,7 +40,8 @@ def add_choice_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None = None) -> None:
-    """Add --tokenizer-type, which is required without a default, --vocab-file, --merge-file and --eod-token."""
+    """Add --tokenizer-type, which is required without a default, --vocab-file, --merge-file and
+    --eod-token."""
     kinds, words = (KINDS, default) if default else (None, "a tokenizer_type of the configuration")
     parser.add_argument("--tokenizer-type", choices=kinds, default=default, required=default is None, help=words)
     parser.add_argument(
@@ -123,7 +125,8 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
 
 
 def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgress], None]:
-    """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time left."""
+    """A line whenever `interval` more documents are done, rewritten in place on a terminal: rates and time
+    left."""
     start, first, printed = time.monotonic(), PreprocessProgress(), 0
     terminal = sys.stdout.isatty()
 

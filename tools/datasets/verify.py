@@ -1,4 +1,5 @@
-"""Check datasets whole: file sizes, pointers, document boundaries, ids within the vocabulary, labels, rewards.
+"""Check datasets whole: file sizes, pointers, document boundaries, ids within the vocabulary, labels,
+rewards.
 
     python tools/datasets/verify.py data/mine_text_document --vocab-file tokenizer.json
     python tools/datasets/verify.py data/mine            # all that --output-prefix data/mine wrote

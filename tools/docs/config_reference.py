@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md and docs/configuration.schema.json from the declarations; --check: are they stale?"""
+"""Writes docs/configuration.md and docs/configuration.schema.json from the declarations; --check: are they
+stale?"""
 
 import argparse
 import json

@@ -23,7 +23,8 @@ def package_map(root: Path) -> str:
 
 
 def _summary(file: Path) -> str:
-    """The first sentence of a package's docstring, in one line. Raises SystemExit for a package without one."""
+    """The first sentence of a package's docstring, in one line. Raises SystemExit for a package without
+    one."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not docstring:
         sys.exit(f"{file}: a package says in its docstring what is in it")

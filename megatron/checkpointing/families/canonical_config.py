@@ -63,9 +63,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         canonical["use_separate_qk_norms"] = args.use_separate_qk_norms
         canonical["qk_norm_per_head"] = args.qk_norm_per_head
     canonical["layer_types"] = [mixer.window is not None for mixer in mixers]
-    canonical["sliding_window_width"] = _common_value(
-        mixer.window for mixer in mixers if mixer.window is not None
-    )
+    canonical["sliding_window_width"] = _common_value(mixer.window for mixer in mixers if mixer.window is not None)
     return {**canonical, **_rotary(args, mixers)}
 
 
@@ -82,9 +80,7 @@ def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     return {
         "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
         "no_rope_layers": [int(rotary is not None) for rotary in turned],
-        "rotary_emb_base, rope_scaling, rope_local_base_freq": [
-            _frequencies(rotary or plain) for rotary in turned
-        ],
+        "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or plain) for rotary in turned],
     }
 
 
@@ -122,10 +118,7 @@ def describe_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[s
         differing = [name for name in differing if name in ours and name in theirs or name == "pos_emb"]
     if "norm" in differing:
         differing = [name for name in differing if name not in _OF_NORMS]
-    return [
-        f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here"
-        for name in differing
-    ]
+    return [f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here" for name in differing]
 
 
 def _called(name: str) -> str:

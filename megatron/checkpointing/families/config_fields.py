@@ -71,9 +71,7 @@ def size_config(args: NeoXArgs) -> dict[str, Any]:
     """
     for name, value in (("num_kv_heads", args.kv_heads), ("intermediate_size", args.ffn_size)):
         if isinstance(value, tuple):
-            raise CheckpointError(
-                f"layers differ in {name} here, which a config.json of this family cannot say"
-            )
+            raise CheckpointError(f"layers differ in {name} here, which a config.json of this family cannot say")
     return {
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
@@ -92,9 +90,7 @@ def trained_length(args: NeoXArgs) -> int:
     return args.max_position_embeddings
 
 
-def rope_of(
-    config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta"
-) -> dict[str, Any]:
+def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str = "rope_theta") -> dict[str, Any]:
     """The rotary parameters of config.json, with `rope_type` and `rope_theta`, from either of two forms.
 
     transformers 5 writes `rope_parameters`, by kind of layer where there are several (kind: which of them);
@@ -117,9 +113,7 @@ def rope_keys(config: Config, rope: Config) -> dict[str, Any]:
         if value is not None and name not in ("rope_theta", "partial_rotary_factor", "type")
     }
     if get(rope, "partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor: {rope['partial_rotary_factor']} is not supported"
-        )
+        raise CheckpointError(f"config.json: partial_rotary_factor: {rope['partial_rotary_factor']} is not supported")
     keys: dict[str, Any] = {"rotary_emb_base": number(rope["rope_theta"])}
     if scaling["rope_type"] == "default":
         return keys

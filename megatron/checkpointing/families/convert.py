@@ -45,14 +45,8 @@ def family_of(config: Config) -> str:
     found = str(config.get("model_type"))
     if found not in FAMILIES:
         hint = "; its text models alone are (gemma3_text)" if found == "gemma3" else ""
-        hint = (
-            f"; its positions are {_POSITIONS[found]}, and rotate in all that are"
-            if found in _POSITIONS
-            else hint
-        )
-        raise CheckpointError(
-            f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}"
-        )
+        hint = f"; its positions are {_POSITIONS[found]}, and rotate in all that are" if found in _POSITIONS else hint
+        raise CheckpointError(f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}")
     return found
 
 
@@ -81,9 +75,7 @@ def from_hf(
     if not isinstance(vocab, int):
         raise CheckpointError("config.json: vocab_size is missing")
     if padded_vocab_size is not None and padded_vocab_size < vocab:
-        raise CheckpointError(
-            f"padded_vocab_size {padded_vocab_size} is less than the model's {vocab} tokens"
-        )
+        raise CheckpointError(f"padded_vocab_size {padded_vocab_size} is less than the model's {vocab} tokens")
     keys["padded_vocab_size"] = padded_vocab_size or vocab
     return keys, _read(family, NeoXArgs.from_dict(keys, "config.json"), vocab, get_tensor, layers)
 
@@ -101,14 +93,10 @@ def _read(
             names = _foreign(row, layer)
             parts = [get_tensor(name) for name in names]
             rows = _rows_of(spec, vocab)
-            wanted = [
-                tuple(part.shape) for part in row.transform.split(torch.empty(rows, device="meta"), attention)
-            ]
+            wanted = [tuple(part.shape) for part in row.transform.split(torch.empty(rows, device="meta"), attention)]
             for name, part, shape in zip(names, parts, wanted, strict=True):
                 if tuple(part.shape) != shape:
-                    raise CheckpointError(
-                        f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json"
-                    )
+                    raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
             whole = row.transform.join(parts, attention)
             yield layer, spec.name, whole if rows == spec.shape else _padded(whole, spec.shape[0])
 
@@ -142,11 +130,7 @@ def with_fields(config: Config, before: Config, args: NeoXArgs) -> dict[str, Any
         return dict(config)
     family, made = FAMILIES[config["model_type"]], dict(config)
     for name, value in before.items():
-        if (
-            name not in made
-            and name not in _NOT_KEPT
-            and not _differences(args, family, {**made, name: value})
-        ):
+        if name not in made and name not in _NOT_KEPT and not _differences(args, family, {**made, name: value}):
             made[name] = value
     if "dtype" in before:  # transformers 5's name
         made["dtype"] = made["torch_dtype"]
@@ -169,9 +153,7 @@ def to_hf(
         got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if got != expected:
             wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
-            told = [
-                f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
-            ]
+            told = [f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong]
             raise CheckpointError(f"layer {layer}: {_some(told)}")
         for spec, row in _rows(table, layer, specs.get(layer, ())):
             whole = tensors[spec.name]
@@ -210,16 +192,10 @@ def check_hf_tensors(
     missing = wanted.keys() - shapes.keys()
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
     both = [name for name in wanted if name in shapes and tuple(shapes[name]) != wanted[name]]
-    wrong = [
-        f"{name}: shape {tuple(shapes[name])} in the file, {wanted[name]} by config.json" for name in both
-    ]
-    lines += wrong[:_SHOWN] + (
-        [f"and {len(wrong) - _SHOWN} more of another shape"] if len(wrong) > _SHOWN else []
-    )
+    wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {wanted[name]} by config.json" for name in both]
+    lines += wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more of another shape"] if len(wrong) > _SHOWN else [])
     if head in missing:
-        lines.append(
-            f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json"
-        )
+        lines.append(f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json")
     elif missing and extra and all(name.removeprefix("model.") in shapes for name in missing):
         lines.append('names lack "model.": the folder holds the base model without its head')
     if lines:
@@ -231,9 +207,7 @@ def _grouped(names: Iterable[str]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
-        groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(
-            int(number[1]) if number else -1
-        )
+        groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(int(number[1]) if number else -1)
     told = {name: ", ".join(map(str, sorted(layers))) for name, layers in groups.items()}
     return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in told.items())
 
@@ -254,9 +228,7 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
     closest = [line for _, line in sorted(told, key=lambda pair: pair[0])[:2]]
     if args.pos_emb != "rotary":
         like = " as in GPT-2, which is not written" if args.pos_emb == "learned" else ""
-        closest.insert(
-            0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are"
-        )
+        closest.insert(0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are")
     raise CheckpointError("HuggingFace has no such model:\n  " + "\n  ".join(closest))
 
 
@@ -282,9 +254,7 @@ def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
     return vocab_size or rows
 
 
-def _rows(
-    family: Family, layer: int, specs: Iterable[ParamSpec]
-) -> Iterator[tuple[ParamSpec, TensorMapping]]:
+def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, TensorMapping]]:
     table = {row.ours: row for row in family.rows}
     for spec in specs:
         if spec.name not in table:

@@ -69,9 +69,7 @@ class TensorMapping:
     transform: Transform = COPY
 
 
-def weight_and_bias(
-    ours: str, *theirs: str, transform: Transform = COPY
-) -> tuple[TensorMapping, TensorMapping]:
+def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tuple[TensorMapping, TensorMapping]:
     """The mappings of the weight and of the bias of a linear layer or layernorm; names without `.weight`,
     `.bias`."""
     weight, bias = (

@@ -41,9 +41,7 @@ ROWS = (
 def to_keys(config: Config) -> dict[str, Any]:
     act = get(config, "hidden_act", "gelu")
     if act not in _ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json: hidden_act: {act} is not supported; one of {', '.join(_ACTIVATIONS)}"
-        )
+        raise CheckpointError(f"config.json: hidden_act: {act} is not supported; one of {', '.join(_ACTIVATIONS)}")
     activation, tanh = _ACTIVATIONS[act]
     rope = rope_of(config, theta=10000.0, spelt="rotary_emb_base")
     rotated = rope.pop("partial_rotary_factor", get(config, "rotary_pct", 0.25))

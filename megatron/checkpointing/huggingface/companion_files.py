@@ -44,9 +44,7 @@ class CompanionFiles:
     card: str = ""
 
 
-def read_companion_files(
-    folder: str | Path, tokenizer: Mapping[str, bytes] | None = None
-) -> dict[str, bytes]:
+def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
     """The companion files that a checkpoint keeps of a HuggingFace folder, by name.
 
     tokenizer: the files of the tokenizer that a run uses; where it is not the folder's, the folder's
@@ -107,16 +105,12 @@ def companion_files_of(
     if not tokenizer:
         files = {name: content for name, content in files.items() if name not in TOKENIZER}
     if carried or not ids:  # config.json may name several ends
-        ids |= {
-            key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None
-        }
+        ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
     if pad_token_id is not None:
         ids["pad_token_id"] = pad_token_id
         files = _with_pad(files, pad_token_id)
     if GENERATION not in files:
-        files[GENERATION] = _json(
-            {"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}}
-        )
+        files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
     return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
 
 
@@ -170,9 +164,7 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
         try:
             return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
         except TokenizerError as problem:
-            raise CheckpointError(
-                f"tokenizer: {problem}; or leave it out with --no_save_tokenizer"
-            ) from problem
+            raise CheckpointError(f"tokenizer: {problem}; or leave it out with --no_save_tokenizer") from problem
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:

@@ -75,9 +75,7 @@ def export_hf(
     manifest = read_manifest(source)
     if manifest is not None:
         verify(source, [name for name in manifest.files if not is_optimizer_file(name)])
-    extras = companion_files_of(
-        source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id
-    )
+    extras = companion_files_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
     assert args.padded_vocab_size is not None
     vocab = extras.vocab_size or args.padded_vocab_size
     if extras.tokens is not None and extras.tokens > args.padded_vocab_size:
@@ -93,9 +91,7 @@ def export_hf(
     temporary = _begin(output, weight_bytes(shapes, dtype))
     try:
         layers = _read(source, args, dtype, each)
-        write_weights(
-            temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes
-        )
+        write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
         parameters = sum(math.prod(shape) for shape in shapes.values())
         card = model_card(source, given, config, parameters, dtype, extras.card)
         files = {**extras.files, CARD: card, **(notes or {})}
@@ -119,9 +115,7 @@ def _only_dtype(source: Path) -> torch.dtype:
     found = describe_checkpoint(source).dtypes
     if len(found) != 1 or not next(iter(found)).is_floating_point:
         told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-        raise CheckpointError(
-            f"{source}: its weights are of several kinds ({told}); choose one with --precision"
-        )
+        raise CheckpointError(f"{source}: its weights are of several kinds ({told}); choose one with --precision")
     return next(iter(found))
 
 
@@ -157,9 +151,7 @@ def _grouped(problems: Iterable[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for line in dict.fromkeys(problems):
         found = re.fullmatch(r"(?:(\S+\.pt), )?layer (\d+)(:? .*)", line)
-        groups.setdefault(found[3].removeprefix(":").strip() if found else line, []).append(
-            found[2] if found else ""
-        )
+        groups.setdefault(found[3].removeprefix(":").strip() if found else line, []).append(found[2] if found else "")
     told = []
     for text, layers in groups.items():
         numbers = sorted({int(layer) for layer in layers if layer})
@@ -183,14 +175,10 @@ def _begin(output: Path, needed: int) -> Path:
     if output.exists():
         if not output.is_dir():
             raise CheckpointError(f"{output}: is a file; give a folder")
-        foreign = sorted(
-            path.name for path in output.iterdir() if path.is_dir() or not _OWN.fullmatch(path.name)
-        )
+        foreign = sorted(path.name for path in output.iterdir() if path.is_dir() or not _OWN.fullmatch(path.name))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise CheckpointError(
-                f"{output}: holds {', '.join(foreign[:3])}{more}, no model's; give another folder"
-            )
+            raise CheckpointError(f"{output}: holds {', '.join(foreign[:3])}{more}, no model's; give another folder")
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -199,9 +187,7 @@ def _begin(output: Path, needed: int) -> Path:
             shutil.rmtree(temporary)  # of an interrupted call
         temporary.mkdir()
     except OSError as problem:
-        raise CheckpointError(
-            f"{output}: cannot be written ({problem.strerror}); give another folder"
-        ) from problem
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror}); give another folder") from problem
     return temporary
 
 

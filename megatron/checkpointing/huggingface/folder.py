@@ -54,19 +54,13 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
-        raise CheckpointError(
-            f"{text}: needs the huggingface_hub package (pip install huggingface_hub)"
-        ) from None
+        raise CheckpointError(f"{text}: needs the huggingface_hub package (pip install huggingface_hub)") from None
     small = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", *LEGAL]
     try:
         found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(found.glob("*.safetensors")):
-            found = Path(
-                snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"])
-            )
-    except (
-        Exception
-    ) as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
+            found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
+    except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -101,9 +95,7 @@ class HFFolder:
         self.origin = origin or str(path)
         self.config = read_json(self.path / CONFIG)
         if self.config.get("quantization_config"):
-            raise CheckpointError(
-                f"{self.path}: is quantised (quantization_config); take the model it was made from"
-            )
+            raise CheckpointError(f"{self.path}: is quantised (quantization_config); take the model it was made from")
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
@@ -112,9 +104,7 @@ class HFFolder:
             if both:
                 raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
             self._entries |= entries
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: entry.shape for name, entry in self._entries.items()
-        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
 
     def _weight_files(self) -> list[Path]:
         for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
@@ -122,15 +112,11 @@ class HFFolder:
                 names = sorted(set(read_json(self.path / index).get("weight_map", {}).values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
                 if missing or not names:
-                    raise CheckpointError(
-                        f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}"
-                    )
+                    raise CheckpointError(f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}")
                 return [self.path / name for name in names]
             if (self.path / whole).is_file():
                 return [self.path / whole]
-        raise CheckpointError(
-            f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts"
-        )
+        raise CheckpointError(f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts")
 
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
@@ -155,9 +141,7 @@ class HFFolder:
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]
         if entry.dtype not in _NAMES:
-            raise CheckpointError(
-                f"{entry.file}: {name} is no floating-point tensor; quantised models are not read"
-            )
+            raise CheckpointError(f"{entry.file}: {name} is no floating-point tensor; quantised models are not read")
         if entry.file.suffix != ".safetensors":
             if self._open[0] != entry.file:
                 self._open = (entry.file, load_tensors(entry.file))
@@ -221,9 +205,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> i
     return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
-def _plan(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int
-) -> list[dict[str, tuple[int, int]]]:
+def _plan(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[dict[str, tuple[int, int]]]:
     """Tensors of each file with the bytes of their beginning and end, in the order given."""
     files: list[dict[str, tuple[int, int]]] = [{}]
     at = 0
@@ -250,9 +232,7 @@ def write_weights(
     """
     plan = _plan(shapes, dtype, limit)
     count = len(plan)
-    names = (
-        [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    )
+    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     where: dict[str, tuple[BinaryIO, int]] = {}
     opened = []
     with ExitStack() as stack:
@@ -289,13 +269,6 @@ def write_weights(
 def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """In another precision. Raises CheckpointError where a number becomes infinite (bf16 to fp16)."""
     cast = tensor.to(dtype)
-    if (
-        dtype == torch.float16
-        and tensor.dtype != dtype
-        and not cast.isfinite().all()
-        and tensor.isfinite().all()
-    ):
-        raise CheckpointError(
-            f"{name}: holds {tensor.abs().max():.3g}, which fp16 cannot; choose bf16 or fp32"
-        )
+    if dtype == torch.float16 and tensor.dtype != dtype and not cast.isfinite().all() and tensor.isfinite().all():
+        raise CheckpointError(f"{name}: holds {tensor.abs().max():.3g}, which fp16 cannot; choose bf16 or fp32")
     return cast

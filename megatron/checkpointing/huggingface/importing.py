@@ -81,9 +81,7 @@ def import_hf(
         try:
             carried[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
         except OSError as problem:
-            raise CheckpointError(
-                f"--chat-template {chat_template}: cannot be read ({problem.strerror})"
-            ) from problem
+            raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
     needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1)
     temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
     try:
@@ -95,9 +93,7 @@ def import_hf(
             del whole, found
 
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[
-                layer
-            ]
+            return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
         if pipe == 0:
@@ -132,9 +128,7 @@ def _check_target(final: Path) -> None:
     if final.exists():
         there = read_manifest(final)
         if there is None or there.data or there.optimizer:
-            raise CheckpointError(
-                f"{final}: is there already, and no import; give another folder or --iteration"
-            )
+            raise CheckpointError(f"{final}: is there already, and no import; give another folder or --iteration")
 
 
 def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
@@ -233,15 +227,9 @@ def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[i
     tokens: number of tokens of the run's tokenizer.
     """
     vocab = HFFolder(path).vocab_size
-    rows = args.padded_vocab_size or padded_vocab_size(
-        max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp
-    )
+    rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
     added = max(0, tokens - vocab)
-    resized = (
-        f"; {added} tokens are new to it: rows of the embedding and the head start as the mean"
-        if added
-        else ""
-    )
+    resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
     return (
         rows,
         f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}",

@@ -113,9 +113,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
     try:
         import transformers
     except ModuleNotFoundError:
-        raise CheckpointError(
-            "the check of the result needs transformers (pip install transformers)"
-        ) from None
+        raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
         with _without_weights():
@@ -123,9 +121,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             ).eval()
     except (OSError, ValueError, TypeError, KeyError) as problem:
-        raise CheckpointError(
-            f"{folder.origin}: transformers cannot build this model ({problem})"
-        ) from problem
+        raise CheckpointError(f"{folder.origin}: transformers cannot build this model ({problem})") from problem
     # transformers 5 calls GPT-NeoX's head otherwise in memory than in files
     rows = FAMILIES[family_of(folder.config)].rows
     head = [row.theirs[0] for row in rows if row.ours == "final_linear.weight"]
@@ -181,9 +177,7 @@ def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]]) 
                 empty[part, own] = param
                 value = get(f"{path}.{own}" if path else own).float()
                 if value.shape != param.shape:
-                    raise CheckpointError(
-                        f"{path}.{own}: shape {tuple(value.shape)}, not {tuple(param.shape)}"
-                    )
+                    raise CheckpointError(f"{path}.{own}: shape {tuple(value.shape)}, not {tuple(param.shape)}")
                 part._parameters[own] = nn.Parameter(value, requires_grad=False)
 
     def give_back(*_: Any) -> None:

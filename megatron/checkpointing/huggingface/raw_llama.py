@@ -113,9 +113,7 @@ class RawLlama(HFFolder):
         except (KeyError, TypeError, ValueError) as problem:
             if isinstance(problem, CheckpointError):
                 raise
-            raise CheckpointError(
-                f"{raw / PARAMS}: {type(problem).__name__}: {problem}; not Meta's"
-            ) from problem
+            raise CheckpointError(f"{raw / PARAMS}: {type(problem).__name__}: {problem}; not Meta's") from problem
         if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # of one file: either way the same
             name = "model.embed_tokens.weight"
             self._table[name] = _Tensor("tok_embeddings.weight", 0)
@@ -172,9 +170,7 @@ class RawLlama(HFFolder):
         return to_halves(whole, tensor.heads) if tensor.heads else whole
 
 
-def _config(
-    params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int
-) -> dict[str, Any]:
+def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: int, rows: int) -> dict[str, Any]:
     """config.json. inner, rows: of the MLP and the vocabulary, for which params.json has formulas or -1."""
     if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
         raise CheckpointError(f"{PARAMS}: a mixture of experts or a model of images, which is not supported")
@@ -200,9 +196,7 @@ def _params(folder: HFFolder) -> dict[str, Any]:
     """params.json of a HuggingFace model. Raises CheckpointError for what Meta's models cannot say."""
     config = folder.config
     rope = rope_of(config, theta=10000.0)
-    scaling = {
-        key: value for key, value in rope.items() if key not in ("rope_theta", "factor") and value is not None
-    }
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "factor") and value is not None}
     scaled = scaling == {"rope_type": "llama3", **_SCALED}
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim") or dim // heads
@@ -249,15 +243,11 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     dtype = dtypes.pop()
     if dtypes or dtype is None:
         raise CheckpointError(f"{folder.origin}: its weights are of several or unknown kinds; save it in one")
-    sizes = {
-        name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None
-    }
+    sizes = {name: folder.shapes[name][tensor.cut] for name, tensor in table.items() if tensor.cut is not None}
     sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
     if uneven:
-        raise CheckpointError(
-            f"{folder.origin}: {shards} files do not divide {uneven[0]}; choose another number"
-        )
+        raise CheckpointError(f"{folder.origin}: {shards} files do not divide {uneven[0]}; choose another number")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: is there already; remove it, or give another folder")
     temporary = output.with_name(f".tmp_{output.name}")
@@ -267,9 +257,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted call
         temporary.mkdir()
         for rank in range(shards):
-            state = {
-                tensor.meta: _cut(folder.get(name), tensor, rank, shards) for name, tensor in table.items()
-            }
+            state = {tensor.meta: _cut(folder.get(name), tensor, rank, shards) for name, tensor in table.items()}
             save_tensors(state, temporary / f"consolidated.{rank:02d}.pth")
         write_bytes((json.dumps(params, indent=2) + "\n").encode(), temporary / PARAMS)
         if (folder.path / TOKENIZER).is_file():

@@ -1,4 +1,5 @@
-"""Which dataset files belong together: the text, its labels, its rewards; the chosen and rejected answers of pairs."""
+"""Which dataset files belong together: the text, its labels, its rewards; the chosen and rejected answers of
+pairs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ COMPANIONS = ("_label_document", "_reward_document")
 
 @dataclass(frozen=True)
 class FileGroup:
-    """The prefixes of one text, of its labels and of its rewards. name: which text it is (`text`, `chosen`, ...)."""
+    """The prefixes of one text, of its labels and of its rewards. name: which text it is (`text`, `chosen`,
+    ...)."""
 
     name: str
     text: str
@@ -22,7 +24,8 @@ class FileGroup:
 
 
 def find_file_groups(prefix: str | Path) -> list[FileGroup]:
-    """The file groups of a prefix: of one `.bin/.idx` pair or `.npy` folder, or of all pairs of an `--output-prefix`.
+    """The file groups of a prefix: of one `.bin/.idx` pair or `.npy` folder, or of all pairs of an
+    `--output-prefix`.
 
     A chosen text comes with the prompt and the rejected one. Raises DataError when there is nothing.
     """
@@ -49,8 +52,8 @@ def find_file_groups(prefix: str | Path) -> list[FileGroup]:
 
 
 def companion_prefix(text: str, kind: str) -> str | None:
-    """The prefix of a text's labels or rewards: `X_label_document` beside `X_document`, or beside `X_text_document`
-    as preprocess_data_with_mask.py names it."""
+    """The prefix of a text's labels or rewards: `X_label_document` beside `X_document`, or beside
+    `X_text_document` as preprocess_data_with_mask.py names it."""
     base = text.removesuffix(DOCUMENT)
     for stem in (base, base.removesuffix("_text")):
         if not text.endswith(COMPANIONS) and index_path(stem + kind).is_file():

@@ -1,4 +1,5 @@
-"""Token lengths of raw rows, before anything is written: of texts, conversations, prompts with answers, and pairs."""
+"""Token lengths of raw rows, before anything is written: of texts, conversations, prompts with answers, and
+pairs."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +47,8 @@ class RowTexts:
 
 
 def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
-    """The kind of rows, one of PARTS, by the columns of the first row. Raises DataError for a row of no kind."""
+    """The kind of rows, one of PARTS, by the columns of the first row. Raises DataError for a row of no
+    kind."""
     if all(side in row for side in PAIR):
         return "pairs"
     if "prompt" in row and "completion" in row:

@@ -55,7 +55,8 @@ class DisplayedSample:
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Text of one kind. special: whether it is the name of a special token; first: position of its first token."""
+    """Text of one kind. special: whether it is the name of a special token; first: position of its first
+    token."""
 
     text: str
     kind: str
@@ -65,7 +66,8 @@ class TextSpan:
 
 
 class StoredDocuments:
-    """Item i: document i of each file group as it is stored, one sample for each group; several groups are a pair."""
+    """Item i: document i of each file group as it is stored, one sample for each group; several groups are a
+    pair."""
 
     def __init__(self, file_groups: Sequence[FileGroup]):
         self.file_groups = file_groups
@@ -146,7 +148,8 @@ def group_pairs(file_groups: Sequence[FileGroup]) -> list[list[FileGroup]]:
 
 
 def text_spans(part: DisplayedPart, tokenizer: Decoder) -> Iterator[TextSpan]:
-    """The text of a part, cut where the kind changes and around special tokens. Padding is one span without text."""
+    """The text of a part, cut where the kind changes and around special tokens. Padding is one span without
+    text."""
     ids = part.tokens.tolist()
     if part.name == "padding":
         yield TextSpan("", KINDS[PADDING], False, part.first, len(ids))

@@ -1,4 +1,5 @@
-"""Numbers about a dataset: lengths, how well they pack, labels, duplicates, special tokens; and their histogram."""
+"""Numbers about a dataset: lengths, how well they pack, labels, duplicates, special tokens; and their
+histogram."""
 
 import hashlib
 import io
@@ -20,11 +21,12 @@ FITS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True)
 class PackingShares:
-    """How full rows of `length` tokens are. fit: share of documents not longer; others are cut to it, but by `packed`.
+    """How full rows of `length` tokens are. fit: share of documents not longer; others are cut to it, but by
+    `packed`.
 
-    unpacked, until_overflow, best_fit: the share of the rows that is text, when each row holds one document, whole
-    documents in their order until the next does not fit, or documents by best-fit decreasing. packed_cuts: the share of
-    documents that a border of rows cuts, where all rows are full.
+    unpacked, until_overflow, best_fit: the share of the rows that is text, when each row holds one document,
+    whole documents in their order until the next does not fit, or documents by best-fit decreasing.
+    packed_cuts: the share of documents that a border of rows cuts, where all rows are full.
     """
 
     length: int
@@ -39,8 +41,8 @@ class PackingShares:
 class DatasetStats:
     """Numbers about one dataset.
 
-    special: name of a special token -> how often it occurs. trained: share of tokens, None without labels. rewards:
-    value -> how many documents have it, None without rewards.
+    special: name of a special token -> how often it occurs. trained: share of tokens, None without labels.
+    rewards: value -> how many documents have it, None without rewards.
     """
 
     name: str

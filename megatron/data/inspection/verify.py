@@ -16,8 +16,8 @@ TOKENS = 1 << 22  # read in one go
 
 @dataclass(frozen=True)
 class VerifiedDataset:
-    """A dataset in which nothing is wrong. ids: lowest and highest token id, None without tokens; trained: labels that
-    are not masked, None for a dataset that holds no labels."""
+    """A dataset in which nothing is wrong. ids: lowest and highest token id, None without tokens; trained:
+    labels that are not masked, None for a dataset that holds no labels."""
 
     prefix: str
     documents: int
@@ -168,7 +168,8 @@ def _check_labels(label: IndexedDataset, text: IndexedDataset) -> VerifiedDatase
 
 
 def _bad(dataset: IndexedDataset, first: int, i: int, what: str, values: np.ndarray) -> DataError:
-    """The error about value i of the sequences from `first` on: its document and token are named, then `what`."""
+    """The error about value i of the sequences from `first` on: its document and token are named, then
+    `what`."""
     sequence, before = first, 0
     while before + int(dataset.sizes[sequence]) <= i:
         before, sequence = before + int(dataset.sizes[sequence]), sequence + 1

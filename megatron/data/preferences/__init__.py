@@ -1,1 +1,2 @@
-"""Sets of preference training: pairs, KTO's examples, and the scores that a reference model gave to their rows."""
+"""Sets of preference training: pairs, KTO's examples, and the scores that a reference model gave to their
+rows."""

@@ -1,4 +1,5 @@
-"""KTO's second set: each prompt with the response to another one, which tells how far the model is from the reference.
+"""KTO's second set: each prompt with the response to another one, which tells how far the model is from the
+reference.
 
 "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306), section 4.1.
 """
@@ -19,10 +20,12 @@ from megatron.data.slices import DocumentSlices
 
 
 def mismatched_documents(documents: np.ndarray, responses_per_prompt: int, seed: int) -> np.ndarray:
-    """For each of `documents` another one of them, to another prompt; each is taken once, in an order of `seed`.
+    """For each of `documents` another one of them, to another prompt; each is taken once, in an order of
+    `seed`.
 
-    Documents d with the same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are put in random
-    order, and each is given the next one's response. Raises DataError where there are too few prompts.
+    Documents d with the same d // responses_per_prompt (1 or 2) answer the same prompt. The prompts are put
+    in random order, and each is given the next one's response. Raises DataError where there are too few
+    prompts.
     """
     prompts, prompt_of = np.unique(documents // responses_per_prompt, return_inverse=True)
     order = np.argsort(np.random.RandomState(seed).permutation(len(prompts))[prompt_of], kind="stable")
@@ -49,8 +52,8 @@ def mismatched_maps(
     """Slices, prompt lengths and maps of a set in which every trained prompt has another one's response.
 
     Prompt and response are cut to max_length tokens. Unpacked, sample i has the prompt of sample i of `maps`.
-    paired: documents 2p and 2p + 1 have one prompt. before: where the earlier segments of the order end, in samples
-    (see `build_packed`). Raises DataError where there are too few prompts.
+    paired: documents 2p and 2p + 1 have one prompt. before: where the earlier segments of the order end, in
+    samples (see `build_packed`). Raises DataError where there are too few prompts.
     """
     kept, documents = np.unique(maps.doc_idx), np.arange(len(maps.size))
     other = documents.copy()
@@ -69,8 +72,8 @@ def mismatched_maps(
 
 
 def rotate_responses(samples: Sequence[PreferenceSample], max_length: int | None) -> list[PreferenceSample]:
-    """Examples, each in a row of its own, with the `kl_sample` that TRL gives them: prompt i with response i - 1 of the
-    micro-batch, cut to max_length tokens. Padding comes last."""
+    """Examples, each in a row of its own, with the `kl_sample` that TRL gives them: prompt i with response i
+    - 1 of the micro-batch, cut to max_length tokens. Padding comes last."""
     real = [sample for sample in samples if sample.preference_labels.any()]
     pieces = [_prompt_and_response(sample) for sample in real]
     rotated = [
@@ -94,7 +97,8 @@ def _prompt_and_response(sample: PreferenceSample) -> tuple[np.ndarray, np.ndarr
 def _joined(
     sample: PreferenceSample, prompt: np.ndarray, response: np.ndarray, response_labels: np.ndarray, most: int
 ) -> PreferenceSample:
-    """A sample of the shapes of `sample` with one row: the prompt, then the response, at most so many tokens."""
+    """A sample of the shapes of `sample` with one row: the prompt, then the response, at most so many
+    tokens."""
     (row,), (response_ids,) = sample.rows, sample.response_ids
     end = min(most, len(row.tokens), len(prompt) + len(response))
     tokens, labels = np.zeros_like(row.tokens), np.full_like(row.labels, MASKED)

@@ -1,7 +1,7 @@
 """Preference pairs: a chosen and a rejected answer to the same prompt (`dataset_impl: pairwise`).
 
-Document d of the pos set and of the neg set are prompt and chosen, prompt and rejected. Labels beside them mask the
-prompt; without labels the prompt is the tokens that both begin with (TRL's implicit prompt).
+Document d of the pos set and of the neg set are prompt and chosen, prompt and rejected. Labels beside them
+mask the prompt; without labels the prompt is the tokens that both begin with (TRL's implicit prompt).
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def implicit_prompt_lengths(pos: IndexedDataset, neg: IndexedDataset, pairs: int) -> np.ndarray:
-    """Where the answers of the first `pairs` pairs begin without labels, [pairs, 2]; at least 1: nothing precedes the
-    first token."""
+    """Where the answers of the first `pairs` pairs begin without labels, [pairs, 2]; at least 1: nothing
+    precedes the first token."""
     shared = np.array([max(1, common_prefix(pos.get(i), neg.get(i))) for i in range(pairs)], np.int64)
     return np.repeat(shared[:, None], 2, axis=1)
 
@@ -36,7 +36,8 @@ def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:
 
 
 def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
-    """Raise DataError for values that are not one for each token or one for each document, or are no numbers."""
+    """Raise DataError for values that are not one for each token or one for each document, or are no
+    numbers."""
     file = reference.data_file
     if len(reference) != len(side) or reference.dtype.kind != "f":
         raise DataError(f"{file}: {len(reference)} documents of {reference.dtype}; expected {len(side)} of float32")
@@ -52,7 +53,8 @@ def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
 
 
 def check_sums(reference: IndexedDataset, side: IndexedDataset, used: np.ndarray, kept: np.ndarray) -> None:
-    """Raise DataError for sums over documents of which fewer tokens are `used` [documents]; kept: those in samples."""
+    """Raise DataError for sums over documents of which fewer tokens are `used` [documents]; kept: those in
+    samples."""
     cut = kept[used[kept] < side.sizes[kept]]
     if len(cut) and (reference.sizes == 1).all():
         document = int(cut[0])

@@ -28,8 +28,8 @@ COUNTS = (
 class LengthLimits:
     """How many tokens of a response and its prompt are used; None: all.
 
-    max_prompt: the last tokens of what stands before the first trained one. max_length: the first tokens of that prompt
-    and the response together.
+    max_prompt: the last tokens of what stands before the first trained one. max_length: the first tokens of
+    that prompt and the response together.
     """
 
     max_length: int | None = None
@@ -40,8 +40,10 @@ class LengthLimits:
 class PreferenceMaps(IndexMaps):
     """`IndexMaps` over documents, or over pairs where a pair takes two rows.
 
-    begin, size [documents] int64: the first token that is used of each document, and how many. prompt [documents]
-    int64: how many of these tokens come before the first trained one. counts [12] int64: as named in `COUNTS`.
+    begin, size [documents] int64: the first token that is used of each document, and how many. prompt
+    [documents]
+    int64: how many of these tokens come before the first trained one. counts [12] int64: as named in
+    `COUNTS`.
     """
 
     begin: np.ndarray
@@ -62,9 +64,9 @@ def build_preference_maps(
 ) -> PreferenceMaps:
     """Maps of whole epochs with at least num_samples samples; there may be no row at all.
 
-    sizes [units, responses]: tokens of each document, prompt included. first [units, responses]: the first trained
-    token of each; its size where none is trained. before: where the earlier segments of the order end, in samples (see
-    `build_packed`).
+    sizes [units, responses]: tokens of each document, prompt included. first [units, responses]: the first
+    trained token of each; its size where none is trained. before: where the earlier segments of the order
+    end, in samples (see `build_packed`).
     """
     width = seq_length + 1
     full = sizes.astype(np.int64)

@@ -1,6 +1,7 @@
 """The sets of preference training: pairs (`dataset_impl: pairwise`) and KTO's examples.
 
-As for text, every set is planned, its maps are made or found in the cache by one process, then every process maps them.
+As for text, every set is planned, its maps are made or found in the cache by one process, then every process
+maps them.
 """
 
 import hashlib
@@ -55,8 +56,9 @@ IndexedDatasets = tuple[IndexedDataset, ...]
 class PreferenceMapsKey(CacheKey):
     """All that decides the maps of one member. The names of its fields are part of the names of cached files.
 
-    contents: hashes of the labels, or without labels of the tokens. units: pairs or examples. per_unit: responses of
-    one unit. before: where the earlier segments of the order end, in samples (see `build_packed`).
+    contents: hashes of the labels, or without labels of the tokens. units: pairs or examples. per_unit:
+    responses of one unit. before: where the earlier segments of the order end, in samples (see
+    `build_packed`).
     """
 
     index_sha256: tuple[str, ...]
@@ -74,7 +76,8 @@ class PreferenceMapsKey(CacheKey):
 
 @dataclass(frozen=True)
 class _PreferenceSource:
-    """One member of a set. sources: of pairs, the chosen and the rejected responses; of KTO, the only pair of files.
+    """One member of a set. sources: of pairs, the chosen and the rejected responses; of KTO, the only pair of
+    files.
 
     labels and references: beside each of the sources. limit: documents of each that are used at most.
     """
@@ -119,7 +122,8 @@ def build_preference_sets(
     epochs: int | None,
     data_state: DataState,
 ) -> Datasets:
-    """`build_datasets` for preference training. epochs: passes over the training set, each in an order of its own."""
+    """`build_datasets` for preference training. epochs: passes over the training set, each in an order of its
+    own."""
 
     def write() -> tuple[list[_PreferencePlan], list[str]]:
         plans: list[_PreferencePlan] = []
@@ -164,7 +168,8 @@ def preference_samples_per_epoch(args: NeoXArgs) -> int:
 
 
 def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
-    """Name such as `train_pos` or `valid_neg_labels` -> prefixes of these files, of pairs; labels are included."""
+    """Name such as `train_pos` or `valid_neg_labels` -> prefixes of these files, of pairs; labels are
+    included."""
     prefixes = {}
     for name in SET_NAMES:
         for side in ("pos", "neg"):
@@ -374,7 +379,8 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
 
 
 def _log_lines(member: _PreferenceSource, key: PreferenceMapsKey, maps: PreferenceMaps, batch: int | None) -> list[str]:
-    """Lines on how full the rows are, and on what is cut or left out. batch: samples of a step, for training."""
+    """Lines on how full the rows are, and on what is cut or left out. batch: samples of a step, for
+    training."""
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     units, samples = count["units"], count["samples"]
     unit = "pairs" if key.per_unit == 2 else "examples"

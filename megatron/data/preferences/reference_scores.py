@@ -1,4 +1,5 @@
-"""Responses that a reference model has scored, found again by their tokens, wherever the data has put them."""
+"""Responses that a reference model has scored, found again by their tokens, wherever the data has put
+them."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +20,8 @@ SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """One response with its prompt, [tokens] int64. labels: of the tokens in the same places, negative where one is
-    not trained."""
+    """One response with its prompt, [tokens] int64. labels: of the tokens in the same places, negative where
+    one is not trained."""
 
     tokens: np.ndarray
     labels: np.ndarray

@@ -17,8 +17,8 @@ from megatron.data.preprocessing.conversations import PAIR
 
 @dataclass(frozen=True)
 class LabelledDocument:
-    """The tokens of one document. ids [n] int32; labels [n] int32, not shifted, MASKED where not trained; None with
-    --no-mask."""
+    """The tokens of one document. ids [n] int32; labels [n] int32, not shifted, MASKED where not trained;
+    None with --no-mask."""
 
     ids: np.ndarray
     labels: np.ndarray | None
@@ -26,13 +26,15 @@ class LabelledDocument:
 
 @dataclass(frozen=True)
 class ChatDocuments:
-    """The documents of one row: a list for each key, all of one length (several after a split); and its reward."""
+    """The documents of one row: a list for each key, all of one length (several after a split); and its
+    reward."""
 
     documents: tuple[list[LabelledDocument], ...]
     reward: float | None
 
 
-# (text, whether the tokenizer adds its own special tokens) -> (ids, character ranges), as of `ChatTokenizer.encode`.
+# (text, whether the tokenizer adds its own special tokens) -> (ids, character ranges), as of
+# `ChatTokenizer.encode`.
 Encoded = Mapping[tuple[str, bool], tuple[np.ndarray, np.ndarray]]
 
 
@@ -50,7 +52,8 @@ def tokenize(items: Sequence[TextToEncode], chat: ChatTokenizer) -> Encoded:
 def encode_rows(
     rows: Sequence[PreparedRow], chat: ChatTokenizer, options: ChatOptions
 ) -> tuple[list[ChatDocuments | None], Counter]:
-    """(documents of each row, None for one that is left out; what happened, counted by the words of the report).
+    """(documents of each row, None for one that is left out; what happened, counted by the words of the
+    report).
 
     Raises DataError, naming the row, for a row that cannot be used.
     """
@@ -103,7 +106,8 @@ def _documents(
 
 
 def _completions(items: Sequence[TextToEncode], encoded: Encoded, options: ChatOptions) -> list[np.ndarray | None]:
-    """Labels of the items that complete a prompt, None for the others; those of a pair begin at the same token."""
+    """Labels of the items that complete a prompt, None for the others; those of a pair begin at the same
+    token."""
     labels: list[np.ndarray | None] = [None] * len(items)
     groups = [[i] for i, item in enumerate(items) if item.prompt is not None]
     if set(PAIR) <= set(options.keys) and not options.only_last:

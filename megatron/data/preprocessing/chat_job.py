@@ -1,4 +1,5 @@
-"""Jobs of `job_runner.py` that write labels beside the tokens: conversations, and text whose beginning is masked."""
+"""Jobs of `job_runner.py` that write labels beside the tokens: conversations, and text whose beginning is
+masked."""
 
 import dataclasses
 import functools
@@ -25,8 +26,8 @@ INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class ChatJob:
-    """Conversations through the tokenizer's chat template: tokens, labels and rewards (NeoX's files, all int32, but
-    rewards float32). day: ISO date that templates are told."""
+    """Conversations through the tokenizer's chat template: tokens, labels and rewards (NeoX's files, all
+    int32, but rewards float32). day: ISO date that templates are told."""
 
     tokenizer_path: str
     options: ChatOptions
@@ -89,7 +90,8 @@ class ChatJob:
 
 @dataclass(frozen=True)
 class DelimiterJob:
-    """Plain text, its labels masked up to and with the first `delimiter` (token ids); all int32 as NeoX writes them.
+    """Plain text, its labels masked up to and with the first `delimiter` (token ids); all int32 as NeoX
+    writes them.
 
     A document without the delimiter is trained whole, as in NeoX, and counted.
     """

@@ -1,8 +1,8 @@
 """Which characters and tokens of a conversation are trained: spans, their verification, and labels.
 
-A template with `{% generation %}` says what the model writes. Of another one, an answer is what the render of the
-conversation up to and with it has more than the prompt (the render before it, with the generation prompt). Either way
-three things are checked of every trained answer, and what fails is an error:
+A template with `{% generation %}` says what the model writes. Of another one, an answer is what the render of
+the conversation up to and with it has more than the prompt (the render before it, with the generation
+prompt). Either way three things are checked of every trained answer, and what fails is an error:
 1. the trained text is the answer, between what the template puts around every answer;
 2. the stop token, where the template has one, is trained;
 3. the text before it begins with the very prompt that the model sees when it is asked (prefix-stable).
@@ -26,7 +26,8 @@ _WORD = re.compile(r"\S")
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A rendered conversation and its character ranges that are trained. unstopped: answers without a stop token."""
+    """A rendered conversation and its character ranges that are trained. unstopped: answers without a stop
+    token."""
 
     text: str
     spans: tuple[Span, ...]
@@ -43,8 +44,8 @@ def trained_spans(
     variables: Mapping[str, Any] | None = None,
     unanswered: bool = False,
 ) -> TrainedText:
-    """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails a check,
-    and for a conversation without a message of `role`, unless `unanswered`.
+    """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails
+    a check, and for a conversation without a message of `role`, unless `unanswered`.
 
     An answer that opens the conversation, without a prompt, is not trained unless the template marks it.
     """
@@ -105,7 +106,8 @@ class _TemplateRenderer:
     def check_answer(
         self, messages: Sequence[Message], index: int, text: str, span: Span, marked: bool, prompt: str
     ) -> None:
-        """Raise DataError unless the span of message `index` holds its answer, and nothing of other messages."""
+        """Raise DataError unless the span of message `index` holds its answer, and nothing of other
+        messages."""
         body = text[slice(*span)]
         for part in message_texts(messages[index]):
             if part.strip() not in body:
@@ -141,7 +143,8 @@ class _TemplateRenderer:
             self.chat.verified.add(around)
 
     def _around(self, messages: Sequence[Message], index: int, body: str, marked: bool, prompt: str) -> tuple[str, str]:
-        """(what the template puts before an answer, what behind it); around other words where the answer is empty."""
+        """(what the template puts before an answer, what behind it); around other words where the answer is
+        empty."""
         answer = messages[index]["content"].strip()
         if not answer and not marked:
             other = _other_words(messages[index], index)
@@ -151,7 +154,8 @@ class _TemplateRenderer:
         return lead, rest
 
     def _check_lead(self, lead: str, messages: Sequence[Message], index: int, prompt: str) -> None:
-        """Raise DataError where the template writes words before an answer that its generation prompt lacks."""
+        """Raise DataError where the template writes words before an answer that its generation prompt
+        lacks."""
         silent = prompt == self.chat.render(messages[:index], *self.settings)
         bare = lead.strip()
         for token in () if silent else self.chat.added:
@@ -183,8 +187,9 @@ def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, ind
 def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[Span]) -> np.ndarray:
     """Labels [n] int32, not shifted: the id of each token with a character in a span, MASKED elsewhere.
 
-    ranges [n, 2]: the characters of each token. A token that begins in the prompt and ends in the answer is trained.
-    One that begins what follows the answer, and has of it only blanks that the tokenizer gives to it, is not.
+    ranges [n, 2]: the characters of each token. A token that begins in the prompt and ends in the answer is
+    trained. One that begins what follows the answer, and has of it only blanks that the tokenizer gives to
+    it, is not.
     """
     trained = np.zeros(len(ids), dtype=bool)
     for start, end in spans:
@@ -200,15 +205,16 @@ def span_labels(ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[
 def completion_labels(prompts: Sequence[np.ndarray], wholes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Labels of each prompt+completion: what follows the prompt, as TRL 1.16.
 
-    The completion begins where prompt and whole part, which may be inside the prompt's tokens. Completions of one
-    prompt (chosen, rejected) begin at the same place, the first of theirs.
+    The completion begins where prompt and whole part, which may be inside the prompt's tokens. Completions of
+    one prompt (chosen, rejected) begin at the same place, the first of theirs.
     """
     length = min(common_prefix(prompt, whole) for prompt, whole in zip(prompts, wholes, strict=True))
     return [np.where(np.arange(len(whole)) < length, MASKED, whole).astype(np.int32) for whole in wholes]
 
 
 def delimiter_labels(ids: np.ndarray, delimiter: Sequence[int]) -> tuple[np.ndarray, bool]:
-    """(labels, found): all up to and with the first occurrence of `delimiter` is masked; without one nothing is."""
+    """(labels, found): all up to and with the first occurrence of `delimiter` is masked; without one nothing
+    is."""
     size = len(delimiter)
     labels = np.asarray(ids, dtype=np.int32).copy()
     if size and len(ids) >= size:

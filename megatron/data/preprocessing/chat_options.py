@@ -1,4 +1,5 @@
-"""What is made of rows of chat data: the options of `tools/datasets/preprocess_data_with_chat_template.py`."""
+"""What is made of rows of chat data: the options of
+`tools/datasets/preprocess_data_with_chat_template.py`."""
 
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ class ChatOptions:
     """What to make of a row.
 
     keys: columns, each a document of its own. scope: one of SCOPES; None: completion after a prompt, else
-    all_assistant. mask: label only what the model writes. for_rm: label only the last token. maps: (role, text with
-    {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG. untrained: of UNTRAINED.
+    all_assistant. mask: label only what the model writes. for_rm: label only the last token. maps: (role,
+    text with {column}) messages instead of a column. max_length: tokens; overlong: one of OVERLONG.
+    untrained: of UNTRAINED.
     """
 
     keys: tuple[str, ...] = ("conversation",)

@@ -30,8 +30,8 @@ PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, w
 
 @dataclass(frozen=True)
 class TextToEncode:
-    """One document to be tokenised. spans: the character ranges that are trained; prompt: the beginning that is not
-    trained; without either, all of it is."""
+    """One document to be tokenised. spans: the character ranges that are trained; prompt: the beginning that
+    is not trained; without either, all of it is."""
 
     text: str
     prompt: str | None = None
@@ -42,8 +42,8 @@ class TextToEncode:
 
 @dataclass(frozen=True)
 class PreparedRow:
-    """A row with its text for each key. counts: what happened to it, by the words of the report; where: gives the name
-    of the row in messages."""
+    """A row with its text for each key. counts: what happened to it, by the words of the report; where: gives
+    the name of the row in messages."""
 
     items: tuple[TextToEncode, ...]
     reward: float | None
@@ -74,7 +74,8 @@ def prepare(
 
 
 def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOptions, counts: Counter) -> TextToEncode:
-    """The text of one key of a row, and what of it is trained. Raises DataError for what cannot be verified."""
+    """The text of one key of a row, and what of it is trained. Raises DataError for what cannot be
+    verified."""
     prompt, rest = _parts(row, key, options, counts)
     if options.all_turns and isinstance(rest, str):
         raise DataError(f'"{key}" is plain text: --loss-scope all_assistant is for conversations')

@@ -24,8 +24,8 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 class ChatTokenizer:
     """A fast tokenizer of `transformers` and its chat template, in which the date of today is frozen.
 
-    date: the day that `strftime_now` in the template gives, None where it asks for none. added: texts of the added
-    tokens. source: where the template is from, for messages to people.
+    date: the day that `strftime_now` in the template gives, None where it asks for none. added: texts of the
+    added tokens. source: where the template is from, for messages to people.
     """
 
     def __init__(self, hf: Any, day: date, template: str | None = None, source: str | None = None):
@@ -85,7 +85,8 @@ class ChatTokenizer:
     def render_generations(
         self, messages: Sequence[Message], tools: list | None = None, variables: Mapping[str, Any] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text, and the character ranges that the template marks as written by the model (adjacent ones joined)."""
+        """The text, and the character ranges that the template marks as written by the model (adjacent ones
+        joined)."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = self._guard(
@@ -108,9 +109,11 @@ class ChatTokenizer:
     def encode(
         self, texts: Sequence[str], *, special: bool = False, ranges: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids [n] int32, ranges [n, 2]) of each text; ranges are the characters that a token stands for, if wanted.
+        """(ids [n] int32, ranges [n, 2]) of each text; ranges are the characters that a token stands for, if
+        wanted.
 
-        special: let the tokenizer add its own special tokens, as for plain text; a template writes them itself.
+        special: let the tokenizer add its own special tokens, as for plain text; a template writes them
+        itself.
         """
         backend = self.hf.backend_tokenizer
         encode = backend.encode_batch if ranges else backend.encode_batch_fast
@@ -123,8 +126,9 @@ class ChatTokenizer:
         return pairs
 
     def ends_with_stop_token(self, text: str, last: Message) -> bool:
-        """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token of the
-        template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`, is none."""
+        """Whether the render of a conversation, or of its message `last`, ends in the eos_token or in a token
+        of the template's, so that none is added (as TRL). A token that `last` itself ends in, as `</think>`,
+        is none."""
         bare, eos = text.rstrip(), self.hf.eos_token
         if eos and bare.endswith(eos):
             return True

@@ -99,7 +99,8 @@ def arrow_shards(path: Path, columns: Sequence[str] | None) -> Iterator[Shard]:
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Record batches, mapped and not read; both of Arrow's layouts (a stream, as `datasets` writes, or a file)."""
+    """Record batches, mapped and not read; both of Arrow's layouts (a stream, as `datasets` writes, or a
+    file)."""
     pyarrow = _pyarrow(path)
     with pyarrow.memory_map(str(path)) as source:
         if bytes(source.read(6)) == b"ARROW1":

@@ -14,7 +14,8 @@ ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousan
 
 
 class _ZstdReader(io.RawIOBase):
-    """All frames of a zstd stream, unpacked. The package's own reader takes a frame without its end as whole."""
+    """All frames of a zstd stream, unpacked. The package's own reader takes a frame without its end as
+    whole."""
 
     def __init__(self, packed: IO[bytes], new_frame: Callable[[], Any]):
         self.packed, self.new_frame = packed, new_frame

@@ -49,7 +49,8 @@ def _message(item: object, where: str) -> Message:
 
 
 def message_texts(message: Message) -> list[str]:
-    """The texts of a message: its content, or the text parts of it, and the names of the tools that it calls."""
+    """The texts of a message: its content, or the text parts of it, and the names of the tools that it
+    calls."""
     content = message.get("content")
     parts = [content] if isinstance(content, str) else content or []
     texts = [part.get("text", "") if isinstance(part, dict) else part for part in parts]
@@ -75,7 +76,8 @@ def template_settings(row: Mapping[str, Any]) -> tuple[list | None, dict[str, An
 
 
 def shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """(prompt, chosen, rejected) without the beginning that two conversations, or two texts, share (as TRL 1.16)."""
+    """(prompt, chosen, rejected) without the beginning that two conversations, or two texts, share (as TRL
+    1.16)."""
     length = min(len(chosen), len(rejected))
     end = next((i for i in range(length) if chosen[i] != rejected[i]), length - 1)
     if 0 < end < length and chosen[end] != rejected[end] and chosen[end - 1] == " ":
@@ -88,7 +90,8 @@ def shared_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 def prompt_message(prompt: str, messages: list[Message], key: str, role: str) -> list[Message] | None:
     """The column `prompt`, a text beside messages, as the message of a user.
 
-    None where the messages begin with that text already; in pairs, where they begin with any message of a user.
+    None where the messages begin with that text already; in pairs, where they begin with any message of a
+    user.
     """
     first = next((message for message in messages if message["role"] != "system"), messages[0])
     is_held = first["role"] != role and (key in PAIR or prompt.strip() in map(str.strip, message_texts(first)))

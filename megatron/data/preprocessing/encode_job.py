@@ -1,8 +1,9 @@
 """Raw inputs -> documents of tokens -> `.bin/.idx`, in processes that each write their own shards.
 
-The input is cut into shards (`readers.py`); a worker turns one into part files; in their order these are appended by
-copy to the files of the job, kept in a hidden folder beside the output until all is there. A job that was killed goes
-on from the last appended shard, and the result is the same byte for byte, for any number of workers.
+The input is cut into shards (`readers.py`); a worker turns one into part files; in their order these are
+appended by copy to the files of the job, kept in a hidden folder beside the output until all is there. A job
+that was killed goes on from the last appended shard, and the result is the same byte for byte, for any number
+of workers.
 """
 
 import functools
@@ -128,8 +129,8 @@ def join_documents(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) 
 
 
 def _long(text: str, tokenizer: Encoder, dtype: np.dtype) -> np.ndarray:
-    """The ids of a text of any length, tokenised in pieces where that gives the same ids: a tokenizer holds some 120
-    bytes for each byte of a text."""
+    """The ids of a text of any length, tokenised in pieces where that gives the same ids: a tokenizer holds
+    some 120 bytes for each byte of a text."""
     return np.concatenate(
         [join_documents(tokenizer.tokenize_batch([piece]), dtype)[0] for piece in pieces(text, tokenizer)]
     )
@@ -157,7 +158,8 @@ def _seams(text: str, start: int, stop: int) -> Iterator[int]:
 
 
 def _cuts(text: str, seam: int, tokenizer: Encoder) -> bool:
-    """Whether the tokens before and after `seam` are those of both together; how words are parted is a local matter."""
+    """Whether the tokens before and after `seam` are those of both together; how words are parted is a local
+    matter."""
     for shift in SHIFTS:
         left, right = text[max(seam - AROUND + shift, 0) : seam], text[seam : seam + AROUND - shift]
         before, after, both = tokenizer.tokenize_batch([left, right, left + right])

@@ -1,4 +1,5 @@
-"""The files behind what `--input` names: files, globs, folders, datasets of the HuggingFace hub or cloned from it."""
+"""The files behind what `--input` names: files, globs, folders, datasets of the HuggingFace hub or cloned
+from it."""
 
 import glob
 import itertools
@@ -103,8 +104,8 @@ def resolve(
 ) -> list[InputFile]:
     """The files behind paths, globs, folders and names on the hub.
 
-    split: in the words of `datasets` (see `splits.requested_splits`); None: the only one there is. subset: the
-    configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`.
+    split: in the words of `datasets` (see `splits.requested_splits`); None: the only one there is. subset:
+    the configuration of a dataset that has several. hub: further arguments of `datasets.load_dataset`.
     Raises DataError for what cannot be read, and where there is a choice that is not made.
     """
     files: list[InputFile] = []
@@ -162,7 +163,8 @@ def _without_subsets(where: object, subset: str | None) -> None:
 
 
 def _named(files: Sequence[Path], split: str | None, subset: str | None, where: object) -> list[InputFile]:
-    """Files of one folder or glob, whose names may tell splits; these are merged only where that is asked for."""
+    """Files of one folder or glob, whose names may tell splits; these are merged only where that is asked
+    for."""
     _without_subsets(where, subset)
     for path in files:
         file_kind(path)  # raises for one that is not read
@@ -186,7 +188,8 @@ def _has_configurations(folder: Path) -> bool:
 
 
 def _repository(folder: Path, split: str | None, subset: str | None, hub: dict[str, Any]) -> list[InputFile]:
-    """The files of a folder as on the hub: `datasets` says which subsets and splits there are, and their files."""
+    """The files of a folder as on the hub: `datasets` says which subsets and splits there are, and their
+    files."""
     datasets = _datasets(folder)
     try:
         subsets = datasets.get_dataset_config_names(str(folder))
@@ -269,8 +272,8 @@ def _reason(problem: Exception) -> str:
 def _chosen(
     names: Collection[str] | None, split: str | None, where: object, files_of: Callable[[str], Sequence[Path]]
 ) -> list[InputFile]:
-    """The files, or rows of files, of the splits that are asked for. names: of all splits; None where only `files_of`
-    knows them. where: what messages name."""
+    """The files, or rows of files, of the splits that are asked for. names: of all splits; None where only
+    `files_of` knows them. where: what messages name."""
     chosen = []
     for name, part in requested_splits(split, names, where):
         files = [_file(path) for path in files_of(name)]

@@ -1,4 +1,5 @@
-"""Running a preprocess job: shards to worker processes, their parts appended in order, and going on after a crash.
+"""Running a preprocess job: shards to worker processes, their parts appended in order, and going on after a
+crash.
 
 While it runs, everything lies in `.<name>.parts-<digest of the job>/` beside the output:
   journal.json       what the files hold of finished shards; the truth after a crash, they are cut back to it
@@ -44,7 +45,8 @@ LEAST_TOKENS_PER_BYTE = 1 / 16  # of input; so much must fit the disk at the ver
 class PreprocessProgress:
     """How much of a job is done, by all of its runs. The names of the fields are those in its journal.
 
-    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards of earlier runs.
+    text_bytes: read as rows. disk_bytes: share of the input files, of total_bytes. resumed: shards of earlier
+    runs.
     """
 
     shards: int = 0
@@ -59,7 +61,8 @@ class PreprocessProgress:
 
 @dataclass(frozen=True)
 class WrittenPair:
-    """One written `.bin/.idx` pair. empty: documents without a single token, which are boundaries without an EOD."""
+    """One written `.bin/.idx` pair. empty: documents without a single token, which are boundaries without an
+    EOD."""
 
     prefix: str
     documents: int
@@ -92,7 +95,8 @@ def preprocess(
     """Write one `.bin/.idx` pair for each of the job's outputs; they appear at the end, or not at all.
 
     on_error: `stop` raises DataError at the first bad row; `skip` leaves it out and writes it to errors_file.
-    metadata_file: where to describe the result in JSON, `arguments` with it. progress is called after each shard.
+    metadata_file: where to describe the result in JSON, `arguments` with it. progress is called after each
+    shard.
     """
     files = [file for item in inputs for file in ([item] if isinstance(item, InputFile) else resolve([item]))]
     prefixes = [str(prefix) for prefix in output_prefixes]
@@ -300,9 +304,11 @@ def _documents(path: Path) -> Iterator[DocumentBlock]:
 
 @contextmanager
 def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Iterator[Path]:
-    """The folder of this very job (same input, same description), as an earlier run left it or new; gone when done.
+    """The folder of this very job (same input, same description), as an earlier run left it or new; gone when
+    done.
 
-    Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go first.
+    Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go
+    first.
     """
     versions = [[str(file.path), file.size, file.modified, file.rows] for file in files]
     identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), versions]

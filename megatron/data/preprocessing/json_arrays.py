@@ -44,7 +44,8 @@ class _ElementReader:
             self.read_more()
 
     def element_end(self, position: int, number: int) -> tuple[int, str | None]:
-        """(where the element that begins at `position` ends, why it is bad or None), reading on as far as needed.
+        """(where the element that begins at `position` ends, why it is bad or None), reading on as far as
+        needed.
 
         Raises DataError for a bad element without an end.
         """
@@ -59,7 +60,8 @@ class _ElementReader:
             self.read_more()
 
     def _scan(self, position: int) -> tuple[int, str | None, bool]:
-        """(end of the element at `position` or -1, why it cannot be read, whether more text may mend that)."""
+        """(end of the element at `position` or -1, why it cannot be read, whether more text may mend
+        that)."""
         try:
             return self.scanner.raw_decode(self.text, position)[1], None, False
         except RecursionError as problem:
@@ -78,7 +80,8 @@ class _ElementReader:
 
 
 def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
-    """The elements of one JSON array, as text. Raises DataError for an array that cannot be cut into elements."""
+    """The elements of one JSON array, as text. Raises DataError for an array that cannot be cut into
+    elements."""
     reader, number = _ElementReader(stream, source), 0
     position = reader.skip_blanks(0) + 1  # behind the bracket
     while True:
@@ -94,7 +97,8 @@ def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
 
 
 def _balanced_end(text: str, position: int) -> int:
-    """Where the element of an array that begins at `position` ends, judged by strings and brackets; -1: not in text."""
+    """Where the element of an array that begins at `position` ends, judged by strings and brackets; -1: not
+    in text."""
     depth = 0
     for match in STRUCTURE.finditer(text, position):
         mark = match[0]

@@ -1,4 +1,5 @@
-"""Several `.bin/.idx` pairs as one, by copying: the documents stay what they were, in the order of the pairs."""
+"""Several `.bin/.idx` pairs as one, by copying: the documents stay what they were, in the order of the
+pairs."""
 
 import os
 import shutil
@@ -12,7 +13,8 @@ from megatron.data.inspection.file_groups import COMPANIONS
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedDataset:
-    """Write the pair `output_prefix`. Raises DataError for pairs of different types, or text and labels in one."""
+    """Write the pair `output_prefix`. Raises DataError for pairs of different types, or text and labels in
+    one."""
     if not prefixes:
         raise DataError("nothing to merge: no pair of .bin and .idx")
     kinds = {next((end for end in COMPANIONS if str(prefix).endswith(end)), "_document"): prefix for prefix in prefixes}

@@ -1,7 +1,7 @@
 """Files as shards: lines of JSON, JSON arrays, CSV, plain text and archives of these, compressed or not.
 
-Parquet and Arrow are in `columnar.py`. Nothing here holds more than a shard in memory, and the same files always give
-the same shards.
+Parquet and Arrow are in `columnar.py`. Nothing here holds more than a shard in memory, and the same files
+always give the same shards.
 """
 
 import csv
@@ -163,7 +163,8 @@ def _lines(stream: IO[bytes]) -> Iterator[Record]:
 
 
 def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:
-    """Rows by the names in the first line. Bytes that are not UTF-8 come through, to be refused with the row."""
+    """Rows by the names in the first line. Bytes that are not UTF-8 come through, to be refused with the
+    row."""
     csv.field_size_limit(min(CSV_FIELD_BYTES, sys.maxsize))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter="\t" if ".tsv" in PurePath(source).suffixes else ",", strict=True)

@@ -18,8 +18,8 @@ Record = tuple[int, Any, str | None]  # a row that was read in order: its number
 class InputRow:
     """One row of an input.
 
-    content: a line of JSON, a whole text, or the columns of a table. number: of the row in its shard, as `Shard.name`
-    counts. problem: why the row is bad, None if it is not.
+    content: a line of JSON, a whole text, or the columns of a table. number: of the row in its shard, as
+    `Shard.name` counts. problem: why the row is bad, None if it is not.
     """
 
     content: bytes | str | dict[str, Any]
@@ -56,7 +56,8 @@ class InputRow:
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of the input that is read by itself. disk_bytes: its share of the file `source`, for progress."""
+    """A piece of the input that is read by itself. disk_bytes: its share of the file `source`, for
+    progress."""
 
     source: str
     disk_bytes: int
@@ -140,7 +141,8 @@ class TextFile(Shard):
 
 
 def row_texts(row: InputRow, keys: Sequence[str]) -> tuple[str, ...]:
-    """The text under each key; a list of texts is joined by empty lines (NeoX); a bare text serves a single key.
+    """The text under each key; a list of texts is joined by empty lines (NeoX); a bare text serves a single
+    key.
 
     Raises DataError, naming the row, for a key that is missing or holds no text.
     """

@@ -1,6 +1,7 @@
 """Splits of a dataset (train, validation, test, ...): which files are of which, and what `--split` asks for.
 
-Words and names are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`, `train[-100:]`, `all`.
+Words and names are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%]`, `train[-100:]`,
+`all`.
 """
 
 import re
@@ -32,9 +33,11 @@ def split_of(path: Path, base: Path) -> str | None:
 
 
 def requested_splits(split: str | None, names: Collection[str] | None, where: object) -> list[tuple[str, str]]:
-    """The splits that `split` asks for among `names`: each as (name, its part of `split`, which may cut rows out).
+    """The splits that `split` asks for among `names`: each as (name, its part of `split`, which may cut rows
+    out).
 
-    None asks for the only one; `names` None takes any. Raises DataError where there are several, or not the one.
+    None asks for the only one; `names` None takes any. Raises DataError where there are several, or not the
+    one.
     """
     present = ", ".join(names or ())
     if split is None and names is not None and len(names) > 1:
@@ -52,7 +55,8 @@ def requested_splits(split: str | None, names: Collection[str] | None, where: ob
 
 
 def split_rows(part: str, name: str, rows: int) -> tuple[int, int]:
-    """[first, last) of the rows of a split that a part of `--split` asks for, `train[:10%]`, rounded as `datasets`."""
+    """[first, last) of the rows of a split that a part of `--split` asks for, `train[:10%]`, rounded as
+    `datasets`."""
     if part == name:
         return 0, rows
     missing = DataError(f"--split {part}: needs the datasets package (pip install datasets)")

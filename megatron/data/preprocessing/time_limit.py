@@ -1,4 +1,5 @@
-"""Python code that is stopped when its time is over: chat templates are programs, and may loop without end."""
+"""Python code that is stopped when its time is over: chat templates are programs, and may loop without
+end."""
 
 import signal
 import sys
@@ -24,9 +25,9 @@ class RenderTimeout(Exception):
 def render_limit(seconds: float | None = None) -> Iterator[None]:
     """Raise RenderTimeout in what renders a jinja template for longer than `seconds` (None: RENDER_SECONDS).
 
-    The main thread is stopped by a timer's signal, which costs nothing; any other, as those of the server, by a trace
-    function, which makes rendering some five times slower. Neither ends a single operation of Python's own, such as
-    9 ** 9 ** 9: only between operations is there a place to stop.
+    The main thread is stopped by a timer's signal, which costs nothing; any other, as those of the server, by
+    a trace function, which makes rendering some five times slower. Neither ends a single operation of
+    Python's own, such as 9 ** 9 ** 9: only between operations is there a place to stop.
     """
     limit = RENDER_SECONDS if seconds is None else seconds
     stop = _by_signal if threading.current_thread() is threading.main_thread() else _by_trace

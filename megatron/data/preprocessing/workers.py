@@ -1,4 +1,5 @@
-"""Worker processes: each turns shards into part files of its own, so that no loop of one process sees every token."""
+"""Worker processes: each turns shards into part files of its own, so that no loop of one process sees every
+token."""
 
 import itertools
 import json
@@ -54,7 +55,8 @@ class ShardCounts:
 
 
 def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> ShardCounts:
-    """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a worker.
+    """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a
+    worker.
 
     on_error: `stop` raises BadRow at the first bad row, `skip` leaves it out. outputs: how many the job has.
     """
@@ -149,7 +151,8 @@ def in_order(call: Callable[..., Done], tasks: Iterator[tuple[Any, ...]], worker
 
 
 def _start_worker(parent: int) -> None:
-    """Prepare a worker: its tokenizer uses one thread, as processes share the cores, and it ends with its parent."""
+    """Prepare a worker: its tokenizer uses one thread, as processes share the cores, and it ends with its
+    parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def follow() -> None:

@@ -116,7 +116,7 @@ class Batcher:
             raise
         return events
 
-    # -- forwards ------------------------------------------------------------------------------------------------------
+    # -- forwards --------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[tuple[list[SequenceState], Forward]]:
         """The rows of which only the last token is to be run, as a forward for each pipeline stage to work
@@ -210,7 +210,7 @@ class Batcher:
         vocab = self.model.tokenizer.vocab_size
         return TokenSampler([row.request.sampling for row in rows], texts, vocab, self.device, minimums)
 
-    # -- what comes of it ----------------------------------------------------------------------------------------------
+    # -- what comes of it ------------------------------------------------------------------------------------
 
     def _advance(self, sequence: SequenceState, output: RowOutput) -> Event | None:
         """Take in what a forward gave for a row; None while its prompt is not read to the end."""

@@ -15,7 +15,8 @@ class IncrementalDetokenizer:
         self.minimum = minimum
         self.detokenize, self.stop = detokenize, [string for string in stop if string]
         self.tokens: list[int] = []
-        # Text of tokens[:read] was taken; those from `start` are needed to write the next ones as in their place.
+        # Text of tokens[:read] was taken; those from `start` are needed to write the next ones as in their
+        # place.
         self.start = self.read = 0
         self.held = ""
         self.stopped = False

@@ -26,7 +26,8 @@ class Scheduler:
                 scoring, beginning = sequence.scoring_prompt, tuple(sequence.tokens[:BLOCK_SIZE])
                 shared, prefix_id = ([], 0) if scoring else self.blocks.share_prefix(sequence.tokens)
                 needed = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
-                # One row more must not preempt those that run in the very next step: a block is left for each.
+                # One row more must not preempt those that run in the very next step: a block is left for
+                # each.
                 wanted = needed + (len(self.running) if self.running else 0)
                 # A row that runs is about to write what this one could share: wait a step for it.
                 sharable_soon = not shared and beginning in being_prefilled

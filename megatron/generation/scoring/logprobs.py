@@ -112,7 +112,7 @@ def score_texts(
     return [[next(scores) for _ in text] for text in texts]
 
 
-# -- length ------------------------------------------------------------------------------------------------------------
+# -- length --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _report(fitting: dict[int, _Fitting], requests: Sequence[ScoreRequest], posi
         )
 
 
-# -- forwards ----------------------------------------------------------------------------------------------------------
+# -- forwards ------------------------------------------------------------------------------------------------
 
 
 def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[TreeRow]]:

@@ -48,9 +48,7 @@ def table(checks: Sequence[Check], colours: bool = False) -> str:
         if check.advice:
             lines.append(f"{'':<{width}}           {check.advice}")
     counts = {state: sum(check.state == state for check in checks) for state in _COLOURS}
-    return "\n".join(
-        [*lines, "", ", ".join(f"{number} {state}" for state, number in counts.items() if number)]
-    )
+    return "\n".join([*lines, "", ", ".join(f"{number} {state}" for state, number in counts.items() if number)])
 
 
 def as_json(checks: Sequence[Check]) -> str:

@@ -1,5 +1,5 @@
-"""`python deepy.py doctor`: look at everything, show it, and say by the exit code whether a run could start.
-"""
+"""`python deepy.py doctor`: look at everything, show it, and say by the exit code whether a run could
+start."""
 
 import argparse
 import os
@@ -94,9 +94,7 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
         port_check(port),
         *(peer_check(peer, port) for peer in options.peer),
         problem,
-        *_disks(
-            options.save or (args.save if args else None) or site.get("NEOX_CHECKPOINT_DIR") or ".", args
-        ),
+        *_disks(options.save or (args.save if args else None) or site.get("NEOX_CHECKPOINT_DIR") or ".", args),
         shared_memory_check(),
         open_files_check(),
         locked_memory_check() if network.infiniband or network.slingshot else None,
@@ -131,12 +129,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="deepy.py doctor", description="Look at this machine, and at a configuration, before a run is started.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument(
-        "conf_file", nargs="*", help="configuration files: validated, and what they name looked for"
-    )
-    parser.add_argument(
-        "--gpus", metavar="2,3", type=_list, default=[], help="GPUs that the run will use; all visible"
-    )
+    parser.add_argument("conf_file", nargs="*", help="configuration files: validated, and what they name looked for")
+    parser.add_argument("--gpus", metavar="2,3", type=_list, default=[], help="GPUs that the run will use; all visible")
     parser.add_argument(
         "--port", metavar="N", type=_port, help="where ranks meet; else master_port, MASTER_PORT, 29500"
     )
@@ -146,9 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", metavar="NAME", action="append", default=[], help="a HuggingFace model: folder or ORG/NAME"
     )
-    parser.add_argument(
-        "--save", metavar="DIR", help="folder of checkpoints; else that of the configuration or site"
-    )
+    parser.add_argument("--save", metavar="DIR", help="folder of checkpoints; else that of the configuration or site")
     parser.add_argument("--json", action="store_true", help="for machines")
     return parser
 

@@ -44,13 +44,9 @@ def load_check(args: NeoXArgs) -> Check | None:
     if place is None or place == args.save or is_remote(place) or place.startswith("hf://"):
         return None
     folder = Path(place)
-    if any((folder / name).exists() for name in ("latest", "config.json")) or any(
-        folder.glob("global_step*")
-    ):
+    if any((folder / name).exists() for name in ("latest", "config.json")) or any(folder.glob("global_step*")):
         return Check("load", "ok", place)
-    return failed(
-        "load", f"{place} holds no checkpoint ({args.origin('load')})", "name one, or remove the key"
-    )
+    return failed("load", f"{place} holds no checkpoint ({args.origin('load')})", "name one, or remove the key")
 
 
 def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Check:
@@ -58,21 +54,15 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
     try:
         build(args)
     except Exception as problem:  # those of the tokenizer's own library too
-        return failed(
-            "tokenizer", f"{args.tokenizer_type}: {problem}".splitlines()[0], args.origin("tokenizer_type")
-        )
-    return Check(
-        "tokenizer", "ok", f"{args.tokenizer_type}" + (f", {args.vocab_file}" if args.vocab_file else "")
-    )
+        return failed("tokenizer", f"{args.tokenizer_type}: {problem}".splitlines()[0], args.origin("tokenizer_type"))
+    return Check("tokenizer", "ok", f"{args.tokenizer_type}" + (f", {args.vocab_file}" if args.vocab_file else ""))
 
 
 def checkpoint_bytes(args: NeoXArgs) -> int:
     """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size)
-    attention = sum(
-        2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks
-    )
+    attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks)
     dense = sum((3 if args.is_gated else 2) * h * widths[i % len(widths)] for i in blocks)
     embeddings = (args.padded_vocab_size or 50304) * h * (1 if args.no_weight_tying is False else 2)
     parameters = attention + dense + embeddings

@@ -66,9 +66,7 @@ def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int,
     if torch.cuda is None:
         return warning("driver", f"{description}; torch is built without CUDA", _suited(serves))
     if not gpus and serves is not None and serves[0] < int(torch.cuda.partition(".")[0]):
-        description = (
-            f"{description}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
-        )
+        description = f"{description}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
         return failed("driver", description, _suited(serves))
     if not gpus:
         advice = f"CUDA_VISIBLE_DEVICES hides them, or the driver is older than CUDA {torch.cuda} needs: nvidia-smi"
@@ -92,9 +90,7 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
     for name in wanted:
         if name not in [gpu.name for gpu in gpus]:
             visible = ", ".join(gpu.name for gpu in gpus) or "none"
-            checks.append(
-                failed(f"gpu {name}", f"not there; this machine shows {visible}", "see CUDA_VISIBLE_DEVICES")
-            )
+            checks.append(failed(f"gpu {name}", f"not there; this machine shows {visible}", "see CUDA_VISIBLE_DEVICES"))
     for gpu in gpus:
         if wanted and gpu.name not in wanted:
             continue
@@ -109,9 +105,7 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
                 )
             )
         elif used > _IN_USE:
-            checks.append(
-                warning(title, description, f"{used:.1f} GiB are in use by other processes: nvidia-smi")
-            )
+            checks.append(warning(title, description, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
         else:
             checks.append(Check(title, "ok", description))
     models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not wanted or gpu.name in wanted)})

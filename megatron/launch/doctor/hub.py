@@ -28,9 +28,7 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
             return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")
-        return failed(
-            title, "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first"
-        )
+        return failed(title, "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first")
     endpoint = env.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, code = _ask(f"{endpoint}/{repository}/resolve/{revision or 'main'}/config.json", token, timeout_s)
     if status is None:
@@ -62,9 +60,7 @@ def _folder(title: str, folder: Path) -> Check:
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "of no named type")
     except (OSError, ValueError, AttributeError) as problem:
-        return failed(
-            title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder"
-        )
+        return failed(title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         return failed(title, f"{folder}: no weights (*.safetensors, *.bin)", "copy the whole model")
     return Check(title, "ok", f"{folder}: {kind}")
@@ -76,9 +72,7 @@ def _ask(url: str, token: str | None, timeout_s: float) -> tuple[int | None, str
     headers = {"user-agent": "neox-doctor"} | ({"authorization": f"Bearer {token}"} if token else {})
     opener = urllib.request.build_opener(_NoRedirect)
     try:
-        with opener.open(
-            urllib.request.Request(url, headers=headers, method="HEAD"), timeout=timeout_s
-        ) as answer:
+        with opener.open(urllib.request.Request(url, headers=headers, method="HEAD"), timeout=timeout_s) as answer:
             return answer.status, ""
     except urllib.error.HTTPError as answer:
         return answer.code, answer.headers.get("X-Error-Code", "")

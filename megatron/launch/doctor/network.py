@@ -36,9 +36,7 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
     try:
         address = str(socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as problem:
-        return failed(
-            title, f"its name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS"
-        )
+        return failed(title, f"its name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS")
     started = time.perf_counter()
     try:
         socket.create_connection((address, number), timeout_s).close()
@@ -49,9 +47,7 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
         )
     except TimeoutError:
         found = f"{address} does not answer within {timeout_s:g} s"
-        return failed(
-            title, found, "a firewall drops it, the machine is off, or the address is of another network"
-        )
+        return failed(title, found, "a firewall drops it, the machine is off, or the address is of another network")
     except OSError as problem:
         return failed(title, f"{address}: {problem.strerror}", "check the address and the route to it")
     return Check(title, "ok", f"{address} answers after {1000 * (time.perf_counter() - started):.1f} ms")
@@ -63,9 +59,7 @@ def hostname_check(name: str | None = None) -> Check:
     try:
         return Check("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
     except OSError:
-        return warning(
-            "hostname", f"{name} has no address", "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        )
+        return warning("hostname", f"{name} has no address", "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME")
 
 
 def split_address(peer: str, port: int) -> tuple[str, int]:

@@ -66,9 +66,7 @@ def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str
     """Whether this interpreter is new enough."""
     description = f"{'.'.join(map(str, number))} ({executable})"
     if number[:2] < PYTHON:
-        return failed(
-            "python", description, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh"
-        )
+        return failed("python", description, "3.11 or newer is needed; PY=/path/to/python3.11 bash setup_uv_env.sh")
     return Check("python", "ok", description)
 
 

@@ -84,9 +84,7 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
     space = statvfs(folder)
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     space_text = f"{size(free)} of {size(total)} free"
-    advice = (
-        "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
-    )
+    advice = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     if free < 32 * MIB:
         return failed(folder, space_text, advice)
     return Check(folder, "ok", space_text) if free >= GIB else warning(folder, space_text, advice)
@@ -105,9 +103,7 @@ def locked_memory_check(limits: tuple[int, int] | None = None) -> Check:
     """Memory that may be locked: a network that reads memory itself cannot start without."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK) if limits is None else limits
     if soft != resource.RLIM_INFINITY and soft < GIB:
-        return warning(
-            "locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)"
-        )
+        return warning("locked memory", size(soft), "ulimit -l unlimited (limits.conf; docker --ulimit memlock=-1)")
     return Check("locked memory", "ok", _limit(soft) if soft < 0 else size(soft))
 
 

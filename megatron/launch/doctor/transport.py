@@ -66,9 +66,7 @@ def nccl_check(built_with: Nccl | None, env: Mapping[str, str], loaded: Sequence
     for file in loaded:
         version = read_version(file)
         if built_with is not None and built_with.version and version and version < built_with.version:
-            found = (
-                f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
-            )
+            found = f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
             return failed("nccl", found, preload)
     if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
         return warning("nccl", f"{choice.description}, is not loaded", preload)
@@ -117,9 +115,7 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
             "load the OFI plugin (aws-ofi-nccl) and set NCCL_NET='AWS Libfabric', FI_PROVIDER=cxi: TCP is 17x slower",
         )
     if fast:
-        return warning(
-            "transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE"
-        )
+        return warning("transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE")
     if several:
         return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")
     return Check("transport", "ok", f"{tcp}; within this machine shared memory and NVLink")
@@ -134,9 +130,7 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
             continue
         exact = value.startswith("=") or name.startswith("GLOO")
         wanted = [entry for entry in value.removeprefix("=").split(",") if entry]
-        present = [
-            i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)
-        ]
+        present = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
         if not present:
             found = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
             checks.append(failed(name, found, f"set {name} to one of these, or unset it"))

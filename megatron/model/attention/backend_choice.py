@@ -45,9 +45,7 @@ class AttentionBackends:
         `AttentionInputs.cu_seqlens`."""
         return (_DOCUMENTS if window is None else _WINDOWED) in self.by_kind
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Attention by the backend that was chosen for such calls; new keys and values are first put into the
         cache.
 
@@ -108,32 +106,22 @@ def choose_backends(
 
 def _backends() -> list[AttentionBackend]:
     places = [(name, *place.split(".")) for name, place in ATTENTION_BACKENDS]
-    return [
-        getattr(import_module(f"megatron.model.attention.{file}"), cls)(name) for name, file, cls in places
-    ]
+    return [getattr(import_module(f"megatron.model.attention.{file}"), cls)(name) for name, file, cls in places]
 
 
 def _problem(backend: AttentionBackend, calls: Sequence[AttentionCall]) -> str | None:
     return next(filter(None, map(backend.supports, calls)), None)
 
 
-def _calls(
-    args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec]
-) -> dict[str, list[AttentionCall]]:
+def _calls(args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec]) -> dict[str, list[AttentionCall]]:
     """The kinds of calls that layers with these specs make; for each the tiny calls to try a backend with."""
     seq, dtype, compiled = min(args.seq_length, 256), DTYPES[args.params_dtype], bool(args.compile)
     near = [spec for spec in specs if spec.window is not None]
     always_masked, dropping = specs[0].biased or len(near) == len(specs), specs[0].dropout > 0.0
 
-    def tries(
-        specs: Iterable[AttentionSpec], *lengths: tuple[int, int], **holds: bool
-    ) -> list[AttentionCall]:
+    def tries(specs: Iterable[AttentionSpec], *lengths: tuple[int, int], **holds: bool) -> list[AttentionCall]:
         lengths = lengths or ((seq, seq),)
-        return [
-            AttentionCall(spec, device, dtype, *n, compiled=compiled, **holds)
-            for spec in specs
-            for n in lengths
-        ]
+        return [AttentionCall(spec, device, dtype, *n, compiled=compiled, **holds) for spec in specs for n in lengths]
 
     made = {_WINDOWED: tries(near, documents=True)}
     for (masked, drops), kind in _DENSE.items():

@@ -63,9 +63,7 @@ class AttentionBackend:
     name: str
     needs_gpu: ClassVar[bool] = False
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
-    ) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Causal attention, softmax(q k^T * scale + mask) v. A cache, if any, has k and v already.
 
         q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns the shape of q.
@@ -104,9 +102,7 @@ class AttentionBackend:
                 # torch warns of its reasons, kernel by kernel; those of the others are that they were
                 # switched off.
                 texts = [str(warning.message).split(" (Triggered")[0] for warning in caught_warnings]
-                reasons = [
-                    text for text in texts if "not used because" not in text and "disabled" not in text
-                ]
+                reasons = [text for text in texts if "not used because" not in text and "disabled" not in text]
                 return " ".join(reasons).rstrip(".") or str(problem).splitlines()[0]
         return None
 
@@ -123,12 +119,8 @@ class Sdpa(AttentionBackend):
             return "it hides no keys, and code would be compiled anew for each length of documents"
         return call.documents and _needs_mask(call) or super().supports(call)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
-    ) -> Tensor:
-        sdpa = partial(
-            F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale
-        )
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
+        sdpa = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
         mask, p = inputs.mask, options.dropout_p
         with sdpa_kernel(self.kernel):
             if inputs.cu_seqlens is not None:
@@ -174,9 +166,7 @@ class Varlen(AttentionBackend):
             return "it is for documents and windows"
         return _needs_mask(call) or ("it has 16 bits" if call.dtype == torch.float32 else None)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions
-    ) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         # Padding starts (equal to the row's end) are empty documents to it, so shapes stay fixed without a
         # sync.
         from torch.nn.attention.varlen import varlen_attn
@@ -186,9 +176,7 @@ class Varlen(AttentionBackend):
         if k.shape[1] != heads:
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         assert starts is not None
-        out = varlen_attn(
-            q, k, v, starts, starts, seq, seq, window_size=(inputs.window, 0), scale=options.scale
-        )
+        out = varlen_attn(q, k, v, starts, starts, seq, seq, window_size=(inputs.window, 0), scale=options.scale)
         assert isinstance(out, Tensor)
         return out.view(shape).transpose(0, 1)
 

@@ -1,1 +1,2 @@
-"""For programs written for GPT-NeoX: its methods of `NeoXArgs`, its groups of keys, and a configuration to write to."""
+"""For programs written for GPT-NeoX: its methods of `NeoXArgs`, its groups of keys, and a configuration to
+write to."""

@@ -1,7 +1,7 @@
 """GPT-NeoX's groups of keys by its names: `NeoXArgsTokenizer.tokenizer_type` is the default of that key.
 
-Our groups (TokenizerKeys: "Tokenizer") are cut otherwise. Each class here declares every key that GPT-NeoX's class of
-that name declares, and the neighbours of those keys.
+Our groups (TokenizerKeys: "Tokenizer") are cut otherwise. Each class here declares every key that GPT-NeoX's
+class of that name declares, and the neighbours of those keys.
 """
 
 import functools

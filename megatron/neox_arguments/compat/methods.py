@@ -20,7 +20,8 @@ class GPTNeoXMethods(ResolvedArgs):
     """GPT-NeoX's constructors, which give a configuration that can be written to, and its other methods."""
 
     mutable_class: ClassVar[Any]
-    """`compat.program.MutableNeoXArgs`, which sets this: it is made of `NeoXArgs`, so nothing here can import it."""
+    """`compat.program.MutableNeoXArgs`, which sets this: it is made of `NeoXArgs`, so nothing
+    here can import it."""
 
     def __post_init__(self) -> None:
         missing = [name for name in keys_of(type(self)) if getattr(self, name) is REQUIRED]
@@ -46,13 +47,13 @@ class GPTNeoXMethods(ResolvedArgs):
     def consume_neox_args(
         cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
     ) -> Any:
-        """A `MutableNeoXArgs` from the file that a launcher handed to this process by `--neox-args FILE`; other words
-        of the command line are not looked at. Raises ConfigError."""
+        """A `MutableNeoXArgs` from the file that a launcher handed to this process by `--neox-args FILE`;
+        other words of the command line are not looked at. Raises ConfigError."""
         return cls.mutable_class.consume_neox_args(overwrite_values, input_args)
 
     def get_deepspeed_main_args(self, user_script: str | None = None) -> list[str]:
-        """Words for DeepSpeed's launcher (`deepspeed.launcher.runner.main`): its flags, the script (train.py) and the
-        configuration in a file of the temporary folder."""
+        """Words for DeepSpeed's launcher (`deepspeed.launcher.runner.main`): its flags, the script (train.py)
+        and the configuration in a file of the temporary folder."""
         with tempfile.NamedTemporaryFile("w", prefix="neox_args.", suffix=".json", delete=False) as file:
             file.write(self.to_json())
         flags = [f"--{name}={getattr(self, name)}" for name in _RUNNER_FLAGS if self.origin(name) != "default"]

@@ -22,17 +22,19 @@ from megatron.neox_arguments.reading.command_line import ReadHFModel, parse_deep
 from megatron.neox_arguments.resolved import ARGS_FLAG
 from megatron.neox_arguments.validation.types import check_value, unknown
 
-# Keys that say what one process is: they stay on this object, as a configuration with them would differ by rank.
+# Keys that say what one process is: they stay on this object, as a configuration with them would differ by
+# rank.
 PROCESS_KEYS = ("user_script", "rank", "local_rank")
 _OTHER_LAUNCHERS_WORLD_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class MutableNeoXArgs:
-    """`NeoXArgs` as GPT-NeoX's programs know it: every key an attribute that can be written, sections as they were
-    written in the files, lists as lists. `isinstance(args, NeoXArgs)` holds.
+    """`NeoXArgs` as GPT-NeoX's programs know it: every key an attribute that can be written, sections as they
+    were written in the files, lists as lists. `isinstance(args, NeoXArgs)` holds.
 
-    What is written is checked for its name and type at once, and against the other keys by `frozen()`. Values derived
-    from it, as lr_decay_iters from train_iters, follow there; properties and methods are those of the frozen object.
+    What is written is checked for its name and type at once, and against the other keys by `frozen()`. Values
+    derived from it, as lr_decay_iters from train_iters, follow there; properties and methods are those of the
+    frozen object.
     """
 
     __dataclass_fields__ = NeoXArgs.__dataclass_fields__
@@ -58,7 +60,8 @@ class MutableNeoXArgs:
 
     @classmethod
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "MutableNeoXArgs":
-        """The configuration of a command line of deepy.py, `train.py a.yml b.yml`; sys.argv's. Raises ConfigError."""
+        """The configuration of a command line of deepy.py, `train.py a.yml b.yml`; sys.argv's. Raises
+        ConfigError."""
         command = parse_deepy(input_args)
         return cls._wrap(command.args, {"user_script": command.user_script})
 
@@ -66,8 +69,8 @@ class MutableNeoXArgs:
     def consume_neox_args(
         cls, overwrite_values: Mapping[str, Any] | None = None, input_args: Sequence[str] | None = None
     ) -> "MutableNeoXArgs":
-        """The configuration that a launcher handed to this process by `--neox-args FILE`; other words are not looked
-        at. Raises ConfigError."""
+        """The configuration that a launcher handed to this process by `--neox-args FILE`; other words are not
+        looked at. Raises ConfigError."""
         words = list(sys.argv if input_args is None else input_args)
         if ARGS_FLAG not in words:
             raise ConfigError([f"{ARGS_FLAG} FILE is not among the arguments: start this through deepy.py"])
@@ -107,9 +110,9 @@ class MutableNeoXArgs:
             self.update_value(key, value)
 
     def configure_distributed_args(self) -> None:
-        """Set rank, local_rank, world_size and the batch sizes from RANK, LOCAL_RANK and WORLD_SIZE, as deepy.py and
-        torchrun set them; a process without them is alone. Raises ConfigError for values that are no
-        numbers or cannot be divided among the ranks."""
+        """Set rank, local_rank, world_size and the batch sizes from RANK, LOCAL_RANK and WORLD_SIZE, as
+        deepy.py and torchrun set them; a process without them is alone. Raises ConfigError for values that
+        are no numbers or cannot be divided among the ranks."""
         env = os.environ
         variable = next((name for name in _OTHER_LAUNCHERS_WORLD_SIZES if env.get(name, "1") != "1"), None)
         if variable is not None and "RANK" not in env:
@@ -127,7 +130,8 @@ class MutableNeoXArgs:
         self._set_values(self.frozen().for_world(world_size), process_values | {"rank": rank, "local_rank": local_rank})
 
     def frozen(self) -> NeoXArgs:
-        """The resolved object with everything that was written, derived and validated anew. Raises ConfigError.
+        """The resolved object with everything that was written, derived and validated anew. Raises
+        ConfigError.
 
         A key that was set to None holds its default.
         """
@@ -145,13 +149,15 @@ class MutableNeoXArgs:
 
     def __getattr__(self, name: str) -> Any:
         """Properties and methods of the resolved object; keys are found before this is asked."""
-        # A half-made object, as copy and pickle have it, has none; and many ask for names in the middle of changes.
+        # A half-made object, as copy and pickle have it, has none; and many ask for names in the middle of
+        # changes.
         if name.startswith("_") or not (hasattr(NeoXArgs, name) or name in self.__dataclass_fields__):
             raise AttributeError(f"NeoXArgs has no {name}")
         return getattr(self.frozen(), name)
 
     def __eq__(self, other: object) -> bool:
-        """Whether every key resolves to the same value, wherever it was written. Raises ConfigError as `frozen`."""
+        """Whether every key resolves to the same value, wherever it was written. Raises ConfigError as
+        `frozen`."""
         if not isinstance(other, NeoXArgs):
             return NotImplemented
         left, right = self.frozen(), other.frozen()
@@ -197,8 +203,8 @@ def script_args(
 ) -> NeoXArgs:
     """The resolved configuration that `main(input_args, overwrite_values)` of a script was called with.
 
-    input_args: words of its command line (None: sys.argv's), those of `get_deepspeed_main_args`, or a configuration
-    that a program made. prog: the script's name, for messages. Raises ConfigError.
+    input_args: words of its command line (None: sys.argv's), those of `get_deepspeed_main_args`, or a
+    configuration that a program made. prog: the script's name, for messages. Raises ConfigError.
     """
     if isinstance(input_args, NeoXArgs | MutableNeoXArgs):
         args = input_args.frozen()

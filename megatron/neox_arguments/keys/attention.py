@@ -1,7 +1,8 @@
-"""The table of attention backends: values of `attention_backend` and what runs for them, in order of preference.
+"""The table of attention backends: values of `attention_backend` and what runs for them, in order of
+preference.
 
-A new backend is an entry here and a class in megatron/model/attention. Every run imports the files named here, so a
-package that may be missing is imported where it is used.
+A new backend is an entry here and a class in megatron/model/attention. Every run imports the files named
+here, so a package that may be missing is imported where it is used.
 """
 
 from typing import Literal, TypeAlias

@@ -1,7 +1,7 @@
 """How a configuration key is declared: one typed line with its default and its meaning.
 
-`num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration; everything
-else (type checks, documentation, dumps) is made from it.
+`num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration;
+everything else (type checks, documentation, dumps) is made from it.
 """
 
 import functools
@@ -59,7 +59,8 @@ class Key:
 
     @property
     def standing(self) -> str:
-        """One of STANDINGS: whether a run follows the key, as GPT-NeoX or otherwise, ignores it, or refuses it."""
+        """One of STANDINGS: whether a run follows the key, as GPT-NeoX or otherwise, ignores it, or refuses
+        it."""
         if self.no_effect is not None:
             return "no effect"
         if self.differs is not None:

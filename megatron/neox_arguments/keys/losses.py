@@ -1,8 +1,9 @@
 """The table of losses: what each asks of a configuration and of its batches.
 
-The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it. A new
-loss is an entry here and a function in megatron/objectives: of a token (`language_modelling.TokenLoss`), a pair of
-responses (`pair_losses.PairLoss`) or a judged response (`kto.ResponseLoss`).
+The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it.
+A new loss is an entry here and a function in megatron/objectives: of a token
+(`language_modelling.TokenLoss`), a pair of responses (`pair_losses.PairLoss`) or a judged response
+(`kto.ResponseLoss`).
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Loss:
-    """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss of the
-    run reads them. needs_reference: whether answers are compared with a reference model's log-probabilities of them.
+    """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss
+    of the run reads them. needs_reference: whether answers are compared with a reference model's
+    log-probabilities of them.
     needs_step_baselines: whether examples are compared with values of all examples of the optimizer step."""
 
     function: str
@@ -24,8 +26,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class TrainImpl:
-    """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any; options:
-    further keys that all of them read, refused elsewhere. later: what it waits for."""
+    """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any;
+    options: further keys that all of them read, refused elsewhere. later: what it waits for."""
 
     reads: Literal["texts", "pairs", "answers"]
     key: str = ""

@@ -1,4 +1,5 @@
-"""Keys that say how many processes there are, how they start, and how the model and the batch are split over them."""
+"""Keys that say how many processes there are, how they start, and how the model and the batch are split over
+them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Under which names weights can be written: the kinds, which commands offer before anything reads a checkpoint.
+"""Under which names weights can be written: the kinds, which commands offer before anything reads a
+checkpoint.
 
 What is called how in each is the knowledge of `megatron.checkpointing.parameter_names`.
 """

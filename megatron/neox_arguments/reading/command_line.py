@@ -76,7 +76,8 @@ class DeepyCommand(NamedTuple):
     hosts: Sequence[str] = ()
     dry_run: bool = False
     words: Sequence[str] = ()
-    """The script, its files and flags as they were typed, without those that name hosts, devices and ports."""
+    """The script, its files and flags as they were typed, without those that name hosts, devices and
+    ports."""
     presets: Sequence[str] = ()
     """Those of the configuration files that come with the package."""
 
@@ -84,7 +85,8 @@ class DeepyCommand(NamedTuple):
 # Keys whose flags differ from machine to machine when a person types a line on each.
 _OF_ONE_MACHINE = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
 ReadHFModel = Callable[[str], Mapping[str, Any]]
-"""Gives the keys of a HuggingFace model, for `--hf-model`: what can read one is imported by scripts, not here."""
+"""Gives the keys of a HuggingFace model, for `--hf-model`: what can read one is imported by scripts,
+not here."""
 
 
 def parse_deepy(
@@ -149,8 +151,8 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
 def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFModel | None = None) -> NeoXArgs:
     """Command line of a script such as train.py (without its name). Raises ConfigError.
 
-    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config prints
-    and exits.
+    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config
+    prints and exits.
     """
     description = "Run on this rank; usually started by deepy.py or torchrun."
     parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=read_hf_model is not None)

@@ -16,12 +16,10 @@ from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
 IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration of its model
 
 
-
-
-
 @dataclass
 class RawConfig:
-    """What a user wrote, merged: values by key, the origin of each dotted path (`a.yml:12`), and the files' texts."""
+    """What a user wrote, merged: values by key, the origin of each dotted path (`a.yml:12`), and the files'
+    texts."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -55,8 +53,8 @@ class RawConfig:
 def read_files(files: Sequence[str | Path]) -> RawConfig:
     """Merge files into one `RawConfig`.
 
-    A key set twice, an unreadable file and bad YAML are noted as problems. After the file of an imported model
-    `seq_length` may be set again.
+    A key set twice, an unreadable file and bad YAML are noted as problems. After the file of an imported
+    model `seq_length` may be set again.
     """
     config = RawConfig()
     for file in files:
@@ -102,8 +100,9 @@ def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -
 def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> None:
     """Take the keys of `deepspeed_config_file` into `config`, with that file as their origin.
 
-    is_key: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as HuggingFace
-    writes it) is left out. A value that stands elsewhere too must be the same, unless an override says it.
+    is_key: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as
+    HuggingFace writes it) is left out. A value that stands elsewhere too must be the same, unless an override
+    says it.
     """
     path = config.values.get("deepspeed_config_file")
     if not isinstance(path, str):
@@ -150,7 +149,8 @@ _MARKED = re.compile("\ue000(\\d+)\ue001")
 
 
 def _mark_references(text: str) -> tuple[str, list[str]]:
-    """(the text with marks, which YAML reads as letters, for each `${NAME}`, and these): braces would end a mapping.
+    """(the text with marks, which YAML reads as letters, for each `${NAME}`, and these): braces would end a
+    mapping.
 
     The two letters of the marks themselves are marked too, where a file holds them.
     """
@@ -237,8 +237,8 @@ def _merge_file(config: RawConfig, file: str, text: str) -> None:
 
 
 def _may_be_set_again(key: str, origin: str, file: str) -> bool:
-    """Whether a key of an imported model's file gives way to a later file: `seq_length`, which there is the longest
-    that the model can read, and in a recipe the length of its rows."""
+    """Whether a key of an imported model's file gives way to a later file: `seq_length`, which there is the
+    longest that the model can read, and in a recipe the length of its rows."""
     before = origin.rpartition(":")[0]
     return key == "seq_length" and before != file and Path(before).name == IMPORTED_MODEL_FILE
 

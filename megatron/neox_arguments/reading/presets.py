@@ -1,4 +1,5 @@
-"""Names of configuration files as people type them: their own files, else the presets that come with the package."""
+"""Names of configuration files as people type them: their own files, else the presets that come with the
+package."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ def files_of(
     """(the files that names in `folder`, or in the working folder, mean; those of them that are presets).
 
     preset_root: where `configs/` and `post-training/` are; `125M` and `configs/125M.yml` name the same preset
-    there. A file of the user's own always comes first. A name that is neither stays as it is, and reading refuses it.
+    there. A file of the user's own always comes first. A name that is neither stays as it is, and reading
+    refuses it.
     """
     files, presets = [], []
     for name in names:

@@ -1,4 +1,5 @@
-"""YAML of configuration files and of `key=value` overrides: as people write it, and bounded in depth and size."""
+"""YAML of configuration files and of `key=value` overrides: as people write it, and bounded in depth and
+size."""
 
 import re
 from typing import Any
@@ -9,8 +10,8 @@ import yaml
 class ConfigLoader(yaml.SafeLoader):
     """YAML as people write it: `1e-5` is a number, a date or `12:30` is text.
 
-    Whatever cannot be read raises yaml.YAMLError with its line: values that do not fit their tag, documents nested too
-    deeply, and those that aliases make huge or endless.
+    Whatever cannot be read raises yaml.YAMLError with its line: values that do not fit their tag, documents
+    nested too deeply, and those that aliases make huge or endless.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -39,7 +40,8 @@ def _unreadable(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raises yaml.YAMLError for a document that is too deep, or too large once its aliases are written out."""
+    """Raises yaml.YAMLError for a document that is too deep, or too large once its aliases are written
+    out."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:

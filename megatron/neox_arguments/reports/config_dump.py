@@ -39,7 +39,8 @@ def print_config(args: ResolvedArgs) -> str:
 
 
 def diff_config(one: ResolvedArgs, other: ResolvedArgs) -> str:
-    """The resolved values that differ, a line each: `path: one (origin) -> other (origin)`; "" when none does."""
+    """The resolved values that differ, a line each: `path: one (origin) -> other (origin)`; "" when none
+    does."""
     left, right = dict(flat_values(one)), dict(flat_values(other))
     lines = []
     for path in dict.fromkeys([*left, *right]):
@@ -83,7 +84,8 @@ def _flat_value(path: str, value: Any, key: Key) -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(value: Any) -> str:
-    """A value as one line of YAML (JSON is YAML); the same kind for all layers is shortened as NeoX writes it."""
+    """A value as one line of YAML (JSON is YAML); the same kind for all layers is shortened as NeoX writes
+    it."""
     if isinstance(value, tuple) and len(value) > 1 and set(value) in ({"flash"}, {"global"}):
         value = [[[value[0]], len(value)]]
     return json.dumps(thaw(value), ensure_ascii=False)

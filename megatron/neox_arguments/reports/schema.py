@@ -11,7 +11,8 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 
 
 def json_schema(declaration: type) -> dict[str, Any]:
-    """Draft 7, which yaml-language-server reads. Keys in both spellings, null anywhere, `${NAME}` for any value."""
+    """Draft 7, which yaml-language-server reads. Keys in both spellings, null anywhere, `${NAME}` for any
+    value."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "NeoXArgs",
@@ -79,7 +80,8 @@ def _kind(member: Any, key: Key) -> dict[str, Any]:
 
 
 def _spellings(texts: list[str]) -> list[str]:
-    """Each name as declared, in lower and in upper case: names are read without case, which no schema can say."""
+    """Each name as declared, in lower and in upper case: names are read without case, which no schema can
+    say."""
     return list(
         dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper(), text.capitalize()))
     )

@@ -1,6 +1,5 @@
 """Checks that need more than one key; every problem names its key, where it was set, and what to change."""
 
-
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights

@@ -1,4 +1,5 @@
-"""Checks of the data: how the sets of a blend are weighed, how documents become samples, and what lies beside them."""
+"""Checks of the data: how the sets of a blend are weighed, how documents become samples, and what lies beside
+them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -78,7 +79,8 @@ def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check that the data are of the kind that the losses read: texts, pairs of answers, or judged answers."""
+    """Check that the data are of the kind that the losses read: texts, pairs of answers, or judged
+    answers."""
     pairwise = args.dataset_impl == "pairwise"
     if pairwise and sample_kind(args) == "texts":
         problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {args.cite('train_impl')}")

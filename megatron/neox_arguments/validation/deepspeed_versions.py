@@ -1,6 +1,8 @@
-"""DeepSpeed versions that compute wrong gradients: here, so that the launcher can judge without the engine."""
+"""DeepSpeed versions that compute wrong gradients: here, so that the launcher can judge without the
+engine."""
 
-# (first, last, what goes wrong): measured with SGD against one process on SDist releases; Adam hides most of it.
+# (first, last, what goes wrong): measured with SGD against one process on SDist releases; Adam hides most of
+# it.
 _WRONG = (
     ((0, 16, 0), (0, 18, 2), "pipeline gradients are a sum over micro-batches instead of a mean"),
     ((0, 18, 3), (0, 18, 99), "ZeRO-1 with bf16 leaves gradients unreduced, and pipeline stages divide them again"),

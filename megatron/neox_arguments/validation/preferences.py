@@ -1,6 +1,5 @@
 """Checks of the losses of fine-tuning and preference training, and of the reference model."""
 
-
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS

@@ -1,4 +1,5 @@
-"""What a run refuses although the configuration resolves: features that are gone, impossible, or not built yet."""
+"""What a run refuses although the configuration resolves: features that are gone, impossible, or not built
+yet."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

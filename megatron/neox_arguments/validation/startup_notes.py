@@ -1,4 +1,5 @@
-"""Notes that are printed once at start: keys without effect here, and what is done otherwise than in GPT-NeoX."""
+"""Notes that are printed once at start: keys without effect here, and what is done otherwise than in
+GPT-NeoX."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

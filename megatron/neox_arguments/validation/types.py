@@ -46,7 +46,8 @@ class _Mismatch(Exception):
 def check_keys(
     declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
 ) -> dict[str, Any]:
-    """Checked values of all keys that `declaration` declares, defaults filled in; problems are noted, not raised.
+    """Checked values of all keys that `declaration` declares, defaults filled in; problems are noted, not
+    raised.
 
     A key with a problem holds its default (None when required) in the result.
     """

@@ -1,1 +1,2 @@
-"""What follows from keys: derived values, batch sizes, the MLP's width, the losses of a run, remote folders."""
+"""What follows from keys: derived values, batch sizes, the MLP's width, the losses of a run, remote
+folders."""

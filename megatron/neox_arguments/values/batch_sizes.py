@@ -1,4 +1,5 @@
-"""Batch arithmetic: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data parallel."""
+"""Batch arithmetic: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
+parallel."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -9,7 +10,8 @@ BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "grad
 def batch_sizes(data_parallel: int, batch: int | None, micro: int | None, steps: int | None) -> Mapping[str, int]:
     """Any two of (batch, micro, steps) give the third; with batch or micro alone, steps is 1.
 
-    Returns {} when neither batch nor micro is given. Raises ValueError with the arithmetic when it does not work out.
+    Returns {} when neither batch nor micro is given. Raises ValueError with the arithmetic when it does not
+    work out.
     """
     if batch is None and micro is None:
         return {}

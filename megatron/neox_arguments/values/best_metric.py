@@ -12,7 +12,8 @@ _HIGHER_IS_BETTER = (
 
 
 def best_metric(text: str) -> tuple[str, Mode]:
-    """(the metric, whether the smallest or the largest value is best) of `METRIC`, `METRIC:min` or `METRIC:max`.
+    """(the metric, whether the smallest or the largest value is best) of `METRIC`, `METRIC:min` or
+    `METRIC:max`.
 
     Raises ValueError for a name that is no metric of a validation, or does not say which values are better.
     """

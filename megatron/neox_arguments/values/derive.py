@@ -70,7 +70,8 @@ def _dropout(values: dict[str, Any]) -> None:
 def _repeated(
     values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
 ) -> None:
-    """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a contradiction."""
+    """Keys that GPT-NeoX makes from others: a file may repeat the value, a different one is a
+    contradiction."""
     for name, key in keys.items():
         if key.same_as is None:
             continue
@@ -159,7 +160,8 @@ def _each_layer(
 
 
 def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tuple[str, ...]:
-    """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of kinds."""
+    """One kind for each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from the list of
+    kinds."""
     if config is None:
         return ("global",) * num_layers
     if all(isinstance(item, str) for item in config):

@@ -39,10 +39,11 @@ def ffn_width(values: Any, convention: str | None = None) -> int | tuple[int, ..
 def _width(values: Any, intermediate_size: int | None, convention: str | None) -> int:
     """True inner width: rows of the up projection, columns of the down projection, as `convention` has it.
 
-    none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated activations
-    two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256 -> 11008).
-    upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset: compat_ffn_width's, or
-    the fork's where a key that only it has shows that the file was written for it.
+    none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated
+    activations two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256
+    -> 11008).
+    upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset:
+    compat_ffn_width's, or the fork's where a key that only it has shows that the file was written for it.
     Raises ValueError when the keys contradict each other.
     """
     convention = convention or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
@@ -99,7 +100,8 @@ def ffn_width_error(values: Any) -> str | None:
 
 
 def _written_for_the_fork(values: Any) -> bool:
-    """Whether intermediate_size stands beside a key that only the fork has, so that it is the fork's true width."""
+    """Whether intermediate_size stands beside a key that only the fork has, so that it is the fork's true
+    width."""
     keys = keys_of(type(values))
     return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.user_values)
 

@@ -24,7 +24,8 @@ def needs_reference(args: ResolvedArgs) -> bool:
 
 
 def scores_reference(args: ResolvedArgs) -> bool:
-    """Whether the run computes the log-probabilities of its reference itself: sets of pairs may come with them."""
+    """Whether the run computes the log-probabilities of its reference itself: sets of pairs may come with
+    them."""
     precomputed = args.precompute_model_name is not None and sample_kind(args) == "pairs"
     return needs_reference(args) and not precomputed
 

@@ -21,8 +21,8 @@ def is_remote(path: str | None) -> bool:
 
 
 def staging_folder(path: str, staging: str | None) -> str:
-    """The local folder that stands for a remote one. staging: `remote_staging`, else a folder of the user's in the
-    temporary folder."""
+    """The local folder that stands for a remote one. staging: `remote_staging`, else a folder of the user's
+    in the temporary folder."""
     scheme, _, inner = path.partition("://")
     parts = [re.sub(r"[^\w.=-]", "_", part) for part in inner.split("/") if part]
     if staging is None:

@@ -20,8 +20,8 @@ FOLDER, NOTE = "best_model", "best.json"
 
 @dataclass(frozen=True)
 class BestRecord:
-    """What `best_model/best.json` says. mode: whether less or more is better; value: of `metric`, after `iteration`
-    steps of the run `run_id`."""
+    """What `best_model/best.json` says. mode: whether less or more is better; value: of `metric`, after
+    `iteration` steps of the run `run_id`."""
 
     metric: str
     mode: Mode
@@ -35,7 +35,8 @@ class BestRecord:
 
 
 def read_best(folder: Path) -> BestRecord | None:
-    """The note of a best model, None where there is none. Raises CheckpointError for one that cannot be read."""
+    """The note of a best model, None where there is none. Raises CheckpointError for one that cannot be
+    read."""
     recover(folder)
     file = folder / NOTE
     if not file.is_file():
@@ -47,7 +48,8 @@ def read_best(folder: Path) -> BestRecord | None:
 
 
 def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) -> None:
-    """Raises ConfigError for a `save_best` that validations of this objective do not have, and without their data."""
+    """Raises ConfigError for a `save_best` that validations of this objective do not have, and without their
+    data."""
     if args.save_best is None:
         return
     metric, _ = best_metric(args.save_best)
@@ -60,8 +62,8 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
 
 
 class BestModelCallback(Callback):
-    """After a validation that was better than all before it in this run, the model is kept. The start is none of them:
-    what was not trained is there already."""
+    """After a validation that was better than all before it in this run, the model is kept. The start is none
+    of them: what was not trained is there already."""
 
     def __init__(self, training: Training) -> None:
         self.training, args = training, training.args

@@ -23,8 +23,8 @@ from megatron.training.step_results import StepResults
 def build_callbacks(training: Training, results: StepResults, evaluations: Sequence[Callback]) -> list[Callback]:
     """All that takes part in the run beside its steps. All ranks together, before the first step.
 
-    evaluations: those that a program gives the run, such as `eval_tasks` and `demo_prompts`; they come after validation
-    and before the row of metrics is written. The user's own (`callbacks`) come last.
+    evaluations: those that a program gives the run, such as `eval_tasks` and `demo_prompts`; they come after
+    validation and before the row of metrics is written. The user's own (`callbacks`) come last.
     """
     args, groups, loop, logger, progress = (
         training.args, training.groups, training.loop, training.logger, training.progress

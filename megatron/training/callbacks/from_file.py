@@ -11,8 +11,8 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def load_callbacks(args: NeoXArgs) -> list[Callback]:
-    """One object of every class that `callbacks` names (`FILE.py:CLASS`), in that order. Classes of one file share its
-    module. Raises ConfigError for a file or class that is not there or does not work."""
+    """One object of every class that `callbacks` names (`FILE.py:CLASS`), in that order. Classes of one file
+    share its module. Raises ConfigError for a file or class that is not there or does not work."""
     modules: dict[Path, ModuleType] = {}
     loaded = []
     for entry in args.callbacks:

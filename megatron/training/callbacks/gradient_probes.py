@@ -10,7 +10,8 @@ from megatron.training.run import Training
 
 
 class GradientProbes(Callback):
-    """Shows gradients to the probes that measure them. probes: each with the number of steps of which it sees one."""
+    """Shows gradients to the probes that measure them. probes: each with the number of steps of which it sees
+    one."""
 
     def __init__(self, probes: list[tuple[OnGradients, int]]) -> None:
         self.probes = probes
@@ -27,7 +28,8 @@ class GradientProbes(Callback):
 
 
 def build_probes(training: Training) -> tuple[list[Probe], GradientProbes]:
-    """The probes of the run, and the callback that shows them gradients. All ranks together, before the first step."""
+    """The probes of the run, and the callback that shows them gradients. All ranks together, before the first
+    step."""
     args, groups = training.args, training.groups
     probes: list[Probe] = []
     of_gradients: list[tuple[OnGradients, int]] = []

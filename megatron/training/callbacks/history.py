@@ -30,8 +30,8 @@ _LOOKED_AT = 64  # samples, for how many pairs a packed row has on average
 
 
 class HistoryCallback(Callback):
-    """How a run stands and how it ended: status.json from the start on, history and summary at the end, the log's last
-    line. metadata: as `run_metadata`."""
+    """How a run stands and how it ended: status.json from the start on, history and summary at the end, the
+    log's last line. metadata: as `run_metadata`."""
 
     def __init__(self, training: Training, metadata: Mapping[str, Any]) -> None:
         self.training, self.metadata = training, metadata
@@ -44,7 +44,8 @@ class HistoryCallback(Callback):
         self._is_running = True
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Note why the run failed; a step that was not finite, which all ranks know of, has written its own status."""
+        """Note why the run failed; a step that was not finite, which all ranks know of, has written its own
+        status."""
         if isinstance(problem, NonFiniteError):
             self._write("failed", str(problem))
         elif self._is_running and run.groups.world_rank == 0:
@@ -84,8 +85,8 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 def write_history(
     training: Training, metadata: Mapping[str, Any], status: str, reason: str | None, wall_clock: float
 ) -> None:
-    """Both files, of rank 0; all ranks call it together. Nothing without `save`. That they cannot be written is said;
-    how the run ended stays as it is.
+    """Both files, of rank 0; all ranks call it together. Nothing without `save`. That they cannot be written
+    is said; how the run ended stays as it is.
 
     metadata: as `run_metadata`; status, reason: as in status.json; wall_clock: seconds of this start.
     """

@@ -18,8 +18,9 @@ from megatron.training.run import Training
 
 
 class LogCallback(Callback):
-    """NeoX's log line and the metrics row, every `log_interval` steps. Losses stay on the device; those of a logged
-    step are read when the next step has been started, or when something else has to wait for the device anyway."""
+    """NeoX's log line and the metrics row, every `log_interval` steps. Losses stay on the device; those of a
+    logged step are read when the next step has been started, or when something else has to wait for the
+    device anyway."""
 
     def __init__(
         self,
@@ -29,7 +30,8 @@ class LogCallback(Callback):
         probes: Sequence[Probe] = (),
         on_settled: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        """probes: what else logged steps measure; on_settled: is called when a logged step's row has its values."""
+        """probes: what else logged steps measure; on_settled: is called when a logged step's row has its
+        values."""
         self.training, self.bar, self.stopwatch = training, bar, stopwatch
         self.probes, self._on_settled = probes, on_settled
         self.steps = 0
@@ -46,7 +48,8 @@ class LogCallback(Callback):
         self._memory_was_logged = False
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Take the step's values; settle the logged step before it, begin to read this one if it is logged."""
+        """Take the step's values; settle the logged step before it, begin to read this one if it is
+        logged."""
         self.settle()
         if step.result is None:
             return

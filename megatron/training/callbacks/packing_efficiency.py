@@ -14,8 +14,8 @@ NAMES = ["train/padding_share", "train/packing_efficiency", "train/trained_share
 
 
 class PackingEfficiency(Callback):
-    """A probe (`Probe`) of the micro-batches of the steps since it was last asked; of rows that may have padding, or
-    tokens that are not trained."""
+    """A probe (`Probe`) of the micro-batches of the steps since it was last asked; of rows that may have
+    padding, or tokens that are not trained."""
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -28,7 +28,8 @@ class PackingEfficiency(Callback):
             self.counts += torch.tensor(count_places(batches), dtype=torch.float64)
 
     def values(self) -> tuple[list[str], Tensor]:
-        """As `Probe.values`. Packing efficiency is what padding leaves; trained tokens are a share of that."""
+        """As `Probe.values`. Packing efficiency is what padding leaves; trained tokens are a share of
+        that."""
         if not self.wanted:
             return [], torch.zeros(0)
         counts = sum_over_ranks(self.counts.to(self.groups.device), self.groups)

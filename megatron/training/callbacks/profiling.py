@@ -16,18 +16,21 @@ HISTORY = 100_000  # allocations and frees that a snapshot goes back
 
 
 def record_memory_history(args: NeoXArgs, groups: ParallelGroups) -> None:
-    """From now on, note who allocates GPU memory, for `memory_profiling`. Called before the model is built."""
+    """From now on, note who allocates GPU memory, for `memory_profiling`. Called before the model is
+    built."""
     if args.memory_profiling and groups.device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
 
 class StepProfiler(Callback):
-    """`profile`: the steps after iteration `profile_step_start`, up to and with `profile_step_stop`, as traces that
-    TensorBoard and chrome://tracing read, and as a range for `nsys --capture-range=cudaProfilerApi`. With Python
-    stacks and module names where collectives are NCCL's (`_can_trace_python`).
+    """`profile`: the steps after iteration `profile_step_start`, up to and with `profile_step_stop`, as
+    traces that TensorBoard and chrome://tracing read, and as a range for `nsys
+    --capture-range=cudaProfilerApi`. With Python stacks and module names where collectives are NCCL's
+    (`_can_trace_python`).
 
-    `memory_profiling`: torch.cuda's snapshot at the end of the window (pytorch.org/memory_viz), or when the run ends
-    before it, also by running out of memory. On CPU there is no such snapshot: a trace with the allocations instead.
+    `memory_profiling`: torch.cuda's snapshot at the end of the window (pytorch.org/memory_viz), or when the
+    run ends before it, also by running out of memory. On CPU there is no such snapshot: a trace with the
+    allocations instead.
     """
 
     def __init__(
@@ -38,8 +41,9 @@ class StepProfiler(Callback):
         settle: Callable[[], None],
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """settle: waits for the collectives that are under way between steps. gloo's threads write into the trace what
-        they do for this one, and torch frees those records at the end of the trace, whether they are done or not.
+        """settle: waits for the collectives that are under way between steps. gloo's threads write into the
+        trace what they do for this one, and torch frees those records at the end of the trace, whether they
+        are done or not.
         goes_on: whether another step follows the one that has ended."""
         self._logger, self._rank, self._settle, self._goes_on = logger, groups.world_rank, settle, goes_on
         self._first, self._last = args.profile_step_start, args.profile_step_stop
@@ -114,9 +118,10 @@ class StepProfiler(Callback):
 
 
 def _can_trace_python() -> bool:
-    """Whether torch may hook into every thread's Python code: it walks the list of threads without its lock, while
-    gloo's threads enter Python to let go of a tensor at the end of a collective. Before CPython 3.12 a new thread is in
-    the list before it is filled in; before 3.14.1 one that leaves can still be met (python/cpython#137400)."""
+    """Whether torch may hook into every thread's Python code: it walks the list of threads without its lock,
+    while gloo's threads enter Python to let go of a tensor at the end of a collective. Before CPython 3.12 a
+    new thread is in the list before it is filled in; before 3.14.1 one that leaves can still be met
+    (python/cpython#137400)."""
     return not dist.is_initialized() or dist.get_backend() == "nccl"
 
 

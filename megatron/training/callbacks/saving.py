@@ -8,7 +8,8 @@ from megatron.training.run import Training
 
 
 class SaveCallback(Callback):
-    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, and after the last step."""
+    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, and after the last
+    step."""
 
     def __init__(self, training: Training, callbacks: Sequence[Callback] = ()) -> None:
         """callbacks: those whose `on_save` is called."""
@@ -42,7 +43,8 @@ class SaveCallback(Callback):
             self.training.progress.validation_loss = step.row.get("validation/lm_loss")
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Save if it is time, if it was asked for, and when the run stops; then `on_save` of all callbacks."""
+        """Save if it is time, if it was asked for, and when the run stops; then `on_save` of all
+        callbacks."""
         loop = self.training.loop
         lasting = loop.stop_reason is not None or loop.save_is_due or self.is_due(step.iteration)
         if lasting or self.is_ephemeral_due(step.iteration):

@@ -10,8 +10,8 @@ from megatron.training.run import Training
 
 
 def write_status(training: Training, status: str, reason: str | None) -> None:
-    """`<save>/status.json`, which launchers read: running, finished, stopped (start again to go on) or failed, and why.
-    All ranks call it together."""
+    """`<save>/status.json`, which launchers read: running, finished, stopped (start again to go on) or
+    failed, and why. All ranks call it together."""
     on_rank_zero(training.groups, lambda: _status_file(training, status, reason))
 
 
@@ -23,7 +23,8 @@ def write_ending(training: Training, status: str, reason: str | None) -> None:
 
 
 def note_failure(training: Training, reason: str) -> None:
-    """Rank 0's status.json of a run that ends of `reason`, which stays the one that is told: the disk may be full."""
+    """Rank 0's status.json of a run that ends of `reason`, which stays the one that is told: the disk may be
+    full."""
     try:
         _status_file(training, "failed", reason)
     except (OSError, CheckpointError) as problem:

@@ -39,8 +39,8 @@ class SignalWatch:
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Give the signals back, but for the one that came: its echo may still be on its way, and would end a process
-        that is about to end by itself."""
+        """Give the signals back, but for the one that came: its echo may still be on its way, and would end a
+        process that is about to end by itself."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if number == self.received else handler)
 
@@ -57,8 +57,8 @@ class Agreement:
         self._values: torch.Tensor | None = None
 
     def exchange(self, values: list[int]) -> list[int] | None:
-        """Hand in this step's values; returns what all ranks handed in after the step before, None the first time.
-        A single process gets its own values back at once."""
+        """Hand in this step's values; returns what all ranks handed in after the step before, None the first
+        time. A single process gets its own values back at once."""
         if self._group is None:
             return values
         agreed = None
@@ -81,8 +81,9 @@ class Agreement:
 
 
 class StopCallback(Callback):
-    """Decides at the end of every step whether it is time to stop, and to save by the clock; `loop` then says so to the
-    callbacks after this one. All ranks decide alike: what one of them knows or was asked for counts for all."""
+    """Decides at the end of every step whether it is time to stop, and to save by the clock; `loop` then says
+    so to the callbacks after this one. All ranks decide alike: what one of them knows or was asked for counts
+    for all."""
 
     def __init__(self, training: Training, settle_result: Callable[[], None] = lambda: None) -> None:
         """settle_result: waits for the result of the step, before the run ends on a write that failed."""
@@ -109,7 +110,8 @@ class StopCallback(Callback):
             self.training.checkpointer.wait()  # raises the writer's problem
 
     def decide(self, iteration: int) -> tuple[str | None, bool]:
-        """(why the run stops after this iteration or None, whether a timed save is due); the same on every rank."""
+        """(why the run stops after this iteration or None, whether a timed save is due); the same on every
+        rank."""
         args, loop, now = self.training.args, self.training.loop, time.monotonic()
         timed_out = args.exit_duration_in_mins is not None and now - self._begun >= args.exit_duration_in_mins * 60
         save = args.save_interval_in_mins is not None and now - self._saved >= args.save_interval_in_mins * 60

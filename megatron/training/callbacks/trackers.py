@@ -9,8 +9,8 @@ from megatron.training.metrics.loggers import MetricLogger, metrics
 
 
 class Trackers(Callback):
-    """Hands each step's row to the loggers when it has the step's values and what the callbacks before this one add: at
-    once where the step is settled, else when it is."""
+    """Hands each step's row to the loggers when it has the step's values and what the callbacks before this
+    one add: at once where the step is settled, else when it is."""
 
     def __init__(self, loggers: Sequence[MetricLogger], stopwatch: Stopwatch, watchdog: Watchdog) -> None:
         self.loggers, self.stopwatch, self.watchdog = loggers, stopwatch, watchdog

@@ -11,7 +11,8 @@ from megatron.training.run import Training
 
 
 def validate(training: Training, which: str, iteration: int, row: dict[str, float | int], bar: tqdm) -> None:
-    """Loss on the validation ("valid") or test ("test") set, into the log and the row; nothing without such a set."""
+    """Loss on the validation ("valid") or test ("test") set, into the log and the row; nothing without such a
+    set."""
     dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[which]
     if dataset is None or training.args.eval_iters == 0:
         return
@@ -45,8 +46,8 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
 
 
 class ValidationCallback(Callback):
-    """Validation loss before the first step, every `eval_interval` steps and after the last, which is also tested; then
-    `on_validation_end` of all callbacks."""
+    """Validation loss before the first step, every `eval_interval` steps and after the last, which is also
+    tested; then `on_validation_end` of all callbacks."""
 
     def __init__(self, training: Training, bar: tqdm, callbacks: Sequence[Callback]) -> None:
         self.training, self.bar, self.callbacks = training, bar, callbacks

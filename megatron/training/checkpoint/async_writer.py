@@ -18,7 +18,8 @@ _LONGEST_WRITE = timedelta(hours=12)  # of the slowest rank; the others only wai
 
 
 class BackgroundWriter:
-    """Threads that agree among themselves, over a group of their own; the step's collectives know nothing of them.
+    """Threads that agree among themselves, over a group of their own; the step's collectives know nothing of
+    them.
 
     problem: what the last write ran into, the same on every rank; nothing is tried again by itself.
     """
@@ -31,10 +32,11 @@ class BackgroundWriter:
         atexit.register(self._leave)
 
     def start(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
-        """`write` on every rank, then `finish` on rank 0 with what all of them returned. All ranks call it together,
-        and only after `wait`."""
+        """`write` on every rank, then `finish` on rank 0 with what all of them returned. All ranks call it
+        together, and only after `wait`."""
         assert self._thread is None
-        # A daemon: a run that fails does not stay for the rest of a checkpoint, which would never become visible.
+        # A daemon: a run that fails does not stay for the rest of a checkpoint, which would never become
+        # visible.
         self._thread = threading.Thread(target=self._work, args=(write, finish), name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -52,8 +54,8 @@ class BackgroundWriter:
             raise problem
 
     def _leave(self) -> None:
-        """At the end of a process that failed while the thread still writes: in a collective, the thread would make the
-        interpreter's clean-up abort (exit code 134 for 1)."""
+        """At the end of a process that failed while the thread still writes: in a collective, the thread
+        would make the interpreter's clean-up abort (exit code 134 for 1)."""
         if self.busy:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -15,13 +15,14 @@ from megatron.distributed import run_on_all_ranks
 from megatron.mpu import HeadInput
 from megatron.training.engine import Engine
 
-# In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is far above.
+# In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is
+# far above.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 
 
 def fixed_logits(engine: Engine) -> Tensor | None:
-    """Logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on CPU; None but on the last stage.
-    All ranks call it together."""
+    """Logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on CPU; None but on the last
+    stage. All ranks call it together."""
     tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
     found: list[Tensor] = []
 
@@ -71,7 +72,8 @@ def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Ca
 
 
 def _stored(states: list[Mapping[str, Any]], manifest: Manifest | None) -> list[Tensor]:
-    """The parts of the vocabulary, in order of tensor ranks; those of the last stage, where GPT-NeoX has more."""
+    """The parts of the vocabulary, in order of tensor ranks; those of the last stage, where GPT-NeoX has
+    more."""
     parts = [state[LOGITS] for state in states if state.get(LOGITS) is not None]
     tensor = manifest.layout.tensor if manifest is not None else states[0].get("args", {}).get("model_parallel_size", 1)
     return parts[-tensor:]

@@ -44,12 +44,15 @@ __all__ = ["Checkpointer", "TrainingProgress"]
 
 
 class Checkpointer(CheckpointWriter):
-    """Restores one run, and saves it. All ranks call every method together; what one rank raises, all raise."""
+    """Restores one run, and saves it. All ranks call every method together; what one rank raises, all
+    raise."""
 
-    # -- starting and going on -----------------------------------------------------------------------------------
+    # -- starting and going on
+    # -----------------------------------------------------------------------------------
 
     def resume(self) -> TrainingProgress:
-        """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else afresh."""
+        """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else
+        afresh."""
         args = self.args
         self.lock()
         source, goes_on = self.source.path, self.source.goes_on
@@ -81,8 +84,8 @@ class Checkpointer(CheckpointWriter):
             self._load_weights(source.path, self._verified(source.path))
 
     def _verified(self, path: Path, optimizer: bool = False) -> Manifest | None:
-        """The manifest after checking every file against it, and that weights, and with `optimizer` its state, are
-        finite; the work shared out over ranks."""
+        """The manifest after checking every file against it, and that weights, and with `optimizer` its
+        state, are finite; the work shared out over ranks."""
         manifest = read_manifest(path)
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
         own = names[self.groups.world_rank :: self.groups.world_size]
@@ -166,7 +169,8 @@ class Checkpointer(CheckpointWriter):
         return TrainingProgress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
-        """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not there."""
+        """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not
+        there."""
         args = self.args
         if args.no_load_optim or manifest is None or manifest.optimizer:
             return not args.no_load_optim

@@ -1,7 +1,8 @@
-"""Whether a checkpoint is of this run: the model, the seed, the data and the order of its samples, the tokenizer.
+"""Whether a checkpoint is of this run: the model, the seed, the data and the order of its samples, the
+tokenizer.
 
-Every refusal names the key that changed, first. What a run may change (its length, its layout, its schedule when told
-so) is no part of this.
+Every refusal names the key that changed, first. What a run may change (its length, its layout, its schedule
+when told so) is no part of this.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ _WEIGHT_KEYS = (
 
 
 def continued(args: NeoXArgs, source: CheckpointSource) -> Manifest | None:
-    """The manifest of the run that goes on; None for a new run, and for GPT-NeoX's, whose checkpoints have none."""
+    """The manifest of the run that goes on; None for a new run, and for GPT-NeoX's, whose checkpoints have
+    none."""
     if source.path is None or source.is_hf or (args.finetune and not source.goes_on):
         return None
     manifest = read_manifest(source.path)
@@ -64,8 +66,8 @@ def check_same_run(
     record: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> None:
-    """Raise CheckpointError for a checkpoint of another run, or of other data. record: `data_record` of this one at the
-    checkpoint's `consumed_samples`."""
+    """Raise CheckpointError for a checkpoint of another run, or of other data. record: `data_record` of this
+    one at the checkpoint's `consumed_samples`."""
     check_model(manifest.model, args, str(path))
     whose = f"the run of {path}"
     anew = "restart: true to begin anew" if goes_on else "finetune: true to begin anew with these weights"

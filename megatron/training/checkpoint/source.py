@@ -1,4 +1,5 @@
-"""Where a run starts from: its own `save`, the checkpoint or HuggingFace model that `load` names, or nothing."""
+"""Where a run starts from: its own `save`, the checkpoint or HuggingFace model that `load` names, or
+nothing."""
 
 import logging
 from collections.abc import Callable
@@ -34,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`; is_hf: it is a
-    HuggingFace folder."""
+    """path: a checkpoint directory, None for a fresh start; goes_on: it is this run's own, from `save`;
+    is_hf: it is a HuggingFace folder."""
 
     path: Path | None
     goes_on: bool
@@ -43,7 +44,8 @@ class CheckpointSource:
 
 
 def choose_source(args: NeoXArgs) -> CheckpointSource:
-    """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises CheckpointError."""
+    """`save` if it holds checkpoints (unless `restart`), else `load`, else nothing. Raises
+    CheckpointError."""
     save, load = args.save_dir, args.load_dir
     same = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
     if save is not None and not args.restart and (read_latest(save) or list_checkpoints(save)):
@@ -78,8 +80,8 @@ def _loaded_checkpoint(args: NeoXArgs, load: str) -> CheckpointSource:
 
 
 def fetch_remote_source(args: NeoXArgs) -> None:
-    """Fetch what the run will start from, if that is remote, with `load_fallback` the first whole one. Done by each
-    machine, before its ranks wait for others in collectives."""
+    """Fetch what the run will start from, if that is remote, with `load_fallback` the first whole one. Done
+    by each machine, before its ranks wait for others in collectives."""
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
     if not remote_folders(args):
@@ -94,8 +96,9 @@ def fetch_remote_source(args: NeoXArgs) -> None:
 def or_earlier(
     args: NeoXArgs, path: Path, work: Callable[[Path], T], doing: Callable[[Path], str] = lambda path: f"trying {path}"
 ) -> tuple[Path, T]:
-    """The checkpoint, or with `load_fallback` the nearest before it in its folder, that `work` does not find damaged,
-    and what it returns for it. doing: what is done with an earlier one, for the log. Raises DamagedError."""
+    """The checkpoint, or with `load_fallback` the nearest before it in its folder, that `work` does not find
+    damaged, and what it returns for it. doing: what is done with an earlier one, for the log. Raises
+    DamagedError."""
     while True:
         try:
             return path, work(path)
@@ -109,7 +112,8 @@ def or_earlier(
 
 
 def _with_manifest(path: Path, args: NeoXArgs) -> Path:
-    """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read. DamagedError."""
+    """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read.
+    DamagedError."""
     return or_earlier(args, path, read_manifest)[0]
 
 
@@ -134,8 +138,8 @@ def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) 
 
 
 def real_rows(source: CheckpointSource, tokens: int) -> int | None:
-    """Rows of the vocabulary that stand for tokens, as the checkpoint or the HuggingFace folder that a run starts from
-    says; None where neither does, as of native checkpoints. tokens: of the tokenizer."""
+    """Rows of the vocabulary that stand for tokens, as the checkpoint or the HuggingFace folder that a run
+    starts from says; None where neither does, as of native checkpoints. tokens: of the tokenizer."""
     if source.path is None:
         return None
     if source.is_hf:
@@ -144,7 +148,8 @@ def real_rows(source: CheckpointSource, tokens: int) -> int | None:
 
 
 def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
-    """`mask_padded_vocab` as a number of rows, or false where all take part in the softmax. real: of `real_rows`.
+    """`mask_padded_vocab` as a number of rows, or false where all take part in the softmax. real: of
+    `real_rows`.
 
     tokens: of the tokenizer. Raises ConfigError for a number that leaves some of them out.
     """

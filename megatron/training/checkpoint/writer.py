@@ -1,4 +1,5 @@
-"""Checkpoints of a run as they are written: what goes into which file, in every layout, and when it becomes visible.
+"""Checkpoints of a run as they are written: what goes into which file, in every layout, and when it becomes
+visible.
 
 Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
 """
@@ -74,8 +75,9 @@ _COPY_AT_MOST = 0.8
 
 @dataclass
 class TrainingProgress:
-    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those of all
-    samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a curriculum;
+    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those
+    of all samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a
+    curriculum;
     validation_loss: of this iteration, where it was computed."""
 
     iteration: int = 0
@@ -131,11 +133,12 @@ class CheckpointWriter:
             world_size=groups.world_size,
         )
 
-    # -- saving --------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------
 
     def save(self, progress: TrainingProgress, *, beside: bool = True, ephemeral: bool = False) -> None:
-        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole. With
-        `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the next one."""
+        """Write `<save>/global_stepN` and let `latest` name it; nothing visible changes until it is whole.
+        With `async_save` (and `beside`) that is when `wait` returns, or the next `save`. ephemeral: until the
+        next one."""
         save = self.args.save_dir
         assert save is not None
         if self.saved_at == progress.iteration:
@@ -191,8 +194,8 @@ class CheckpointWriter:
         self.logger.info(f"saved {folder} in HuggingFace's format")
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
-        """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of an earlier
-        one once it is whole. Waits for a write beside the steps."""
+        """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of
+        an earlier one once it is whole. Waits for a write beside the steps."""
         self.wait()
         above = folder.parent / f".tmp_{folder.name}_weights"
         temporary, manifest = above / step_tag(progress.iteration), self._manifest(progress)
@@ -233,7 +236,8 @@ class CheckpointWriter:
         return self._writer is not None and self._writer.problem is not None
 
     def wait(self) -> None:
-        """Until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could not be."""
+        """Until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could not
+        be."""
         if self._writer is None:
             return
         with self._no_half_checkpoint(self._temporary):
@@ -284,8 +288,9 @@ class CheckpointWriter:
         return f"the last checkpoint is {tag}, start again from there" if tag else "there is no earlier checkpoint"
 
     def _check_space(self, save: Path) -> bool:
-        """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is written beside
-        the steps: where that was asked for, and the copy fits into the memory that every machine has free."""
+        """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is
+        written beside the steps: where that was asked for, and the copy fits into the memory that every
+        machine has free."""
         optimizer = not self.args.no_save_optim
         found = run_on_all_ranks(
             self.groups, lambda: (platform.node(), self._bytes(optimizer), free_host_memory(unknown=1 << 62))
@@ -320,7 +325,8 @@ class CheckpointWriter:
         return True
 
     def _bytes(self, optimizer: bool) -> int:
-        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32 state."""
+        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32
+        state."""
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
         first, stage = self.groups.rank("data") == 0, self.engine.zero_stage
         weights = elements * self.engine.dtype.itemsize if first else 0
@@ -328,7 +334,8 @@ class CheckpointWriter:
         return weights + state if optimizer else weights
 
     def lock(self) -> None:
-        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has it."""
+        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has
+        it."""
         if self.args.save is not None:
             run_on_all_ranks(self.groups, self._take_lock)
             if self._store is not None:
@@ -344,8 +351,8 @@ class CheckpointWriter:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _states(self, progress: TrainingProgress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
-        """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are. Ranks
-        help each other to gather, so all go on to the end."""
+        """(name, content) of this rank's files, on the CPU, one after another; bytes are written as they are.
+        Ranks help each other to gather, so all go on to the end."""
         args, groups, engine = self.args, self.groups, self.engine
         tensor_rank = groups.rank("tensor")
         yield from self._model_states()
@@ -408,7 +415,8 @@ class CheckpointWriter:
         return records
 
     def _own_layers(self) -> list[int]:
-        """Layers with parameters that this stage writes; a tied copy of the embedding is the first stage's."""
+        """Layers with parameters that this stage writes; a tied copy of the embedding is the first
+        stage's."""
         kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
         return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
 
@@ -441,8 +449,8 @@ class CheckpointWriter:
 
 
 def _lock(save: Path) -> Any:
-    """An open, locked file. The lock ends with the process, however it ends: it is none of those (flock) that the
-    data's workers would inherit, who see only seconds later that they are alone."""
+    """An open, locked file. The lock ends with the process, however it ends: it is none of those (flock) that
+    the data's workers would inherit, who see only seconds later that they are alone."""
     try:
         save.mkdir(parents=True, exist_ok=True)
         file = open_lock_file(save / ".lock")
@@ -472,7 +480,8 @@ def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
 
 
 def _by_parameter(args: NeoXArgs) -> bool:
-    """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised numbers."""
+    """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised
+    numbers."""
     return not args.use_bnb_optimizer
 
 

@@ -13,8 +13,9 @@ from megatron.mpu import ParallelGroups
 def attach_deepspeed() -> None:
     """Put DeepSpeed on the existing process group, quietly.
 
-    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference uses it),
-    and it refuses fp16 where the processor has no instructions for it, which torch computes nevertheless.
+    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference
+    uses it), and it refuses fp16 where the processor has no instructions for it, which torch computes
+    nevertheless.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -25,7 +26,8 @@ def attach_deepspeed() -> None:
 
 
 def plain_mpu(groups: ParallelGroups) -> Any:
-    """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size 1."""
+    """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size
+    1."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     tensor, data = groups.group("tensor") or alone, groups.group("data") or alone
     return SimpleNamespace(

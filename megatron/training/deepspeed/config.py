@@ -7,7 +7,8 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 
-# Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and ours.
+# Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and
+# ours.
 _PASSED = ("comms_logger", "dump_state")
 
 
@@ -19,7 +20,8 @@ def zero_stage_used(args: NeoXArgs) -> int:
 
 
 def offload(args: NeoXArgs, what: str) -> dict[str, Any] | None:
-    """The keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off the device."""
+    """The keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off the
+    device."""
     section = args.zero_optimization[what]
     if section is None and what == "offload_optimizer" and args.zero_optimization["cpu_offload"]:
         section = {"device": "cpu"}
@@ -31,7 +33,8 @@ def offload(args: NeoXArgs, what: str) -> dict[str, Any] | None:
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     """The whole DeepSpeed configuration; nothing that matters is left to its defaults.
 
-    Raises ConfigError for what DeepSpeed refuses or does wrongly, and for `deepspeed_extra_args` that contradict.
+    Raises ConfigError for what DeepSpeed refuses or does wrongly, and for `deepspeed_extra_args` that
+    contradict.
     """
     problems = list(_offload_problems(args)) + list(_gradient_problems(args))
     stage = zero_stage_used(args)
@@ -42,7 +45,8 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        # Plain fp32 without ZeRO is clipped by us: DeepSpeed neither reports that norm nor stops at a NaN in it.
+        # Plain fp32 without ZeRO is clipped by us: DeepSpeed neither reports that norm nor stops at a NaN in
+        # it.
         "gradient_clipping": args.gradient_clipping if stage > 0 else 0.0,
         "prescale_gradients": args.prescale_gradients,
         "gradient_predivide_factor": args.gradient_predivide_factor,

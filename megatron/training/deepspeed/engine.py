@@ -1,9 +1,10 @@
 """The training engine: DeepSpeed behind one small class.
 
-Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. What DeepSpeed
-does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer
-(the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between stages are never cut over
-tensor ranks (silently wrong under sequence parallelism), and every value that matters is passed explicitly.
+Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. What
+DeepSpeed does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the
+stage-1 optimizer (the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between
+stages are never cut over tensor ranks (silently wrong under sequence parallelism), and every value that
+matters is passed explicitly.
 """
 
 import contextlib
@@ -87,7 +88,8 @@ class DeepSpeedEngine:
             )[0]
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
         if isinstance(scaler, DynamicLossScaler):
-            # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX allows.
+            # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX
+            # allows.
             scaler.raise_error_at_min_scale = False
         if self.spikes is not None:
             guard_steps(self._ds, optimizer, self.spikes, self._loss_so_far)
@@ -115,12 +117,13 @@ class DeepSpeedEngine:
         return [*found, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else found
 
     def _mark(self) -> None:
-        """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these marks."""
+        """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these
+        marks."""
         for _, _, param, spec in parameters_with_specs(self.stage, self.args):
             param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
             param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]
 
-    # -- steps ---------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
 
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         self._on_gradients = on_gradients
@@ -129,7 +132,8 @@ class DeepSpeedEngine:
         self.watch.begin(weight)
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
         scaler_before = dict(vars(scaler)) if scaler is not None else {}
-        # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight instead.
+        # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight
+        # instead.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         self._loss.begin(scale)
@@ -204,15 +208,16 @@ class DeepSpeedEngine:
         leave_out(self._ds.optimizer, [*cut, *whole], ~self._norm.isfinite())
 
     def _loss_so_far(self) -> float:
-        """The step's loss before its update, the same on every rank; NaN for a step that is left out anyway: nothing is
-        trained, or something was not finite."""
+        """The step's loss before its update, the same on every rank; NaN for a step that is left out anyway:
+        nothing is trained, or something was not finite."""
         loss = torch.zeros((), device=self.groups.device)
         if self._pipe is None or self.groups.is_last_stage:
             loss = self._mean_loss(self._total if self._pipe is None else self._ds.total_loss)
         return float(self.groups.from_last_stage(loss) + self.watch.verdict)
 
     def _mean_loss(self, total: Tensor) -> Tensor:
-        """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two means."""
+        """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two
+        means."""
         assert self.args.gradient_accumulation_steps is not None
         mean = total.detach() / (self.args.gradient_accumulation_steps * self.groups.size("data"))
         return self.groups.sum(mean, "data")
@@ -247,7 +252,7 @@ class DeepSpeedEngine:
     def scores(self, batches: list[Batch]) -> list[Tensor]:
         return [response_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
-    # -- weights -------------------------------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def _master_from_init(self) -> None:
         # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
@@ -284,7 +289,7 @@ class DeepSpeedEngine:
             return contextlib.nullcontext()
         return deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
     def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
         return self._parts.gather(writer_of)

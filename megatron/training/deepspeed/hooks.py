@@ -10,8 +10,8 @@ from megatron.training.nonfinite_guard import SpikeGuard
 
 
 def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
-    """Call `judge` before each update, and let DeepSpeed's own check of the norm see its `verdict`, 0 or NaN, without
-    another wait for the device."""
+    """Call `judge` before each update, and let DeepSpeed's own check of the norm see its `verdict`, 0 or NaN,
+    without another wait for the device."""
     optimizer, take_step = ds.optimizer, ds._take_model_step
 
     def judged_step(*args: Any, **kwargs: Any) -> None:

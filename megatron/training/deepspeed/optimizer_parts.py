@@ -1,4 +1,5 @@
-"""The optimizer's state by parameter, whatever ZeRO made of it: out for a checkpoint, in from one of any layout."""
+"""The optimizer's state by parameter, whatever ZeRO made of it: out for a checkpoint, in from one of any
+layout."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,8 @@ Named = tuple[int, str, nn.Parameter]
 
 
 class OptimizerParts:
-    """Reads and writes what this rank holds of each parameter's state. params: of this rank's stage, by layer and name
-    in the weight map; in order of the optimizer's groups."""
+    """Reads and writes what this rank holds of each parameter's state. params: of this rank's stage, by layer
+    and name in the weight map; in order of the optimizer's groups."""
 
     def __init__(
         self, params: Sequence[Named], optimizer: Any, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
@@ -26,13 +27,14 @@ class OptimizerParts:
         self._base = optimizer if zero_stage == 0 else optimizer.optimizer
         self._has_master = dtype != torch.float32
 
-    # -- out -----------------------------------------------------------------------------------------------------
+    # -- out -------------------------------------------------------------------------------------------------
 
     def gather(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
         """(layer, state by name) of the layers that this data rank writes, on the CPU, one after another.
 
-        writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group iterate to the
-        end together. A rank holds no more than one layer that it writes, and one parameter on its device.
+        writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group
+        iterate to the end together. A rank holds no more than one layer that it writes, and one parameter on
+        its device.
         """
         by_layer: dict[int, list[Named]] = {}
         for item in self.params:
@@ -79,7 +81,8 @@ class OptimizerParts:
         return None if mapping is None else self._base.param_groups[mapping.param_group_index]["params"][0]
 
     def _any_state(self) -> dict[str, Any]:
-        """Of one holder: which keys there are is the same everywhere, also for parameters that lie elsewhere."""
+        """Of one holder: which keys there are is the same everywhere, also for parameters that lie
+        elsewhere."""
         return next((state for state in self._base.state.values() if state), {})
 
     def _keys(self, param: nn.Parameter) -> list[str]:
@@ -93,7 +96,8 @@ class OptimizerParts:
         return (state or self._any_state()).get("step")
 
     def _part(self, param: Any, key: str) -> tuple[int, Tensor] | None:
-        """(first element, elements) of the flattened parameter that this rank holds; a view to read or write."""
+        """(first element, elements) of the flattened parameter that this rank holds; a view to read or
+        write."""
         holder = self._holder(param)
         if holder is None:
             return None
@@ -111,12 +115,12 @@ class OptimizerParts:
             return here.start, mapping.hp_fragment.detach()
         return here.start, values.narrow(0, there.start, there.numel)
 
-    # -- in ------------------------------------------------------------------------------------------------------
+    # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def restore(self, read: Callable[[int, str], State]) -> None:
-        """Set moments and step counts. read: state of a parameter's local part by layer and name, `master` left out;
-        parameters without state leave a fresh optimizer.
+        """Set moments and step counts. read: state of a parameter's local part by layer and name, `master`
+        left out; parameters without state leave a fresh optimizer.
         """
         if self._stage == 0:
             self._restore_by_parameter(read)

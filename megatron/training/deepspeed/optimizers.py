@@ -1,4 +1,5 @@
-"""Optimizers under DeepSpeed: of the CPU, for offloaded state, and in groups that every pipeline stage has."""
+"""Optimizers under DeepSpeed: of the CPU, for offloaded state, and in groups that every pipeline stage
+has."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +19,9 @@ from megatron.training.optimizers import build_optimizer, parameter_groups
 def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> torch.optim.Optimizer:
     """`build_optimizer`, or DeepSpeedCPUAdam.
 
-    Where a pipeline stage has no parameter of a group that others have, one zero without gradient stands for them:
-    DeepSpeed refuses an empty group. Raises ConfigError beside those of `build_optimizer` when there is no compiler for
-    CPU_Adam, and when an optimizer of the CPU meets weights on a GPU.
+    Where a pipeline stage has no parameter of a group that others have, one zero without gradient stands for
+    them: DeepSpeed refuses an empty group. Raises ConfigError beside those of `build_optimizer` when there is
+    no compiler for CPU_Adam, and when an optimizer of the CPU meets weights on a GPU.
     """
     found = parameter_groups(stage, args)
     specs = named_params(args)
@@ -69,7 +70,8 @@ def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
 
 
 def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured now."""
+    """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured
+    now."""
     state = {
         i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in found.items()}
         for i, found in saved["state"].items()
@@ -82,5 +84,6 @@ def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def fitting_step(step: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Updates done as this optimizer counts them: DeepSpeedCPUAdam in int; torch's makes its tensors itself."""
+    """Updates done as this optimizer counts them: DeepSpeedCPUAdam in int; torch's makes its tensors
+    itself."""
     return int(step) if hasattr(optimizer, "ds_opt_adam") else step

@@ -19,8 +19,8 @@ from megatron.training.step_loss import StepLoss
 
 
 class PipeStage(nn.Module):
-    """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in the order
-    of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
+    """A stage as the one layer that DeepSpeed's pipeline runs here. Micro-batches are read from `batches` in
+    the order of 1F1B's forwards, on every stage alike; only hidden states come through DeepSpeed."""
 
     def __init__(self, stage: Stage, loss: StepLoss, groups: ParallelGroups) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class PipeStage(nn.Module):
 
 
 class TiedGradient:
-    """Where a tied weight's gradient is: ZeRO with fp16 or offloaded bf16 weights keeps it in `grad_accum`, while the
-    pipeline engine sums `grad` over the copies (without this: none, and they drift apart)."""
+    """Where a tied weight's gradient is: ZeRO with fp16 or offloaded bf16 weights keeps it in `grad_accum`,
+    while the pipeline engine sums `grad` over the copies (without this: none, and they drift apart)."""
 
     def __init__(self, param: nn.Parameter) -> None:
         accumulated = getattr(param, "grad_accum", None)
@@ -61,7 +61,8 @@ def wrap_pipeline(
     args: NeoXArgs,
     optimized: Sequence[nn.Parameter],
 ) -> tuple[PipeStage, TiedPipelineModule]:
-    """The stage as DeepSpeed's pipeline engine runs it. optimized: parameters of the optimizer, placeholders too."""
+    """The stage as DeepSpeed's pipeline engine runs it. optimized: parameters of the optimizer, placeholders
+    too."""
     own = {id(param) for param in stage.parameters()}
     pipe = PipeStage(stage, loss, groups)
     pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
@@ -78,10 +79,11 @@ def wrap_pipeline(
 
 
 def cut_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:
-    """Let DeepSpeed's pipeline engine run backwards no further than the lowest trained layer: nothing is sent below it.
+    """Let DeepSpeed's pipeline engine run backwards no further than the lowest trained layer: nothing is sent
+    below it.
 
-    trained: of this stage's optimizer. Stages below have a placeholder, or a tied embedding whose gradient comes from
-    the last stage: they go through the motions of a backward pass, which gives zeros.
+    trained: of this stage's optimizer. Stages below have a placeholder, or a tied embedding whose gradient
+    comes from the last stage: they go through the motions of a backward pass, which gives zeros.
     """
     lowest, first, last = stage.lowest_trained, stage.specs[0].index, stage.specs[-1].index
     if first > lowest or lowest == 0:

@@ -1,4 +1,5 @@
-"""What this package relies on in DeepSpeed beyond its documented interface, and the check of the DeepSpeed that is
+"""What this package relies on in DeepSpeed beyond its documented interface, and the check of the DeepSpeed
+that is
 installed: that it has all of this, and that no wrong gradients are known of it."""
 
 import re
@@ -11,8 +12,9 @@ from megatron.neox_arguments.validation.deepspeed_versions import FIX, wrong_dee
 
 
 class Private(NamedTuple):
-    """A name of DeepSpeed's. where: its module, and after a colon its class; name: with `()`, a method or function of
-    that; else what the module's code gives its objects, or parameters, while it runs; why: what it is needed for."""
+    """A name of DeepSpeed's. where: its module, and after a colon its class; name: with `()`, a method or
+    function of that; else what the module's code gives its objects, or parameters, while it runs; why: what
+    it is needed for."""
 
     where: str
     name: str
@@ -93,7 +95,8 @@ def check_version(installed: str) -> None:
 
 
 def check_deepspeed() -> None:
-    """`check_version` of the installed DeepSpeed. Raises RuntimeError too for the first private name that it lacks."""
+    """`check_version` of the installed DeepSpeed. Raises RuntimeError too for the first private name that it
+    lacks."""
     check_version(version("deepspeed"))
     for private in PRIVATE_NAMES:
         if not is_there(private):

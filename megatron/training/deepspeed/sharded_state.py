@@ -14,10 +14,11 @@ from megatron.training.engine import Parts
 
 
 class ShardedState:
-    """Parts of the trainable parameters such that every element of the model is owned by exactly one rank: a sum over
-    the parts of all ranks is a sum over the model, in any layout.
+    """Parts of the trainable parameters such that every element of the model is owned by exactly one rank: a
+    sum over the parts of all ranks is a sum over the model, in any layout.
 
-    Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without ZeRO.
+    Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without
+    ZeRO.
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, optimizer: Any, groups: ParallelGroups, zero_stage: int) -> None:
@@ -81,7 +82,8 @@ class ShardedState:
         return found
 
     def _mapped(self) -> Iterator[tuple[tuple[int, str], Any]]:
-        """Stages 1 and 2 say of each parameter where its part lies in this rank's partition, if it has one."""
+        """Stages 1 and 2 say of each parameter where its part lies in this rank's partition, if it has
+        one."""
         for name, param in self._params:
             mapping = param._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:

@@ -1,5 +1,6 @@
-"""The part of a checkpoint that DeepSpeed holds: its counters, fp16's loss scale, and the optimizer's state where that
-is bound to the layout it was written in. By parameter it goes in and out through `optimizer_parts`."""
+"""The part of a checkpoint that DeepSpeed holds: its counters, fp16's loss scale, and the optimizer's state
+where that is bound to the layout it was written in. By parameter it goes in and out through
+`optimizer_parts`."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -26,8 +27,8 @@ class EngineState:
         self._scaler = ds.optimizer.loss_scaler if dtype == torch.float16 else None
 
     def model_state(self) -> dict[str, Any]:
-        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not ZeRO), and
-        fp16's loss scale and where it stands between two changes ({} in other precisions)."""
+        """DeepSpeed's part of a `mp_rank_RR_model_states.pt` (no weights; the optimizer's state when not
+        ZeRO), and fp16's loss scale and where it stands between two changes ({} in other precisions)."""
         scaler = {key: getattr(self._scaler, key) for key in _SCALER if hasattr(self._scaler, key)}
         return {**self._ds._common_checkpoint_state(None, self._zero_stage > 0, False), "loss_scaler": scaler}
 
@@ -48,8 +49,8 @@ class EngineState:
         }
 
     def load_optimizer_state(self, model_state: Mapping[str, Any], file: Path) -> None:
-        """Restore this rank's optimizer state: `model_state["optimizer"]` without ZeRO, else that of the `file` with
-        `zero_state`, fp32 master weights included."""
+        """Restore this rank's optimizer state: `model_state["optimizer"]` without ZeRO, else that of the
+        `file` with `zero_state`, fp32 master weights included."""
         optimizer = self._ds.optimizer
         if self._zero_stage == 0:
             optimizer.load_state_dict(fitting_state(model_state["optimizer"], optimizer))

@@ -1,4 +1,5 @@
-"""Utilisation, memory and power of every rank's GPU through NVML, as minimum, mean and maximum over the ranks."""
+"""Utilisation, memory and power of every rank's GPU through NVML, as minimum, mean and maximum over the
+ranks."""
 
 import logging
 import math
@@ -73,7 +74,8 @@ class DeviceMetrics:
 
 
 def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> DeviceMetrics | None:
-    """As `log_device_metrics` says; all ranks together. Raises ConfigError when they are demanded and cannot be had."""
+    """As `log_device_metrics` says; all ranks together. Raises ConfigError when they are demanded and cannot
+    be had."""
     if args.log_device_metrics is False:
         return None
     opened: list[Nvml] = []

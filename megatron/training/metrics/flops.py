@@ -1,7 +1,8 @@
-"""FLOPs of an optimizer step: of the model as it is, and as GPT-NeoX counts them, so that logged numbers compare.
+"""FLOPs of an optimizer step: of the model as it is, and as GPT-NeoX counts them, so that logged numbers
+compare.
 
-seq_length: tokens of a sample where a curriculum cuts them (a mean); None: all. row_length: tokens of the rows they are
-read in, which attention spans (a mean); None: as many.
+seq_length: tokens of a sample where a curriculum cuts them (a mean); None: all. row_length: tokens of the
+rows they are read in, which attention spans (a mean); None: as many.
 """
 
 import torch
@@ -14,11 +15,12 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
-    """Matrix products of one iteration of the global batch, forward and backward (twice the forward where all is
+    """Matrix products of one iteration of the global batch, forward and backward (twice the forward where all
+    is
     trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
 
-    Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; attention counts the causal
-    half of its square, packed documents or not; recomputation does not count.
+    Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; attention counts the
+    causal half of its square, packed documents or not; recomputation does not count.
     """
     seq = seq_length or args.seq_length
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
@@ -38,10 +40,11 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
 
 
 def neox_flops(args: NeoXArgs, factor: int, seq_length: float | None = None, row_length: float | None = None) -> float:
-    """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 with recomputation.
+    """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 with
+    recomputation.
 
-    It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the head
-    is right for factor 4 alone.
+    It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the
+    head is right for factor 4 alone.
     """
     layers, hidden, seq = args.num_layers, args.hidden_size, seq_length or args.seq_length
     brackets = 1.0 + (row_length or seq) / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)

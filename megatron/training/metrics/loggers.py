@@ -1,5 +1,5 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the same names,
-in one call a step."""
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the
+same names, in one call a step."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ class MetricLogger(Protocol):
 
 
 def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(byte at which its line ends, row) of each step in a `metrics.jsonl`, in order. What is no row is passed over: a
-    line that a run was killed in, bytes that a disk has damaged."""
+    """(byte at which its line ends, row) of each step in a `metrics.jsonl`, in order. What is no row is
+    passed over: a line that a run was killed in, bytes that a disk has damaged."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -49,8 +49,9 @@ def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 class JsonlLogger:
     """`metrics.jsonl`, one object a line in full precision, each step once.
 
-    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file of another
-    run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a disk that is full.
+    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file
+    of another run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a
+    disk that is full.
     """
 
     def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
@@ -155,8 +156,8 @@ class WandbLogger:
 
 
 class CometLogger:
-    """One Comet experiment, the same one after a restart. Offline, every start writes an archive of it into log_dir
-    for `comet upload`."""
+    """One Comet experiment, the same one after a restart. Offline, every start writes an archive of it into
+    log_dir for `comet upload`."""
 
     def __init__(self, args: NeoXArgs, run_id: str, config: Mapping[str, Any]) -> None:
         place, directory = args.origin("use_comet"), log_directory(args)
@@ -218,10 +219,11 @@ def build_loggers(
     rank: int = 0,
     say: Callable[[str], None] = say,
 ) -> list[MetricLogger]:
-    """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with `wandb_init_all_ranks`.
+    """The loggers the configuration asks for on this rank: all on rank 0, W&B elsewhere with
+    `wandb_init_all_ranks`.
 
-    metadata: what trackers show beside the configuration. say: is told once what a logger cannot write any more. Raises
-    ConfigError for a folder that cannot be written and a tracker that does not start.
+    metadata: what trackers show beside the configuration. say: is told once what a logger cannot write any
+    more. Raises ConfigError for a folder that cannot be written and a tracker that does not start.
     """
     config = {**json.loads(args.to_json())["given"], **metadata}
     if rank > 0:

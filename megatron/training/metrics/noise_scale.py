@@ -1,4 +1,5 @@
-"""The gradient noise scale: the batch size below which more samples a step still pay (arXiv 1812.06162, appendix A)."""
+"""The gradient noise scale: the batch size below which more samples a step still pay (arXiv 1812.06162,
+appendix A)."""
 
 import torch
 from torch import Tensor
@@ -9,14 +10,15 @@ from megatron.training.metrics.metric_probes import sum_of_squares, sum_over_ran
 
 
 class NoiseScale:
-    """B_simple = tr(Sigma) / |G|^2 in sequences, from n successive steps taken as n samples of one gradient, as NeoX
+    """B_simple = tr(Sigma) / |G|^2 in sequences, from n successive steps taken as n samples of one gradient,
+    as NeoX
     does: right as long as the weights move little in them, in every layout.
 
     A step's gradient is the one of a small batch b, their mean over n steps that of a big batch B = n b:
         |G|^2     ~ (B |G_B|^2 - b |G_b|^2) / (B - b)
         tr(Sigma) ~ (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
-    Both are unbiased; each has its own moving average, and the noise scale is their ratio. Of |G_b|^2 all n steps count
-    (NeoX: the last). The averages start again with every start of the run.
+    Both are unbiased; each has its own moving average, and the noise scale is their ratio. Of |G_b|^2 all n
+    steps count (NeoX: the last). The averages start again with every start of the run.
     """
 
     BETA = 0.99  # NeoX's

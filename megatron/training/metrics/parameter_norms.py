@@ -1,4 +1,5 @@
-"""Norms of weights, gradients and optimizer state, a parameter: of the whole parameter, the same in any layout."""
+"""Norms of weights, gradients and optimizer state, a parameter: of the whole parameter, the same in any
+layout."""
 
 from collections.abc import Callable
 
@@ -13,11 +14,11 @@ from megatron.training.metrics.metric_probes import sum_over_ranks
 
 
 class ParameterNorms:
-    """`log_param_norm`, `log_grad_norm`, `log_grad_pct_zeros`, `log_optimizer_states` under NeoX's metric names; a
-    parameter is called as in NeoX's pipeline, `2.attention.dense.weight`.
+    """`log_param_norm`, `log_grad_norm`, `log_grad_pct_zeros`, `log_optimizer_states` under NeoX's metric
+    names; a parameter is called as in NeoX's pipeline, `2.attention.dense.weight`.
 
-    Of trained parameters. Gradients are those of the global batch before clipping: their squares add up to the square
-    of train/grad_norm.
+    Of trained parameters. Gradients are those of the global batch before clipping: their squares add up to
+    the square of train/grad_norm.
     Weights and optimizer state are fp32, after the update.
     """
 

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
-    """`git_hash`, else the commit that the package is a checkout of; None where it is none (or git is not there)."""
+    """`git_hash`, else the commit that the package is a checkout of; None where it is none (or git is not
+    there)."""
     if args.git_hash is not None:
         return args.git_hash
     try:
@@ -28,7 +29,8 @@ def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    # Installed into an environment that lies within another project's checkout, the commit would be that project's.
+    # Installed into an environment that lies within another project's checkout, the commit would be that
+    # project's.
     return commit if Path(top).resolve() == package.parent else None
 
 
@@ -54,7 +56,8 @@ def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[i
 
 
 def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:
-    """Commit and number of parameters, for the log, the summary and the trackers' configuration; all ranks together."""
+    """Commit and number of parameters, for the log, the summary and the trackers' configuration; all ranks
+    together."""
     total, trainable = parameter_counts(args, groups, stage)
     return {
         "git_hash": on_rank_zero(groups, lambda: git_hash(args)),

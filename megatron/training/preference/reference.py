@@ -1,8 +1,8 @@
 """The reference of preference training: the model as the run began, beside the one that is trained.
 
-Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in every
-step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more before the run
-goes on from a checkpoint of its own.
+Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in
+every step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more
+before the run goes on from a checkpoint of its own.
 """
 
 import json
@@ -61,7 +61,8 @@ _SAY_EVERY = 30.0  # seconds
 
 
 def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tuple[Datasets, TrainingProgress]:
-    """`Checkpointer.resume`, and the reference that the objective needs: in the datasets, or filled in by the engine.
+    """`Checkpointer.resume`, and the reference that the objective needs: in the datasets, or filled in by the
+    engine.
 
     Raises CheckpointError or ConfigError where it cannot be said which weights the run began with.
     """
@@ -164,7 +165,8 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
 
 
 class _ReferenceCache:
-    """The scores in a folder, and the making of those that are missing. All ranks call every method together."""
+    """The scores in a folder, and the making of those that are missing. All ranks call every method
+    together."""
 
     def __init__(
         self, run: Checkpointer, folder: Path, about: dict, have_weights: Callable[[], None], watchdog: Watchdog
@@ -224,7 +226,8 @@ class _ReferenceCache:
         return None if dataset is None else ReferenceScoredDataset(dataset, self.scores)
 
     def _whole(self, name: str, dataset: SampleSet, size: int, set_contents: SetContents) -> tuple[int, int]:
-        """As `_fill_one`, which reads all of the set; not where an earlier run has noted that nothing is missing."""
+        """As `_fill_one`, which reads all of the set; not where an earlier run has noted that nothing is
+        missing."""
         note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, set_contents, size))
         if known is not None:
             return 0, known

@@ -1,4 +1,5 @@
-"""Log-probabilities of a reference model on disk: a folder named by the model, in it what was scored, by content."""
+"""Log-probabilities of a reference model on disk: a folder named by the model, in it what was scored, by
+content."""
 
 import contextlib
 import hashlib
@@ -43,7 +44,8 @@ _HF_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def forward_keys(args: NeoXArgs) -> dict[str, Any]:
-    """Every key of the model that its log-probabilities may depend on: all that are declared but those known not to."""
+    """Every key of the model that its log-probabilities may depend on: all that are declared but those known
+    not to."""
     found = {
         name: thaw(getattr(args, name))
         for name, key in keys_of(type(args)).items()
@@ -59,7 +61,8 @@ def forward_keys(args: NeoXArgs) -> dict[str, Any]:
 def describe_reference(
     args: NeoXArgs, source: CheckpointSource, tokenizer: Tokenizer, groups: ParallelGroups
 ) -> dict[str, Any]:
-    """All that decides the model's log-probabilities but code and layout. The work is shared out over ranks."""
+    """All that decides the model's log-probabilities but code and layout. The work is shared out over
+    ranks."""
     names: Mapping[str, str] = {}
     if source.path is None:
         methods = args.init_method, args.output_layer_init_method, args.init_method_std
@@ -140,8 +143,8 @@ def add_scores(folder: Path, about: Mapping[str, Any], rows: np.ndarray) -> None
 
 
 def find_whole(folder: Path, set_contents: SetContents, size: int) -> tuple[Path, int | None]:
-    """The note that all rows of the first `size` samples of a set are in the folder, and how many they are; None where
-    it is not noted, or a file that held them is gone."""
+    """The note that all rows of the first `size` samples of a set are in the folder, and how many they are;
+    None where it is not noted, or a file that held them is gone."""
     contents = [cached_sha256(file, set_contents.hash_cache) for file in set_contents.files]
     name = hashlib.sha256(json.dumps([set_contents.layout, contents, size]).encode()).hexdigest()[:32]
     note = folder / f"whole-{name}.json"

@@ -64,7 +64,8 @@ def test_documents_are_shown_whole():
 
 
 def test_text_survives_being_cut_into_spans(tmp_path: Path):
-    """Blanks that a decoder drops at the beginning, and characters of several tokens, are in one of the spans."""
+    """Blanks that a decoder drops at the beginning, and characters of several tokens, are in one of the
+    spans."""
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "t").write_text("the quick brown fox jumps over it\n" * 50)
     sentencepiece.SentencePieceTrainer.train(

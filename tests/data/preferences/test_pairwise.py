@@ -213,7 +213,8 @@ def test_several_sets_of_pairs_are_blended():
 
 
 def test_sides_with_empty_documents_in_other_places_are_refused(tmp_path: Path):
-    """An empty text is a boundary without a sequence: counted in sequences both sides are as long, and slip."""
+    """An empty text is a boundary without a sequence: counted in sequences both sides are as long, and
+    slip."""
     for name, rows in (("pos", [[1, 2], [], [1, 3]]), ("neg", [[], [1, 4], [1, 5]])):
         with IndexedDatasetWriter(str(tmp_path / name), np.dtype(np.uint16)) as writer:
             writer.add_documents(np.array(sum(rows, []), np.uint16), np.array([len(row) for row in rows]))

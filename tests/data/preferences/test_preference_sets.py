@@ -1,4 +1,5 @@
-"""Properties of preference samples on random data: what is once in an epoch, together in a row, trained or not."""
+"""Properties of preference samples on random data: what is once in an epoch, together in a row, trained or
+not."""
 
 from collections import Counter
 from pathlib import Path
@@ -182,7 +183,8 @@ def test_pairs_longer_than_a_row_are_cut_evenly():
 
 @pytest.mark.parametrize("median, p95, seq", [(2138, 15433, 16384), (682, 3521, 4096)])
 def test_padding_of_lengths_like_olmo_3(median: int, p95: int, seq: int):
-    """Lengths of Dolci-Think-DPO-7B and Dolci-Instruct-DPO, an eighth of them: log-normal, cut at half a row."""
+    """Lengths of Dolci-Think-DPO-7B and Dolci-Instruct-DPO, an eighth of them: log-normal, cut at half a
+    row."""
     random = np.random.default_rng(0)
     sizes = np.exp(random.normal(np.log(median / 8), np.log(p95 / median) / 1.6449, (4000, 2)))
     sizes = np.maximum(4, sizes.astype(np.int64))

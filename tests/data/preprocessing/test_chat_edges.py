@@ -1,4 +1,5 @@
-"""Chat data at its edges: answers without words, tokens that hold blanks, false stop tokens, prompts of text."""
+"""Chat data at its edges: answers without words, tokens that hold blanks, false stop tokens, prompts of
+text."""
 
 import json
 from datetime import date

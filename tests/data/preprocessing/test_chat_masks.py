@@ -48,7 +48,8 @@ def test_another_role():
 
 
 def test_the_model_speaks_first():
-    """Of an opening without a prompt a template that marks nothing cannot tell the beginning: it is not trained."""
+    """Of an opening without a prompt a template that marks nothing cannot tell the beginning: it is not
+    trained."""
     opening = [{"role": "assistant", "content": "Ahoy."}, *TALK[1:3]]
     assert trained(CHATML, opening) == ["Nine coins.<|im_end|>\n"]
     assert trained(GENERATION, opening) == ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]

@@ -97,7 +97,8 @@ def test_exactly_one_bos():
 
 
 def test_blanks_that_a_tokenizer_leaves_out_of_its_ranges():
-    """ByteLevel's trim_offsets: the blank that ends the answer is a token without characters, and is trained."""
+    """ByteLevel's trim_offsets: the blank that ends the answer is a token without characters, and is
+    trained."""
     from tokenizers import processors
 
     plain = GENERATION.replace(" + '<|im_end|>' }}{% end", " }}{% end").replace("<|im_end|>", "")

@@ -1,4 +1,5 @@
-"""Labels of conversations and pairs against TRL 1.16's own preparation of data sets, on a tokenizer trained here."""
+"""Labels of conversations and pairs against TRL 1.16's own preparation of data sets, on a tokenizer trained
+here."""
 
 import json
 from types import SimpleNamespace
@@ -125,7 +126,8 @@ def test_an_answer_without_words(blank):
 
 
 def test_template_without_generation_trains_the_same_answers():
-    """By comparing renders, ChatML trains what the tagged template does, and the newline behind each stop token."""
+    """By comparing renders, ChatML trains what the tagged template does, and the newline behind each stop
+    token."""
     rows = [{"messages": messages} for messages in MESSAGES]
     tagged = trl_sft(rows, GENERATION, assistant_only=True)
     newline = chat_tokenizer().encode(["\n"])[0][0][0]
@@ -248,7 +250,8 @@ def test_shared_prompt():
 
 
 def test_an_answer_that_ends_in_several_tokens_of_one_character():
-    """transformers 5.23 marks only the first of the tokens of a span's last character; all are trained here."""
+    """transformers 5.23 marks only the first of the tokens of a span's last character; all are trained
+    here."""
     template = GENERATION.replace("m['content'] + '<|im_end|>'", "m['content']").replace(
         "endgeneration %}{{ '\\n' }}", "endgeneration %}"
     )

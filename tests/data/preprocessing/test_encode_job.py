@@ -1,11 +1,14 @@
-"""Text to `.bin/.idx` by the plain tool against files that GPT-NeoX 2.0's wrote; keys, the command, what is refused.
+"""Text to `.bin/.idx` by the plain tool against files that GPT-NeoX 2.0's wrote; keys, the command, what is
+refused.
 
 | GPT-NeoX | here |
 |---|---|
-| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only read |
+| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only
+read |
 | each of --jsonl-keys holds the text under `text` | its own |
 | an empty document with --append-eod dies of IndexError | a boundary without tokens |
-| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-error skip |
+| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-error
+skip |
 """
 
 import argparse
@@ -194,7 +197,8 @@ def test_a_site_has_the_tokenizer_of_texts(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_table_of_datasets_as_people_make_it(tmp_path: Path):
-    """`ds.to_json(...)`, then the tool; and CSV with a column of another name, into `_text_document` all the same."""
+    """`ds.to_json(...)`, then the tool; and CSV with a column of another name, into `_text_document` all the
+    same."""
     golden = IndexedDataset(DATASET / "corpusA_text_document")
     rows = [json.loads(line) for line in (DATASET / "corpusA.jsonl").read_text().splitlines()]
     dataset = datasets.Dataset.from_list(rows)

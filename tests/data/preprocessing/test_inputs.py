@@ -1,4 +1,5 @@
-"""Which files `--input`, `--split` and `--subset` mean: folders as `datasets` and the hub write them, globs, names."""
+"""Which files `--input`, `--split` and `--subset` mean: folders as `datasets` and the hub write them, globs,
+names."""
 
 import gzip
 import json
@@ -39,8 +40,8 @@ def texts(split: str) -> list[str]:
 
 
 def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
-    """A dataset as `Dataset.push_to_hub` lays it out: Parquet shards, and a README.md with configurations (name -> the
-    folder of its files) and features."""
+    """A dataset as `Dataset.push_to_hub` lays it out: Parquet shards, and a README.md with configurations
+    (name -> the folder of its files) and features."""
     for data_dir in subsets.values():
         (folder / data_dir).mkdir(parents=True)
         for split, rows in SPLITS.items():
@@ -167,7 +168,8 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
 
 
 def test_other_kinds_are_read_by_datasets(tmp_path: Path):
-    """What is no Parquet, Arrow or JSON as they are is converted first: here a separator that only the card tells."""
+    """What is no Parquet, Arrow or JSON as they are is converted first: here a separator that only the card
+    tells."""
     (tmp_path / "data").mkdir()
     for split, rows in SPLITS.items():
         WHOLE.select(rows).to_csv(tmp_path / "data" / f"{split}.csv", sep=";")

@@ -232,7 +232,8 @@ def test_one_pair_for_two_keys_and_fewer_than_no_processes_are_refused(tmp_path:
 
 
 def test_keys_stay_in_step(tmp_path: Path):
-    """A row without text under one key is an empty document there, so that the n-th documents belong together."""
+    """A row without text under one key is an empty document there, so that the n-th documents belong
+    together."""
     rows = [{"q": "a", "a": "b"}, {"q": "", "a": "c"}, {"q": "", "a": ""}, {"q": "d", "a": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), keys=("q", "a"))

@@ -1,4 +1,5 @@
-"""Requests that come and go: what becomes of one depends on itself alone, and nothing of it is left behind."""
+"""Requests that come and go: what becomes of one depends on itself alone, and nothing of it is left
+behind."""
 
 import random
 from typing import Any

@@ -21,7 +21,8 @@ UNTIED["dynamic"] = {**UNTIED["llama"], "rope_scaling": {"rope_type": "dynamic",
 
 
 def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreRequest]:
-    """Contexts that come back, single tokens, continuations that are the beginning of others or the same, long ones."""
+    """Contexts that come back, single tokens, continuations that are the beginning of others or the same,
+    long ones."""
     draw = random.Random(seed)
     texts = [[draw.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 5, 9, 12, positions // 2)]
     found: list[ScoreRequest] = []

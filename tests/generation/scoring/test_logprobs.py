@@ -1,4 +1,5 @@
-"""Scores of continuations against transformers, against whole texts run one by one, and the work that they take."""
+"""Scores of continuations against transformers, against whole texts run one by one, and the work that they
+take."""
 
 import math
 from collections.abc import Sequence
@@ -63,7 +64,8 @@ def whole_texts() -> dict[str, list[ContinuationScore]]:
 
 
 @pytest.mark.parametrize(
-    "name", with_more([name for name in LAYOUTS if name != "tp2+sp"], "tp2", "pp2")  # inference is without that one
+    "name",
+    with_more([name for name in LAYOUTS if name != "tp2+sp"], "tp2", "pp2"),  # inference is without that one
 )
 def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
@@ -81,7 +83,8 @@ def test_bf16_takes_the_softmax_in_fp32() -> None:
     assert score(model, [(CONTEXT, [4, 4, 8])])[0].logprobs == pytest.approx(expected, abs=1e-5)
 
 
-# -- the work it takes -------------------------------------------------------------------------------------------------
+# -- the work it takes
+# -------------------------------------------------------------------------------------------------
 
 
 def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
@@ -101,7 +104,8 @@ def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple
 
 
 def test_a_context_is_run_once() -> None:
-    """Distinct contexts and continuations, each token once; of the last tokens, from which nothing follows, none."""
+    """Distinct contexts and continuations, each token once; of the last tokens, from which nothing follows,
+    none."""
     model = model_of(UNTIED["llama"])
     other = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     requests = [(CONTEXT, choice) for choice in CHOICES] + [(other, choice) for choice in CHOICES]
@@ -139,7 +143,8 @@ def test_the_longest_are_run_first() -> None:
     assert done == sorted(done) and done[-1] == len(some_requests(COLUMNS, model.positions)) and len(set(done)) > 4
 
 
-# -- what is wrong with requests ---------------------------------------------------------------------------------------
+# -- what is wrong with requests
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "learned", "window", "dynamic"])

@@ -207,7 +207,7 @@ def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Pat
     assert not list(tmp_path.glob("*scores*"))
 
 
-# -- precompute --------------------------------------------------------------------------------------------------------
+# -- precompute ----------------------------------------------------------------------------------------------
 
 
 def write(prefix: Path, documents: list[list[int]]) -> str:
@@ -223,7 +223,8 @@ def random_documents(seed: int, *lengths: int) -> list[list[int]]:
 
 
 def test_precomputed_references(model: Path, tmp_path: Path) -> None:
-    """Beside pairs, as the data room reads them; more tokens than positions in windows; goes on after a kill."""
+    """Beside pairs, as the data room reads them; more tokens than positions in windows; goes on after a
+    kill."""
     pos, neg = random_documents(0, 9, 30, 1, 100, 0, 47, 49, 5), random_documents(1, 7, 8, 1, 3, 0, 40, 13, 11)
     paths = write(tmp_path / "pos", pos), write(tmp_path / "neg", neg)
     words = argv(

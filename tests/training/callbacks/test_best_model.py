@@ -1,4 +1,5 @@
-"""The best model of a run: which it is, that it is the model of that step, that it stays, and what is refused."""
+"""The best model of a run: which it is, that it is the model of that step, that it stays, and what is
+refused."""
 
 import json
 from pathlib import Path

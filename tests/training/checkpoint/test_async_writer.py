@@ -24,8 +24,8 @@ def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
 def train_slowly(
     rank: int, world_size: int, given: dict[str, Any], fails: tuple[int, int] | None = None
 ) -> list[tuple[str, int]]:
-    """For the pool: every file takes a while to write. fails: (rank, file) that meets a full disk. What happened when:
-    (what, iteration of the run)."""
+    """For the pool: every file takes a while to write. fails: (rank, file) that meets a full disk. What
+    happened when: (what, iteration of the run)."""
     from megatron.training import train
     from megatron.training.checkpoint import writer as saving
     from tests.training.runs import begin

@@ -1,4 +1,5 @@
-"""A checkpoint that holds NaN, as other programs and earlier versions may have stored it, is named when it is read."""
+"""A checkpoint that holds NaN, as other programs and earlier versions may have stored it, is named when it is
+read."""
 
 import json
 import math

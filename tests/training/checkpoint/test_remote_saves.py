@@ -106,9 +106,9 @@ def killed_while_sending(rank: int, world_size: int, given: dict[str, Any], nth:
 def test_a_run_in_a_bucket(
     bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path
 ) -> None:
-    """Killed while it sends: what is half there is not seen, and a machine that has nothing goes on from what was there
-    before, bit for bit as with a folder. Files are the same, older ones are deleted as they are there, nothing large
-    stays here."""
+    """Killed while it sends: what is half there is not seen, and a machine that has nothing goes on from what
+    was there before, bit for bit as with a folder. Files are the same, older ones are deleted as they are
+    there, nothing large stays here."""
     more = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
     with pytest.raises(AssertionError):
         run(values(bucket.url, tmp_path / "one", async_save=False), server, killed_while_sending, 3)
@@ -228,7 +228,8 @@ def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_same_step_again(bucket: Bucket, tmp_path: Path) -> None:
-    """The one before it is what `latest` names until the new one is whole; with no bucket, any fsspec store."""
+    """The one before it is what `latest` names until the new one is whole; with no bucket, any fsspec
+    store."""
     for url in (bucket.url, f"file://{tmp_path / 'store'}"):
         store = ObjectStore(url)
         for tag in ("global_step2", "global_step10"):

@@ -54,7 +54,8 @@ CELLS = [
     ),
 ]
 STEPS, SAVED = 6, 3
-# fp32: sums in another order. bf16: rounded to 8 bits in every layout, so that one process against two shows as much.
+# fp32: sums in another order. bf16: rounded to 8 bits in every layout, so that one process against two shows
+# as much.
 TOLERANCE = {"fp32": 1e-5, "bfloat16": 1e-3}
 
 
@@ -121,7 +122,8 @@ def test_files_are_the_same_from_any_zero_stage(tmp_path: Path) -> None:
 
 
 def test_there_and_back_is_bit_equal(saved: Any, tmp_path: Path) -> None:
-    """Loaded at ZeRO 3 and saved again at once, the state is the one that a same-layout resume would have had."""
+    """Loaded at ZeRO 3 and saved again at once, the state is the one that a same-layout resume would have
+    had."""
     there = saved("dp4 zero1", "neox", "fp32")
     again = values(tmp_path / "z3", "dp4 zero3", "neox", "fp32", load=str(there), iteration=SAVED)
     run_ranks(save_at_once, 4, again)
@@ -151,7 +153,8 @@ def old_run(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", ["one process", "dp2 zero2", pytest.param("dp4 zero3", marks=pytest.mark.more)])
 def test_state_as_deepspeed_keeps_it(layout: str, saved: Any, tmp_path: Path) -> None:
-    """Earlier checkpoints, and those of 8-bit Adam: the layout that wrote them goes on, another is told why not."""
+    """Earlier checkpoints, and those of 8-bit Adam: the layout that wrote them goes on, another is told why
+    not."""
     ranks = LAYOUTS[layout][0]
     given = values(tmp_path / "run", layout, "neox", "fp32")
     run_ranks(old_run, ranks, given)

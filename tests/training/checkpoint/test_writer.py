@@ -208,7 +208,8 @@ def test_one_run_at_a_time(trained: Path, tmp_path: Path) -> None:
 
 
 def killed_with_a_worker(rank: int, world_size: int, save: str) -> float:
-    """For the pool: a run takes the lock, starts a worker and is killed; seconds until another has the lock."""
+    """For the pool: a run takes the lock, starts a worker and is killed; seconds until another has the
+    lock."""
     import os
     import time
 
@@ -301,7 +302,8 @@ def test_keep_last_and_extra(tmp_path: Path) -> None:
 
 
 def test_ephemeral_and_best(tmp_path: Path) -> None:
-    """Every second one stands until the next; the best by validation loss outlasts `keep_last_n_checkpoints`."""
+    """Every second one stands until the next; the best by validation loss outlasts
+    `keep_last_n_checkpoints`."""
     common = {"checkpoint_factor": 4, "train_iters": 11, "lr_decay_iters": 12, "eval_iters": 1, "eval_interval": 4}
     run(values(tmp_path, **common, ephemeral_save_interval=2))
     assert steps(tmp_path / "run") == ["global_step11", "global_step4", "global_step8"]

@@ -1,4 +1,5 @@
-"""What DeepSpeed is told, what is refused before it, and that honoured keys leave the numbers of one process."""
+"""What DeepSpeed is told, what is refused before it, and that honoured keys leave the numbers of one
+process."""
 
 from typing import Any
 

@@ -35,8 +35,9 @@ def compiled_once(rank: int, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def env() -> dict[str, str]:
-    """Of ranks that find DeepSpeedCPUAdam compiled. A compilation that is killed leaves torch's lock, on which all
-    later ones wait without end; here one process compiles at a time, and takes away what was left."""
+    """Of ranks that find DeepSpeedCPUAdam compiled. A compilation that is killed leaves torch's lock, on
+    which all later ones wait without end; here one process compiles at a time, and takes away what was
+    left."""
     folder = Path(__file__).resolve().parents[3] / ".cache" / "torch_extensions"
     folder.mkdir(parents=True, exist_ok=True)
     env = {"TORCH_EXTENSIONS_DIR": str(folder)}
@@ -87,7 +88,8 @@ def known_curves(rank: int, world_size: int, values: list[dict[str, Any]]) -> li
 @pytest.mark.more
 @needs_compiler
 def test_same_numbers(env: dict[str, str]) -> None:
-    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now and then."""
+    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
+    and then."""
     values = [*CASES.values(), *map(without, CASES.values())]
     parts = run_ranks(known_curves, 2, values, env=env, timeout=240)
     found = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
@@ -100,8 +102,8 @@ def test_same_numbers(env: dict[str, str]) -> None:
 def stop_and_go_on(
     rank: int, world_size: int, pairs: list[tuple[dict[str, Any], dict[str, Any]]], folder: str
 ) -> list[tuple[Part, Part]]:
-    """For the pool: (before, after) -> losses of steps 4 to 6 and weights, of `before` going on through its save at
-    step 3 and of `after` resumed from there."""
+    """For the pool: (before, after) -> losses of steps 4 to 6 and weights, of `before` going on through its
+    save at step 3 and of `after` resumed from there."""
     ask_the_cpu_once()
     found = []
     for i, (before, after) in enumerate(pairs):

@@ -1,4 +1,5 @@
-"""W&B and Comet: offline runs of the real libraries where they are installed, and what they are told, of stand-ins."""
+"""W&B and Comet: offline runs of the real libraries where they are installed, and what they are told, of
+stand-ins."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def test_same_in_every_layout(name: str, one_process: dict[Any, list[dict[str, f
             assert noise[0] == pytest.approx(noise[1], rel=1e-3)
         assert ours.keys() == theirs.keys()
         for metric, value in ours.items():
-            # A gradient that is 0 up to rounding (of a key's bias, the second moment of it) is noise beside the others,
-            # and bf16 rounds one element in 32 to 0 or not.
+            # A gradient that is 0 up to rounding (of a key's bias, the second moment of it) is noise beside
+            # the others, and bf16 rounds one element in 32 to 0 or not.
             noise_floor = 1e-3 * tolerance + 1e-7
             if metric.startswith("pct"):
                 noise_floor = 7.0 if tolerance > 1e-3 else 1.5 if "query_key_value.bias" in metric else 0.0
@@ -79,7 +79,8 @@ def test_same_in_every_layout(name: str, one_process: dict[Any, list[dict[str, f
 
 
 def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[str]:
-    """For the pool: two free steps, then three in which only the values of a logged step may be waited for."""
+    """For the pool: two free steps, then three in which only the values of a logged step may be waited
+    for."""
     from tqdm import tqdm
 
     from megatron.callbacks import Step

@@ -1,4 +1,5 @@
-"""Preferences from files to trained weights: what a run reads, that it learns, and that it goes on where it stopped."""
+"""Preferences from files to trained weights: what a run reads, that it learns, and that it goes on where it
+stopped."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Preferences under the training engine: the same step in every layout, ln 2 where the policy is its own reference."""
+"""Preferences under the training engine: the same step in every layout, ln 2 where the policy is its own
+reference."""
 
 import math
 from dataclasses import replace
@@ -108,7 +109,8 @@ def single() -> dict[tuple[str, bool], Run]:
     return {look: run_ranks(run, 1, [{}], *look)[0][0] for look in looks}
 
 
-# Each objective in all layouts in one look, the other by `make test-more`; both looks of all in one process, below.
+# Each objective in all layouts in one look, the other by `make test-more`; both looks of all in one process,
+# below.
 AGREEING = [
     pytest.param(name, look, marks=() if LOOK[look] is (name in ("dpo", "unpaired")) else pytest.mark.more)
     for name in OBJECTIVES for look in LOOK
