@@ -141,8 +141,7 @@ class ObjectStore:
         """Delete a file, or a folder with all that is in it."""
         self._call(name, lambda: self._fs.rm(self._at(name), recursive=True), lambda: None)
 
-    # -- folders that are there whole or not at all
-    # ----------------------------------------------------------------
+    # -- folders that are there whole or not at all ----------------------------------------------------------
 
     def whole(self) -> set[str]:
         """The names of the finished files and folders."""

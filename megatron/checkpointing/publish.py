@@ -17,7 +17,7 @@ from megatron.checkpointing.layout import LATEST, aside_tag, step_tag
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, size_problems
 from megatron.checkpointing.object_store import ObjectStore
 from megatron.checkpointing.retention import Retention, checkpoints_to_delete
-from megatron.checkpointing.tensor_files import need_free, replace_file, write_bytes
+from megatron.checkpointing.tensor_files import FileRecord, need_free, replace_file, write_bytes
 from megatron.data.files import sync
 from megatron.process import say
 
@@ -79,6 +79,17 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
+def _write_configs(temporary: Path, configs: Mapping[str, str], files: dict[str, FileRecord]) -> None:
+    """Write each configuration file below `configs/` and add its record to `files`."""
+    (temporary / "configs").mkdir(exist_ok=True)
+    for path, text in configs.items():
+        name, file = f"configs/{PurePath(path).name}", PurePath(path)
+        for again in range(2, len(configs) + 1):  # files of one name from two folders are both kept
+            if name in files:
+                name = f"configs/{file.stem}_{again}{file.suffix}"
+        files[name] = write_bytes(text.encode(), temporary / name, name)
+
+
 def publish(
     temporary: Path,
     save: str | Path,
@@ -101,13 +112,7 @@ def publish(
     """
     save, temporary = Path(save), Path(temporary)
     files = dict(manifest.files)
-    (temporary / "configs").mkdir(exist_ok=True)
-    for path, text in configs.items():
-        name, file = f"configs/{PurePath(path).name}", PurePath(path)
-        for again in range(2, len(configs) + 1):  # files of one name from two folders are both kept
-            if name in files:
-                name = f"configs/{file.stem}_{again}{file.suffix}"
-        files[name] = write_bytes(text.encode(), temporary / name, name)
+    _write_configs(temporary, configs, files)
     tag, added = step_tag(iteration), [name for name in files if name not in manifest.files]
     if store is not None:
         store.send(temporary, tag, added)

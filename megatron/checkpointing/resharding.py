@@ -48,8 +48,8 @@ def reshard(
 
     optimizer: false leaves its state out. sequential: GPT-NeoX's files without a pipeline, weights in
     mp_rank.
-    naming: of GENERATIONS; None: as `args` has them. each: goes through the layers, for a progress bar. One
-    layer at a time is in memory. Nothing is visible until it is whole: an interrupted call is simply made
+    naming: of WEIGHT_NAMINGS; None: as `args` has them. each: goes through the layers, for a progress bar.
+    One layer at a time is in memory. Nothing is visible until it is whole: an interrupted call is simply made
     again.
     Raises CheckpointError when the source is damaged, has no state to cut, or the sizes do not divide the
     model.
@@ -60,23 +60,13 @@ def reshard(
     manifest = verify(source)
     ours = manifest or _first_manifest(source, args, optimizer)
     to = replace(to, precision=ours.layout.precision)
-    state: OptimizerFiles | NeoXOptimizer = OptimizerFiles(source)
-    if manifest is None and optimizer:
-        state = NeoXOptimizer(source, args)
-    elif optimizer and not state and ours.optimizer:
-        raise CheckpointError(
-            f"{source}: its optimizer state can only be read by the layout that wrote it; go on with that once and "
-            "save again, or leave the state out"
-        )
+    state = _optimizer_state(source, args, manifest, optimizer)
     with_state, specs = optimizer and bool(state), layer_params(args)
     asked = frozenset(_file_names(args, specs[2], naming))
     if final.exists():
-        there = read_manifest(final)
-        same = there is not None and (there.layout, there.run_id, there.optimizer) == (
-            to,
-            ours.run_id,
-            with_state,
-        )
+        existing = read_manifest(final)
+        wanted = (to, ours.run_id, with_state)
+        same = existing is not None and (existing.layout, existing.run_id, existing.optimizer) == wanted
         if same and describe_checkpoint(final).block == asked and bool(layout.layer_files(final)) != sequential:
             verify(final)
             return final
@@ -98,17 +88,27 @@ def reshard(
         states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
     else:
         states = _model_states(source, to, manifest)
-    records += write_model_files(temporary, states, sequential)
-    records += _copied(source, temporary)
-    made = replace(
-        ours,
-        layout=to,
-        model=model_keys(args),
-        optimizer=with_state,
-        files={record.name: record for record in records},
-    )
+    records += [*write_model_files(temporary, states, sequential), *_copied(source, temporary)]
+    files = {record.name: record for record in records}
+    made = replace(ours, layout=to, model=model_keys(args), optimizer=with_state, files=files)
     configs = {} if (source / "configs").is_dir() else args.config_files
     return publish(temporary, save, made.iteration, made, configs)
+
+
+def _optimizer_state(
+    source: Path, args: NeoXArgs, manifest: Manifest | None, wanted: bool
+) -> OptimizerFiles | NeoXOptimizer:
+    """What reads the optimizer state of `source`; without a manifest that is GPT-NeoX's. Raises
+    CheckpointError where it is wanted and only the layout that wrote it could read it."""
+    if manifest is None and wanted:
+        return NeoXOptimizer(source, args)
+    state = OptimizerFiles(source)
+    if wanted and not state and manifest is not None and manifest.optimizer:
+        raise CheckpointError(
+            f"{source}: its optimizer state can only be read by the layout that wrote it; go on with that once and "
+            "save again, or leave the state out"
+        )
+    return state
 
 
 def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:

@@ -57,8 +57,7 @@ class NeoXLM(TemplateLM):
         self._tokenizer = model.tokenizer
         self._known: dict[str, list[int]] = {}  # tokens of texts that are asked for again and again
 
-    # -- what lm-eval asks about the model
-    # -----------------------------------------------------------------------
+    # -- what lm-eval asks about the model -------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:

@@ -4,6 +4,7 @@ import codecs
 import os
 import select
 import sys
+from collections.abc import Callable
 
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.batcher import Batcher
@@ -101,6 +102,19 @@ def _conversation(model: Model) -> Conversation | None:
     return Conversation(ChatTemplate(text, model.tokenizer, source), system, model.positions - args.maximum_tokens)
 
 
+def _write_answer(batcher: Batcher, write: Callable[[str], None]) -> str:
+    """Run the one request of `batcher` to its end and write its text as it comes; returns the text."""
+    answer, count = "", 0
+    while batcher.busy:
+        for event in batcher.step():
+            write(event.text)
+            answer += event.text
+            count += len(event.tokens)
+    started = count > 1 or bool(answer)
+    write("\n" if started else f"{NOT_STARTED}\n")
+    return answer
+
+
 def converse(model: Model) -> int:
     """Answer prompts from rank 0's standard input on its standard output until they end; returns how many
     there were.
@@ -156,19 +170,9 @@ def converse(model: Model) -> int:
         if message is not None:
             write(f"{message}\n")
         seed = mix_seed(args.seed, "sample", number)
-        batcher.add(
-            Request(
-                tokens, SamplingParams.from_args(args), args.maximum_tokens, seed, args.stop_strings, stop_token_ids
-            )
-        )
-        answer, count = "", 0
-        while batcher.busy:
-            for event in batcher.step():
-                write(event.text)
-                answer += event.text
-                count += len(event.tokens)
-        started = count > 1 or bool(answer)
-        write("\n" if started else f"{NOT_STARTED}\n")
+        sampling = SamplingParams.from_args(args)
+        batcher.add(Request(tokens, sampling, args.maximum_tokens, seed, args.stop_strings, stop_token_ids))
+        answer = _write_answer(batcher, write)
         if conversation is not None:
             conversation.answer(answer)
         number += 1

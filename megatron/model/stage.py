@@ -154,8 +154,7 @@ class Stage(nn.Module):
         mixers = {spec.index: spec.mixer for spec in self.attention_blocks}
         return {layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()}
 
-    # -- what blocks are given
-    # -----------------------------------------------------------------------------------------
+    # -- what blocks are given -------------------------------------------------------------------------------
 
     def attention_inputs(
         self, spec: BlockSpec, batch: Batch, positions: Tensor, context: InferenceContext

@@ -38,7 +38,7 @@ from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.objectives import build_objective
-from megatron.tokenizer import build_tokenizer, describe, with_vocabulary
+from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
 from megatron.training.callbacks.best_model import check_best
 from megatron.training.callbacks.from_file import load_callbacks
 from megatron.training.callbacks.profiling import record_memory_history
@@ -108,6 +108,19 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
+def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Logger) -> None:
+    """The resolved configuration, the vocabulary and the notes on single keys, a line each."""
+    logger.info(arguments_dump(args))
+    logger.info(describe(tokenizer, args.padded_vocab_size))
+    if args.softmax_rows is not None:
+        logger.info(
+            f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in "
+            "the softmax"
+        )
+    for note in args.startup_notes():
+        logger.info(note)
+
+
 def start(
     configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] = DeepSpeedEngine
 ) -> Training:
@@ -141,15 +154,7 @@ def start(
         args, place = args.replace(train_epochs=None, train_iters=steps), args.origin("train_epochs")
         args = replace(args, origins=FrozenDict({**args.origins, "train_epochs": place, "train_iters": place}))
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
-    logger.info(arguments_dump(args))
-    logger.info(describe(tokenizer, args.padded_vocab_size))
-    if args.softmax_rows is not None:
-        logger.info(
-            f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in "
-            "the softmax"
-        )
-    for note in args.startup_notes():
-        logger.info(note)
+    _log_configuration(args, tokenizer, logger)
     for line in on_rank_zero(groups, lambda: data_log_lines(args)):
         logger.info(line)
     datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, data_state=begun)

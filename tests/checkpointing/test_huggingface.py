@@ -197,8 +197,7 @@ def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round
     assert all(torch.equal(old.get(name), value) for name, value in made.items())
 
 
-# -- precision, tokenizer, card
-# ----------------------------------------------------------------------------------
+# -- precision, tokenizer, card ------------------------------------------------------------------------------
 
 
 def test_precision_is_as_asked(tmp_path: Path) -> None:

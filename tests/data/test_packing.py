@@ -192,8 +192,7 @@ def test_documents_with_labels(lengths: list[int], begin: int, end: int, data):
     assert has_label(labels, first, len(lengths), begin, end).tolist() == expected
 
 
-# -- GPT-NeoX's arrays
-# ---------------------------------------------------------------------------------------------
+# -- GPT-NeoX's arrays ---------------------------------------------------------------------------------------
 
 GOLDEN = sorted(path.name for path in INDEXMAPS.glob("*") if path.name.startswith(("overflow", "unpacked")))
 

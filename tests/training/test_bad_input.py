@@ -181,8 +181,7 @@ def call_deepy(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
-# -- real file systems
-# ------------------------------------------------------------------------------------------
+# -- real file systems ---------------------------------------------------------------------------------------
 
 
 def on_small_disk(

@@ -85,9 +85,8 @@ def export_hf(
         )
     vocab = max(vocab, extras.tokens or 0)
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
-    config = {**hf_config(args, family=family, vocab_size=vocab), **extras.ids}
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    config = with_fields(config, extras.config, args)
+    ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
     temporary = _begin(output, weight_bytes(shapes, dtype))
     try:
         layers = _read(source, args, dtype, each)
@@ -101,14 +100,14 @@ def export_hf(
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
 
-        found = compare_logits(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
+        comparison = compare_logits(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
         sync(temporary)
         _replace(temporary, output)
     except OSError as problem:
         raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return found
+    return comparison
 
 
 def _only_dtype(source: Path) -> torch.dtype:

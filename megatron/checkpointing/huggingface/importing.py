@@ -57,7 +57,7 @@ def import_hf(
 ) -> tuple[Path, LogitComparison]:
     """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
 
-    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of GENERATIONS; None:
+    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of WEIGHT_NAMINGS; None:
     today's.
     save_tokenizer: its files also in `<save>/tokenizer`. chat_template: a file that takes the place of the
     folder's, or gives a base model one. The vocabulary is padded to a multiple of 128 that the ranks divide,
@@ -76,21 +76,16 @@ def import_hf(
         raise CheckpointError(f"{folder.origin}: {problem}") from problem
     _check_target(save / layout.step_tag(iteration))
     specs = layer_params(args)
-    carried = read_companion_files(folder.path)
-    if chat_template is not None:
-        try:
-            carried[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
-        except OSError as problem:
-            raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
+    companions = _companion_files(folder, chat_template)
     needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1)
     temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
     try:
         records: list[FileRecord] = []
-        layers = groupby(tensors, key=lambda found: found[0])
-        for layer, (_, found) in zip(each(sorted(specs), len(specs)), layers, strict=True):
-            whole = {name: value for _, name, value in found}
+        layers = groupby(tensors, key=lambda row: row[0])
+        for layer, (_, rows_of_layer) in zip(each(sorted(specs), len(specs)), layers, strict=True):
+            whole = {name: value for _, name, value in rows_of_layer}
             records += save_layer(temporary, layer, whole, args, naming)
-            del whole, found
+            del whole, rows_of_layer
 
         def weights(layer: int) -> Mapping[str, Tensor]:
             return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]
@@ -101,11 +96,11 @@ def import_hf(
         states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
         records += write_model_files(temporary, states, sequential=pipe == 0)
         (temporary / HF_SUBFOLDER).mkdir()
-        for name, content in carried.items():
+        for name, content in companions.items():
             records.append(write_bytes(content, temporary / HF_SUBFOLDER / name, f"{HF_SUBFOLDER}/{name}"))
         given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
-            given |= _save_tokenizer(save, carried, folder)
+            given |= _save_tokenizer(save, companions, folder)
         free, where = _FREE_UNDER_TE if naming == "te" else _FREE, Path(folder.origin)
         model = {key: value for key, value in model_keys(args).items() if key not in free}
         manifest = Manifest(
@@ -121,6 +116,18 @@ def import_hf(
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict[str, bytes]:
+    """What goes along with the weights, by name; the file `chat_template` takes the place of the folder's.
+    Raises CheckpointError."""
+    files = read_companion_files(folder.path)
+    if chat_template is not None:
+        try:
+            files[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
+        except OSError as problem:
+            raise CheckpointError(f"--chat-template {chat_template}: cannot be read ({problem.strerror})") from problem
+    return files
 
 
 def _check_target(final: Path) -> None:
@@ -154,19 +161,18 @@ def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
     return asked
 
 
-def _save_tokenizer(save: Path, carried: Mapping[str, bytes], folder: HFFolder) -> dict[str, str]:
-    if "tokenizer.json" not in carried:
+def _save_tokenizer(save: Path, companions: Mapping[str, bytes], folder: HFFolder) -> dict[str, str]:
+    if "tokenizer.json" not in companions:
         raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
     target = save / "tokenizer"
     target.mkdir(parents=True, exist_ok=True)
-    for name, content in carried.items():
+    for name, content in companions.items():
         if name in TOKENIZER or name == GENERATION:
             write_bytes(content, target / name)
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str((target / "tokenizer.json").resolve())}
 
 
-# -- as the start of a run
-# ---------------------------------------------------------------------------------------
+# -- as the start of a run -----------------------------------------------------------------------------------
 
 
 def load_hf_weights(

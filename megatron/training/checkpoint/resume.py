@@ -47,8 +47,7 @@ class Checkpointer(CheckpointWriter):
     """Restores one run, and saves it. All ranks call every method together; what one rank raises, all
     raise."""
 
-    # -- starting and going on
-    # -----------------------------------------------------------------------------------
+    # -- starting and going on -------------------------------------------------------------------------------
 
     def resume(self) -> TrainingProgress:
         """Start as the configuration says: go on from `save` if it holds this run, else from `load`, else

@@ -83,8 +83,7 @@ def test_bf16_takes_the_softmax_in_fp32() -> None:
     assert score(model, [(CONTEXT, [4, 4, 8])])[0].logprobs == pytest.approx(expected, abs=1e-5)
 
 
-# -- the work it takes
-# -------------------------------------------------------------------------------------------------
+# -- the work it takes ---------------------------------------------------------------------------------------
 
 
 def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
@@ -143,8 +142,7 @@ def test_the_longest_are_run_first() -> None:
     assert done == sorted(done) and done[-1] == len(some_requests(COLUMNS, model.positions)) and len(set(done)) > 4
 
 
-# -- what is wrong with requests
-# ---------------------------------------------------------------------------------------
+# -- what is wrong with requests -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "learned", "window", "dynamic"])
