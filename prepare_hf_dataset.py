@@ -1,13 +1,12 @@
 """Make training data of a HuggingFace dataset: one text a row as JSONL, counted, and tokenised into
 `.bin/.idx`.
 
-    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file
-    tokenizer.json
+    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file tokenizer.json
 
 writes <output-base>/<name>_<subset>_<split>/{dataset.jsonl, <folder>_text_document.bin, .idx,
 pipeline_results.json}. Conversations become plain text through a chat template: all of it is trained, as no
 labels are made. For labels use tools/datasets/preprocess_data_with_chat_template.py.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import json

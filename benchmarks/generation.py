@@ -2,11 +2,12 @@
 choice.
 
 Prompts of mixed length are continued 16 (`--rows`) at a time, each up to a length of its own; the logarithms
-of lengths are uniform: many short texts, few long ones. transformers runs them in padded batches, each until
-its last row has all its tokens: at its best batches of texts sorted by how many tokens they will get, as if
-that were known before, and as they come. Here a row makes place for the next prompt. All alternate, the
-median counts; texts are held against each other. With --equal all texts get equally many tokens, so that only
-the speed of a step counts.
+of
+lengths are uniform: many short texts, few long ones. transformers runs them in padded batches, each until its
+last row has all its tokens: at its best batches of texts sorted by how many tokens they will get, as if that
+were known before, and as they come. Here a row makes place for the next prompt. All alternate, the median
+counts; texts are held against each other. With --equal all texts get equally many tokens, so that only the
+speed of a step counts.
 """
 
 import argparse

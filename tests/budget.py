@@ -57,8 +57,7 @@ def table(costs: dict[str, Cost], budget: dict[str, dict[str, float]]) -> list[s
 
 class BudgetPlugin:
     """Counts where tests run, and adds up and judges where their reports arrive, which with pytest-xdist are
-    different
-    processes: the reports carry the counts."""
+    different processes: the reports carry the counts."""
 
     def __init__(self, budget_file: Path = BUDGET) -> None:
         self.budget_file = budget_file

@@ -1,14 +1,13 @@
 """Write the configuration of a run that begins where a checkpoint ended.
 
-    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant
-    synthetic_mid \\
+    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant synthetic_mid \\
         --data data/dolci data/mcqa
 
 writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml: training, data and weights of the mix as in
 post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer of the
 checkpoint's own configuration; `load` and `iteration` of what `latest` names. The file is whole: `python
 deepy.py train.py FILE` trains.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import re

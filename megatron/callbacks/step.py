@@ -40,8 +40,8 @@ class Step:
     """One finished optimizer step, or step 0: a fresh run before its first step, whose result is None.
 
     seq_length: tokens it read of each sample, row_length: in rows of so many, of which the run has read
-    row_tokens;
-    row: its metrics by name, which callbacks add to; settled: whether the step's own values are in the row.
+    row_tokens; row: its metrics by name, which callbacks add to; settled: whether the step's own values are
+    in the row.
     """
 
     iteration: int

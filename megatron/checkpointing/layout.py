@@ -1,16 +1,16 @@
 """The layout of a checkpoint on disk: names of directories and files, as GPT-NeoX writes them, and finding
 them.
 
-    <save>/latest                                       the name of the newest checkpoint, such as
-    global_step100 <save>/global_step100/
-        layer_02-model_00-model_states.pt               weights of layer 2 of tensor rank 0
-        optim_layer_02-model_00.pt                      optimizer state of these weights
-        mp_rank_00_model_states.pt                      counters, schedule and random states of model-parallel
-        rank 0 manifest.json                                   what the checkpoint is, and a checksum of each
-        file configs/, tokenizer/, huggingface/              files of the run and of the model that was
-        imported
+    <save>/latest                              the name of the newest checkpoint, such as global_step100
+    <save>/global_step100/
+        layer_02-model_00-model_states.pt      weights of layer 2 of tensor rank 0
+        optim_layer_02-model_00.pt             optimizer state of these weights
+        mp_rank_00_model_states.pt             counters, schedule, random states of model-parallel rank 0
+        manifest.json                          what the checkpoint is, and a checksum of each file
+        configs/, tokenizer/, huggingface/     files of the run and of the model that was imported
 
-Directories whose names begin with a dot are unfinished or set aside.
+Directories whose names begin with a dot are unfinished or set aside. `manifest.json` is named in
+`manifest.py`, `configs/` in `publish.py`, what lies in `huggingface/` in `huggingface/companion_files.py`.
 """
 
 import re

@@ -149,7 +149,8 @@ def to_file_names(
     layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> dict[str, Tensor]:
     """The tensors of one layer (by its NeoX index) of one tensor rank as GPT-NeoX writes them, with its
-    unused norms and buffers.
+    unused
+    norms and buffers.
 
     naming: a key of `WEIGHT_NAMINGS`; None: the naming that this configuration has in GPT-NeoX. Raises
     CheckpointError where the model has no names in it.

@@ -18,8 +18,9 @@ class Batch:
     """One micro-batch: integer tensors of fixed sizes.
 
     Preference training adds responses, numbered from 0 over the micro-batch. A pair is responses 2p (chosen)
-    and 2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score
-    of a response is the sum of log-probabilities over its places whose loss weight is 1.
+    and
+    2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score of a
+    response is the sum of log-probabilities over its places whose loss weight is 1.
     preference_labels: of pairs 1, and 0 for padding; of KTO's examples their weight, negative for undesirable
     ones.
     """
@@ -72,10 +73,8 @@ def collate(
     place of a row always begins one.
     rewards: [batch] float32, of each row's document.
     eod_mask_loss leaves out the positions whose input token is `eod` (NeoX): what follows a document's end is
-    chance.
-    reset_attention_mask: attention stays in documents, and no document's first token is predicted from the
-    one before.
-    reset_position_ids: positions count from 0 in each document.
+    chance. reset_attention_mask: attention stays in documents, and no document's first token is predicted
+    from the one before. reset_position_ids: positions count from 0 in each document.
     """
     resets = reset_attention_mask or reset_position_ids
     if eod is None and (eod_mask_loss or (resets and begins is None)):

@@ -2,8 +2,7 @@
 
 `.idx`, little-endian: magic `MMIDIDX\\0\\0` (9 bytes), u64 version = 1, u8 dtype code, u64 n sequences, u64 n
 document boundaries, i32 sizes [n] in tokens, i64 byte pointers into `.bin` [n], i64 boundaries (first 0, last
-n).
-`.bin`: the tokens, nothing else.
+n). `.bin`: the tokens, nothing else.
 """
 
 import os

@@ -94,10 +94,9 @@ def train_loader(
     optimizer step.
 
     Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has
-    handed out.
-    length: tokens that the n-th list, from 0 on, reads of each sample; None: all. cut: all are read, in rows
-    of it. Raises DataError at the step that holds data which cannot be used. The `num_workers` processes
-    start at once; closing or dropping the iterator ends them.
+    handed out. length: tokens that the n-th list, from 0 on, reads of each sample; None: all. cut: all are
+    read, in rows of it. Raises DataError at the step that holds data which cannot be used. The `num_workers`
+    processes start at once; closing or dropping the iterator ends them.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
@@ -167,7 +166,8 @@ def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
 
     A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the
     middle of whatever is under way, advises more memory then; a process that takes over a batch at that
-    moment finds its end of a connection gone.
+    moment finds its end of
+    a connection gone.
     """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         for _ in range(_TRIES):

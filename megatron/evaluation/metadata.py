@@ -121,7 +121,7 @@ def _git_hash() -> str | None:
     """The git commit of the working folder, as lm-eval records it; None without git."""
     try:
         return subprocess.run(
-            ["git", "add_metadata", "--always"], capture_output=True, text=True, timeout=10, check=True
+            ["git", "describe", "--always"], capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -13,8 +13,7 @@ from megatron.model import Model
 
 class InTraining(Callback):
     """Evaluates `eval_tasks` after each validation of a run. Tasks are looked up once, when it is made, on
-    all ranks
-    together: what is no task, and a `save_best` that no task has, is refused before the first step
+    all ranks together: what is no task, and a `save_best` that no task has, is refused before the first step
     (ConfigError)."""
 
     def __init__(self, run: TrainingRun) -> None:

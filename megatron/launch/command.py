@@ -85,12 +85,14 @@ def tools(folder: Path) -> dict[str, Path]:
 
 
 def help_text(folder: Path) -> str:
-    """What `neox --help` prints, with the first line of every tool's own description."""
+    """What `neox --help` prints, with the first sentence of every tool's own description."""
     ranks = "\n".join(f"  {name:<34} {what}" for name, (_, what) in ON_RANKS.items())
     listed = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
     return _HELP.format(ranks=ranks, tools=listed, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
 
 
 def _summary(path: Path) -> str:
+    """The first sentence of a script's description."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    return text.partition("\n")[0].rstrip(".:")
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".:")

@@ -1,12 +1,11 @@
 """Which NCCL a run preloads: torch's own, or one of the machine that is not older than the one torch was
 built with.
 
-    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on
-    stderr
+    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on stderr
 
 An older one ends in `undefined symbol: ncclCommShrink` when torch is imported, so nothing here imports torch
 before that is known.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import importlib.util
 import mmap

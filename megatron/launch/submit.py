@@ -1,11 +1,10 @@
 """What is submitted to Slurm for a run, with what the site has for it.
 
-    python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of
-    pretrain_neox.sbatch)
+    python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of pretrain_neox.sbatch)
 
 sbatch reads nothing of a batch file but its #SBATCH lines, which are the same everywhere. So a job that was
 submitted without --nodes submits itself again with the site's nodes, once, and ends.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import os
 import re

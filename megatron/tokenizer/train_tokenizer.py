@@ -1,11 +1,10 @@
 """Train a byte-level BPE on JSONL texts; flags are GPT-NeoX's.
 
-    python megatron/tokenizer/train_tokenizer.py --json_input_dir data --tokenizer_output_path tokenizer.json
-    -v 52000
+    python megatron/tokenizer/train_tokenizer.py --json_input_dir data --tokenizer_output_path tokenizer.json -v 52000
 
 Unlike GPT-NeoX's it gives back every text as it was: no normalisation, no added space, and all 256 bytes are
 tokens.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import gzip

@@ -28,8 +28,7 @@ class Engine(Protocol):
     layer and name of the weight map, each rank with its own part.
 
     dtype: of weights and hidden states; zero_stage: what is cut over data ranks, as ZeRO counts it (1:
-    optimizer state,
-    2: gradients too, 3: weights too).
+    optimizer state, 2: gradients too, 3: weights too).
     """
 
     args: NeoXArgs
@@ -103,8 +102,7 @@ class Engine(Protocol):
 
     def model_state(self) -> dict[str, Any]:
         """What a run must know beside weights and moments to go on bit for bit, for the file of each
-        model-parallel
-        rank: `loss_scaler`, `spike_window`, and what the engine's library keeps."""
+        model-parallel rank: `loss_scaler`, `spike_window`, and what the engine's library keeps."""
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
         """Go on with `loss_scaler` and `spike_window` of `model_state`, as far as they are there, and with

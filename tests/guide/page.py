@@ -15,8 +15,7 @@ COPIED = ("megatron", "tests", "tools", "docs", "configs", "deepy.py", "train.py
 @dataclass(frozen=True)
 class Block:
     """A fenced block. language: as written behind the fence; path: the file that the line before it names, ""
-    without;
-    new: whether that file is made by it."""
+    without; new: whether that file is made by it."""
 
     language: str
     text: str

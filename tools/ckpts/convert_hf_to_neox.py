@@ -1,12 +1,11 @@
 """Write a HuggingFace model, a local folder or a name on the Hub, as a checkpoint that training loads.
 
-    python tools/ckpts/convert_hf_to_neox.py --hf-model EleutherAI/pythia-70m --output-dir checkpoints/pythia
-    --tp 2
+    python tools/ckpts/convert_hf_to_neox.py --hf-model EleutherAI/pythia-70m --output-dir checkpoints/pythia --tp 2
 
 Before the checkpoint appears, its logits on a fixed batch are compared with those of transformers; a
 difference above the bound is refused. `configs/hf_model.yml` in it is the model's configuration. After an
 interruption the same command is given again.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys

@@ -1,13 +1,12 @@
 """Write a checkpoint, ours or GPT-NeoX's of any layout and generation, in HuggingFace's format.
 
-    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml
-    \\
+    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml \\
         --output_dir hf/run --precision bf16
 
 Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this
 project's forward pass; a difference above the bound is refused. After an interruption the same command is
 given again.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys

@@ -1,13 +1,12 @@
 """Write a LLaMA or Mistral, a checkpoint or a HuggingFace folder, in Meta's format: params.json,
 consolidated.NN.pth.
 
-    python tools/ckpts/convert_neox_to_raw_llama.py --input_dir checkpoints/run/global_step1000 --output_dir
-    raw \\
+    python tools/ckpts/convert_neox_to_raw_llama.py --input_dir checkpoints/run/global_step1000 --output_dir raw \\
         --num_output_shards 2
 
 A checkpoint goes through HuggingFace's format, with its check of the logits, in a temporary folder beside the
 output.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys

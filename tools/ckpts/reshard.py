@@ -1,11 +1,10 @@
 """Cut a checkpoint for another layout, optimizer state included, one layer in memory at a time.
 
-    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4
-    --pp 2
+    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4 --pp 2
 
 Runs also do this by themselves when they load a checkpoint of another layout. Nothing is visible in the
 output folder until it is whole; after an interruption the same command is given again.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys

@@ -1,14 +1,12 @@
 """Show what a dataset teaches: its samples as text, coloured by what is trained and what is masked.
 
-    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in
-    colour
+    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in colour
     python tools/datasets/inspect.py data/chat_messages_document --vocab-file tokenizer.json \\
-        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training
-        sees them
+        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training sees them
     python tools/datasets/inspect.py data/mine_text_document --vocab-file tokenizer.json --stats
 
 Labels, rewards and the other side of pairs are found beside the file that is named.
-"""
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import os

@@ -1,15 +1,13 @@
 """Tokenise conversations and preference pairs for training, with labels for what the model writes.
 
-    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats
-    \\
+    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
         --tokenizer-path DIR_OR_HUB --jsonl-keys messages --workers 8
 
 A key holds messages (role/content, or ShareGPT's from/value), or the rest of a `prompt` beside it
-(completion, chosen,
-rejected: messages or plain text). Columns `tools` and `chat_template_kwargs` go to the template. Flags and
-file names are GPT-NeoX's; where the tokens differ from its, tests/data/preprocessing/test_chat_golden.py says
-why.
-"""
+(completion, chosen, rejected: messages or plain text). Columns `tools` and `chat_template_kwargs` go to the
+template. Flags and file names are GPT-NeoX's; where the tokens differ from its,
+tests/data/preprocessing/test_chat_golden.py says why.
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys

@@ -1,8 +1,9 @@
 """Samples of preference training: rows of whole responses, each a prompt and what a model wrote to it.
 
 The chosen and the rejected response of pair p are documents 2p and 2p + 1; an example of KTO is one document.
-A unit, a pair or an example, is whole in one sample: packed `best_fit` its responses stand in one row;
-otherwise the chosen and the rejected response of a pair stand in the same places of two rows.
+A unit,
+a pair or an example, is whole in one sample: packed `best_fit` its responses stand in one row; otherwise the
+chosen and the rejected response of a pair stand in the same places of two rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,7 @@ class PreferenceSample:
 
     response_ids: for each row [seq_length + 1] int64, the response that a token belongs to (of pair p these
     are 2p and 2p + 1), -1 in padding. preference_labels [n] float32 and reference_logprobs [n] float32: as in
-    `Batch`.
-    kl_sample: responses to other prompts, for KTO's KL.
+    `Batch`. kl_sample: responses to other prompts, for KTO's KL.
     """
 
     rows: tuple[TokenSample, ...]
@@ -45,10 +45,9 @@ class PreferenceDataset:
 
     parts: the slices of `sources` that make the documents. prompts [documents]: how many tokens of each come
     before the first trained one. two_rows: documents 2p and 2p + 1 stand in two rows; the maps are over pairs
-    p then. labels,
-    references: beside each source, one value for each token; references (float32) may also hold one for each
-    document. preference_labels [documents] float32: as in `Batch`. kl_dataset: item i of it is the
-    `kl_sample` of sample i.
+    p then. labels, references: beside each source, one value for each token; references (float32) may also
+    hold one for each document. preference_labels [documents] float32: as in `Batch`. kl_dataset: item i of it
+    is the `kl_sample` of sample i.
     """
 
     def __init__(
@@ -101,7 +100,8 @@ class PreferenceDataset:
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
         """(row, document of that row, its token to begin at, how many tokens) of each document in a sample;
-        tokens are counted in what is used of a document."""
+        tokens
+        are counted in what is used of a document."""
         for number, row in enumerate(self.rows):
             for piece in row.pieces(index):
                 yield number, *piece

@@ -41,9 +41,8 @@ class PreferenceMaps(IndexMaps):
     """`IndexMaps` over documents, or over pairs where a pair takes two rows.
 
     begin, size [documents] int64: the first token that is used of each document, and how many. prompt
-    [documents]
-    int64: how many of these tokens come before the first trained one. counts [12] int64: as named in
-    `COUNTS`.
+    [documents] int64: how many of these tokens come before the first trained one. counts [12] int64: as named
+    in `COUNTS`.
     """
 
     begin: np.ndarray

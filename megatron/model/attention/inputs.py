@@ -28,8 +28,8 @@ class AttentionInputs(NamedTuple):
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
     cu_seqlens: int32 document starts over the flattened batch and its end, where
-    `AttentionBackends.supports_varlen`.
-    window: with cu_seqlens, how many keys before itself a query sees; -1: all.
+    `AttentionBackends.supports_varlen`. window: with cu_seqlens, how many keys before itself a query sees;
+    -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
 

@@ -41,8 +41,7 @@ def _width(values: Any, intermediate_size: int | None, convention: str | None) -
 
     none: intermediate_size as it is; else 4 * hidden_size (or expansion_factor * hidden_size), for gated
     activations two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple of 256
-    -> 11008).
-    upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset:
+    -> 11008). upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19; unset:
     compat_ffn_width's, or the fork's where a key that only it has shows that the file was written for it.
     Raises ValueError when the keys contradict each other.
     """

@@ -25,8 +25,8 @@ def record_memory_history(args: NeoXArgs, groups: ParallelGroups) -> None:
 class StepProfiler(Callback):
     """`profile`: the steps after iteration `profile_step_start`, up to and with `profile_step_stop`, as
     traces that TensorBoard and chrome://tracing read, and as a range for `nsys
-    --capture-range=cudaProfilerApi`. With Python stacks and module names where collectives are NCCL's
-    (`_can_trace_python`).
+    --capture-range=cudaProfilerApi`. With Python
+    stacks and module names where collectives are NCCL's (`_can_trace_python`).
 
     `memory_profiling`: torch.cuda's snapshot at the end of the window (pytorch.org/memory_viz), or when the
     run ends before it, also by running out of memory. On CPU there is no such snapshot: a trace with the
@@ -43,8 +43,7 @@ class StepProfiler(Callback):
     ) -> None:
         """settle: waits for the collectives that are under way between steps. gloo's threads write into the
         trace what they do for this one, and torch frees those records at the end of the trace, whether they
-        are done or not.
-        goes_on: whether another step follows the one that has ended."""
+        are done or not. goes_on: whether another step follows the one that has ended."""
         self._logger, self._rank, self._settle, self._goes_on = logger, groups.world_rank, settle, goes_on
         self._first, self._last = args.profile_step_start, args.profile_step_stop
         cuda = groups.device.type == "cuda"

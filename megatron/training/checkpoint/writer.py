@@ -77,8 +77,7 @@ _COPY_AT_MOST = 0.8
 class TrainingProgress:
     """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those
     of all samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a
-    curriculum;
-    validation_loss: of this iteration, where it was computed."""
+    curriculum; validation_loss: of this iteration, where it was computed."""
 
     iteration: int = 0
     consumed_samples: int = 0

@@ -1,6 +1,5 @@
 """What this package relies on in DeepSpeed beyond its documented interface, and the check of the DeepSpeed
-that is
-installed: that it has all of this, and that no wrong gradients are known of it."""
+that is installed: that it has all of this, and that no wrong gradients are known of it."""
 
 import re
 from importlib import import_module

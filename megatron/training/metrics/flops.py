@@ -16,8 +16,7 @@ from megatron.neox_arguments import NeoXArgs
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
     """Matrix products of one iteration of the global batch, forward and backward (twice the forward where all
-    is
-    trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
+    is trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
 
     Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; attention counts the
     causal half of its square, packed documents or not; recomputation does not count.
@@ -44,7 +43,8 @@ def neox_flops(args: NeoXArgs, factor: int, seq_length: float | None = None, row
     recomputation.
 
     It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the
-    head is right for factor 4 alone.
+    head
+    is right for factor 4 alone.
     """
     layers, hidden, seq = args.num_layers, args.hidden_size, seq_length or args.seq_length
     brackets = 1.0 + (row_length or seq) / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)

@@ -11,8 +11,7 @@ from megatron.training.metrics.metric_probes import sum_of_squares, sum_over_ran
 
 class NoiseScale:
     """B_simple = tr(Sigma) / |G|^2 in sequences, from n successive steps taken as n samples of one gradient,
-    as NeoX
-    does: right as long as the weights move little in them, in every layout.
+    as NeoX does: right as long as the weights move little in them, in every layout.
 
     A step's gradient is the one of a small batch b, their mean over n steps that of a big batch B = n b:
         |G|^2     ~ (B |G_B|^2 - b |G_b|^2) / (B - b)

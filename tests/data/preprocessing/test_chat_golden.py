@@ -2,16 +2,14 @@ r"""The chat and mask tools against files that GPT-NeoX 2.0's wrote (tests/data/
 
 | GPT-NeoX | here |
 |---|---|
-| an answer's first token that merges with the blank before it (` The`) becomes that blank, masked: the word
-is lost | \
+| an answer's first token that merges with the blank before it (` The`) becomes that blank, masked: the word is lost | \
   tokenised whole and trained, as TRL 1.16 does; `_as_neox_cuts` does NeoX's to ours, and the rest is equal |
 | --for-rm ends a document in two end-of-text tokens, the template's text having none | one |
 | a float reward is cut to an integer, and rewards are int32 | float32 |
 | --no-mask dies of KeyError 'conversation_label' | the tokens without a label file |
 | no --mask-before-token dies of KeyError 'label' | refused, naming the flag |
-| an end-of-text token behind every template, also behind its own stop token | only where the template has
-none (TRL) |
-"""
+| an end-of-text token behind every template, also behind its own stop token | only where the template has none (TRL) |
+"""  # noqa: W505 (lines to copy)
 
 import json
 from pathlib import Path

@@ -3,13 +3,11 @@ refused.
 
 | GPT-NeoX | here |
 |---|---|
-| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only
-read |
+| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only read |
 | each of --jsonl-keys holds the text under `text` | its own |
 | an empty document with --append-eod dies of IndexError | a boundary without tokens |
-| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-error
-skip |
-"""
+| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-error skip |
+"""  # noqa: W505 (lines to copy)
 
 import argparse
 import json
