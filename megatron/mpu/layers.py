@@ -49,7 +49,8 @@ class LinearSpec:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b over `[seq, batch, features]`, with its weight cut over tensor ranks.
+    """y = x W^T + b over `[seq, batch, features]`, with its weight cut over tensor ranks:
+    Megatron-LM's ColumnParallelLinear and RowParallelLinear in one.
 
     column: W is cut along the output; the input is whole (or `[seq/T]` under sequence parallelism), the
     output is this rank's features. row: W is cut along the input; the output is summed over ranks (or

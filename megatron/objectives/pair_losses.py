@@ -1,7 +1,8 @@
 """Losses of pairs of a chosen and a rejected response, with TRL's names and formulas (DPOTrainer, CPOTrainer
 and ORPOTrainer of TRL 1.16).
 
-Each is a function from `PairScores` and `PairSettings` to the loss of each pair, fp32 `[pairs]`.
+Each is a function from `PairScores` and `PairSettings` to the loss of each pair, fp32 `[pairs]`, and
+is named by an entry of `neox_arguments.keys.losses.TRAIN_IMPLS`.
 """
 
 import math

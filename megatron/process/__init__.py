@@ -1,7 +1,7 @@
 """What every process of a run does first, and how it writes what is only read by people.
 
 `begin_process` comes before anything slow is imported; `show_stacks_on_signal` lets a launcher ask a rank
-where it is; `LogFile` and `say` never decide the fate of a run. This package
+where it is; `LogFile` and `say` never raise: a log that cannot be written ends no run. This package
 imports nothing but a few modules that Python itself has loaded.
 """
 

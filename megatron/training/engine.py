@@ -55,18 +55,18 @@ class Engine(Protocol):
         """One optimizer step over this rank's micro-batches of it, without a wait for the device that the
         update does not need.
 
-        The caller knows of a step when it has begun the next. After more skipped steps in a row than the run
-        may have (`nonfinite_guard.most_skips`) no step changes anything any more, so that it finds the
-        weights before the first of them.
+        A step's result is read after the next has begun. Once more than `nonfinite_guard.most_skips` steps in
+        a row were skipped, later steps leave the weights as they are, so that the loop still finds the last
+        good ones.
         """
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        """From now on `complete` gives micro-batches (on this rank's device), and their `kl_batch`, their
-        `reference_logprobs`."""
+        """From now on `complete` calls `fill`, which sets `reference_logprobs` of micro-batches on this
+        rank's device and of their `kl_batch`; None: no longer."""
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches on this rank's device with what the objective wants to know of them before their
-        forward pass; `train_step` does it by itself."""
+        """The micro-batches on this rank's device, with `reference_logprobs` and `baseline` where the
+        objective needs them; `train_step` does it by itself."""
 
     def forward_only(
         self,
@@ -90,7 +90,7 @@ class Engine(Protocol):
 
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if
-        asked for. One that does not `keep` them only helps to gather."""
+        asked for. keep: false takes part in the gathering (ZeRO 3) and returns {}."""
 
     def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
         """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) of the layers that this

@@ -94,8 +94,8 @@ def evaluate_objective(
     engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None
 ) -> tuple[float, dict[str, float]]:
     """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one
-    step's loss, over all of them. Examples that meet in a step (KTO's KL, aot) do so as many at a time as in
-    training."""
+    step's loss, over all of them. Losses that compare examples of a step (KTO's KL, aot) compare as many
+    here as a training step has."""
     objective, groups = engine.objective, engine.groups
     batch_sums: list[Tensor] = []
 

@@ -35,8 +35,8 @@ class GradientWatch:
     """Notes, without waiting for the device, which parameters got a non-finite gradient in this step on this
     rank.
 
-    limit: `most_skips`; the verdict of steps after more is against them, until the loop knows and ends the
-    run.
+    limit: `most_skips`; after more skipped steps in a row every further verdict is NaN, so that nothing is
+    updated until the loop ends the run.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, limit: int) -> None:
@@ -81,8 +81,8 @@ class GradientWatch:
         self.verdict += torch.where(self._skips > self._limit, math.nan, 0.0)
 
     def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
-        """Count the step as what became of it. What this rank saw in it, in words, which waits for the
-        device."""
+        """Count the step as skipped or not. Returns a function that says in words what this rank saw in it;
+        calling it waits for the device."""
         device, skips = self._skips.device, self._skips
         counted = (skips + 1) * on_device(skipped, device)
         skips.copy_(torch.where(on_device(untrained, device) > 0, skips, counted))

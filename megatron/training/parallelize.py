@@ -21,7 +21,8 @@ def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
 def parallelize(
     stage: Stage, objective: Objective, args: NeoXArgs, groups: ParallelGroups, engine: type[Engine]
 ) -> Engine:
-    """The stage, which is cut over tensor and pipeline ranks as it is built, under its engine.
+    """Freeze, cast, recompute and compile a stage, and build the engine around it; the stage was cut over
+    tensor and pipeline ranks when it was built.
 
     Raises ConfigError where blocks are to be compiled and there is no compiler.
     """

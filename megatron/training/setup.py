@@ -87,8 +87,8 @@ def build_engine(
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
-    """How index maps are written while all wait: by rank 0, or on every machine by its first rank; all get
-    rank 0's result.
+    """A function that does work on rank 0 (without `use_shared_fs`: on the first rank of every machine) while
+    all others wait, and gives all of them rank 0's result; index maps are written by it.
 
     Raises DataError when machines that share no files hold different data.
     """

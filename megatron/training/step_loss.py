@@ -10,8 +10,8 @@ from megatron.training.nonfinite_guard import GradientWatch
 
 
 class StepLoss:
-    """The objective's loss of each micro-batch times `scale`, with a word to the watch; sums and numbers of
-    its metrics `[metrics, 2]` come together in `metrics`."""
+    """The objective's loss of each micro-batch times `scale`, reporting each to `watch`; `metrics`
+    `[metrics, 2]` gathers sums and counts of the step."""
 
     def __init__(self, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
         self.objective, self.group, self.watch = objective, groups.group("tensor"), watch

@@ -1,5 +1,5 @@
 """Self-attention, the mixer of a transformer block: projections, norms of queries and keys, rotary
-positions."""
+positions. Another mixer is a class with the members of `block.SubLayer` and an entry of `block.MIXERS`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,5 @@
-"""Keys of features that are not built yet, or that GPT-NeoX had and is not coming here."""
+"""Keys of Transformer-Engine's layers, and of features that are not built yet or that GPT-NeoX had and that
+do not come here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

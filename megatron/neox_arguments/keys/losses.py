@@ -1,5 +1,8 @@
 """The table of losses: what each asks of a configuration and of its batches.
 
+One with `needs_step_baselines` also has an entry of `MATCHINGS`, one with a likelihood part of `NLL_WEIGHTS`,
+both in `objectives/dpo.py`.
+
 The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it.
 A new loss is an entry here and a function in megatron/objectives: of a token
 (`language_modelling.TokenLoss`), a pair of responses (`pair_losses.PairLoss`) or a judged response

@@ -8,8 +8,9 @@ from megatron.training.run import Training
 
 
 class SaveCallback(Callback):
-    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, and after the last
-    step."""
+    """Checkpoints at multiples (or powers) of `checkpoint_factor`, at `extra_save_iters`, after the last
+    step, and as `save_hf` and `ephemeral_save_interval` say; also when the loop state says that a save is
+    due, which `StopCallback` sets (`save_interval_in_mins`, a callback's `request_save`)."""
 
     def __init__(self, training: Training, callbacks: Sequence[Callback] = ()) -> None:
         """callbacks: those whose `on_save` is called."""

@@ -1,4 +1,5 @@
-"""When a run stops before its last step: signals, limits of steps and time, agreed by all ranks."""
+"""When a run stops before its last step, and when a timed save is due: signals, limits of steps and time,
+requests of callbacks, agreed on by all ranks."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: saving.py."""
+"""Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: `writer.py`."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told. Pure: the engine is the file that imports it."""
+"""From NeoXArgs to DeepSpeed's configuration. Pure: imports no DeepSpeed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

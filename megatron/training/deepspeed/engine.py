@@ -119,8 +119,8 @@ class DeepSpeedEngine:
         return [*found, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else found
 
     def _mark(self) -> None:
-        """What DeepSpeed's norms read of who owns a parameter. Behind PipelineModule, which clears these
-        marks."""
+        """Set the attributes by which DeepSpeed's gradient norm counts each parameter once. After
+        PipelineModule, which clears them."""
         for _, _, param, spec in parameters_with_specs(self.stage, self.args):
             param.tensor_model_parallel = spec.axis is not None and self.groups.size("tensor") > 1  # type: ignore[attr-defined]
             param.ds_pipe_replicated = not spec.is_first_copy(self.groups)  # type: ignore[attr-defined]

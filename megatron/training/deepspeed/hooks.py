@@ -39,7 +39,8 @@ def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
 
 
 def guard_steps(ds: Any, optimizer: torch.optim.Optimizer, guard: SpikeGuard, loss: Callable[[], float]) -> None:
-    """Ask the guard between backward and update; DeepSpeed goes through the same motions, weights stay."""
+    """Skip the update of a step that `guard` rejects: DeepSpeed runs its step as usual, only `optimizer.step`
+    does nothing."""
     update, take_step = optimizer.step, ds._take_model_step
 
     def guarded_update(closure: Any = None) -> Any:

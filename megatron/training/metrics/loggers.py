@@ -20,7 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def metrics(row: MetricRow) -> dict[str, float | int]:
-    """A row without its position."""
+    """The metrics of a row, without the fields of `POSITION`, which say where the run is."""
     return {name: value for name, value in row.items() if name not in POSITION}
 
 

@@ -142,7 +142,8 @@ def _cost_of_copy(engine: Engine) -> str:
 
 
 def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
-    """For `Engine.use_reference`, by the weights that the engine has now."""
+    """A function for `Engine.use_reference`: fills `reference_logprobs` by a frozen copy of the engine's
+    present weights."""
     args, groups, weights = engine.args, engine.groups, engine.weights()
     stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
     compile_blocks(stage, args)
@@ -227,8 +228,7 @@ class _ReferenceCache:
         return None if dataset is None else ReferenceScoredDataset(dataset, self.scores)
 
     def _whole(self, name: str, dataset: SampleSet, size: int, set_contents: SetContents) -> tuple[int, int]:
-        """As `_fill_one`, which reads all of the set; not where an earlier run has noted that nothing is
-        missing."""
+        """`_fill_one`, unless a note of an earlier run says that all rows of this set are scored."""
         note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, set_contents, size))
         if known is not None:
             return 0, known
