@@ -65,6 +65,13 @@ def test_imports_point_down(path):
         assert there in ONLY.get(here, FLOORS), f"{path} imports {name}"
 
 
+def test_launchers_share_only_the_store():
+    """Which needs no torch until a store is made."""
+    names = {name for path in ROOT.glob("megatron/launch/**/*.py") for name in imports(path)}
+    shared = {name for name in names if name.startswith("megatron.distributed")}
+    assert shared and all(name.startswith("megatron.distributed.store") for name in shared)
+
+
 def test_training_reads_no_preprocessing_or_inspection():
     """Commands and tools import these by name; what a run imports stays what a run needs."""
     aside = {("data", "preprocessing"), ("data", "inspection")}

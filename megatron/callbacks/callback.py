@@ -31,7 +31,8 @@ class Callback:
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """After the validation of a step: every `eval_interval` steps, at the start and after the last step.
-        `step.row` has the results; metrics added here are logged. Its time is none of the step's."""
+        `step.row` has the results, none where there was nothing to validate; metrics added here are logged.
+        Its time is none of the step's."""
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
         """After a checkpoint of a step was written, with `async_save` after it was copied. ephemeral: it is

@@ -13,6 +13,7 @@ from megatron.data import (
     step_length,
     train_loader,
 )
+from megatron.distributed import run_on_each_rank
 from megatron.training.callbacks.build import build_callbacks
 from megatron.training.callbacks.status import write_ending
 from megatron.training.run import Training
@@ -54,6 +55,8 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
     if progress.iteration >= args.train_iters:
         training.logger.info(f"nothing left to do: train_iters is {args.train_iters}")
         write_ending(training, "finished", None)
+        for callback in training.user_callbacks:
+            callback.close()
         return
     callbacks = build_callbacks(training, results, evaluations)
     try:
@@ -63,6 +66,7 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
             _end_step(training, callbacks, Step(0, 0, args.seq_length, None))
         batches = batches_of(training)
         training.watchdog.now("in the first step")
+        loop.stopwatch.lap()  # steps are timed from here on
         while progress.iteration < args.train_iters and loop.stop_reason is None:
             result = _train_step(training, callbacks, batches)
             results.settle()  # of the step before
@@ -126,18 +130,25 @@ def _report_error(training: Training, callbacks: Sequence[Callback], problem: Ex
 
 
 def _close(training: Training, callbacks: Sequence[Callback]) -> None:
-    """Close all callbacks. Raises the first problem that one had with it, unless the run has failed
-    before."""
+    """Close all callbacks. Raises the first problem that one had with it on any rank, before the last of the
+    list, the history, calls the run finished; only warns where the run has failed before."""
     problems: list[Exception] = []
-    for callback in callbacks:
+    *others, history = callbacks
+    for callback in others:
         try:
             callback.close()
         except Exception as problem:
             problems.append(problem)
             if training.loop.ending is None:
                 training.logger.warning(f"{type(callback).__name__}.close: {type(problem).__name__}: {problem}")
-    if problems and training.loop.ending is not None:
-        raise problems[0]
+
+    def raise_first() -> None:
+        if problems:
+            raise problems[0]
+
+    if training.loop.ending is not None:
+        run_on_each_rank(training.groups, raise_first)
+        history.close()
 
 
 def _advance(training: Training) -> None:

@@ -21,9 +21,12 @@ def test_a_store_that_comes_later_is_reached_and_one_that_does_not_is_named_by_t
     port = free_port()
     with pytest.raises(store.StoreUnreachable, match="refused"):
         store.reach_store("127.0.0.1", port, patience_s=0.3, timeout_s=1.0, pause_s=0.1)
-    hosted = store.host_store("127.0.0.1", port, 5.0)
-    reached = store.reach_store("127.0.0.1", port, patience_s=5.0, timeout_s=1.0)
-    hosted.set("key", "value")
+    hosts = []
+    later = threading.Timer(0.3, lambda: hosts.append(store.host_store("127.0.0.1", port, 5.0)))
+    later.start()
+    reached = store.reach_store("127.0.0.1", port, patience_s=30.0, timeout_s=5.0)
+    later.join()
+    hosts[0].set("key", "value")
     assert reached.get("key") == b"value"
 
 

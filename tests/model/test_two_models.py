@@ -61,7 +61,7 @@ def test_two_engines_train_in_turn_as_alone(world_size: int, layout: dict[str, A
     assert together[0][0] != together[0][1] and len(set(together[0][0])) == STEPS
 
 
-@pytest.mark.parametrize("room", ["mpu", "model", "objectives"])
+@pytest.mark.parametrize("room", ["distributed", "mpu", "model", "objectives"])
 def test_no_mutable_state_at_module_level(room: str) -> None:
     for path in sorted((Path(megatron.__file__).parent / room).glob("*.py")):
         tree = ast.parse(path.read_text())

@@ -108,7 +108,7 @@ def _is_there(final: Path, fingerprint: str) -> bool:
     if not index_path(final).exists():
         return False
     note = _note(final)
-    if note.is_file() and json.loads(note.read_text()).get("fingerprint") == fingerprint:
+    if note.is_file() and json.loads(note.read_text()).get("stamp") == fingerprint:
         return True
     raise DataError(
         f"{index_path(final)}: is there already, of another model, configuration or data; remove it, or choose another "
@@ -140,6 +140,6 @@ def _finish(growing: Path, final: Path, dataset: IndexedDataset, fingerprint: st
 
     index = growing.with_name(f"{growing.name}.idx")
     write_index(index, _VALUE, documents)
-    replace_file(_note(final), (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
+    replace_file(_note(final), (json.dumps({"stamp": fingerprint}) + "\n").encode())
     publish(growing, index, final)
     sync(final.parent)

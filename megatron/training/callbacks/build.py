@@ -24,7 +24,8 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     """All that takes part in the run beside its steps. All ranks together, before the first step.
 
     evaluations: those that a program gives the run, such as `eval_tasks` and `demo_prompts`; they come after
-    validation and before the row of metrics is written. The user's own (`callbacks`) come last.
+    validation and before the row of metrics is written. The user's own (`callbacks`) come after
+    ours but for the history, which says how all others ended.
     """
     args, groups, loop, logger, progress = (
         training.args, training.groups, training.loop, training.logger, training.progress
@@ -37,9 +38,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     logger.info(metadata_line(metadata))
     packing = PackingEfficiency(args, groups)
     probes, gradients = build_probes(training)
-    profiler = StepProfiler(
-        args, groups, logger, stop.settle, lambda: loop.stop_reason is None and progress.iteration < args.train_iters
-    )
+    profiler = StepProfiler(args, groups, logger, stop.settle)
     run_id, rank, begun = training.checkpointer.run_id, groups.world_rank, progress.iteration
     loggers = run_on_each_rank(groups, lambda: build_loggers(args, begun, run_id, metadata, rank, logger.warning))
     trackers = Trackers(loggers, loop.stopwatch, training.watchdog)
@@ -62,7 +61,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         SaveCallback(training, callbacks),  # calls on_save
         ProgressBar(bar),
         profiler,  # begins and ends its window between two steps
-        HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json
         *training.user_callbacks,
+        HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json; last
     ]
     return callbacks

@@ -21,15 +21,15 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
             raise args.error("callbacks", f"{entry}: expected FILE.py:CLASS")
         path = Path(file_name).expanduser().resolve()
         if path not in modules:
-            modules[path] = _import_file(args, entry, path)
+            modules[path] = _import_file(args, entry, path, len(modules))
         loaded.append(_make_callback(args, entry, getattr(modules[path], class_name, None)))
     return loaded
 
 
-def _import_file(args: NeoXArgs, entry: str, path: Path) -> ModuleType:
+def _import_file(args: NeoXArgs, entry: str, path: Path, number: int) -> ModuleType:
     if not path.is_file():
         raise args.error("callbacks", f"{entry}: {path}: no such file")
-    name = f"user_callbacks_{path.stem}"
+    name = f"user_callbacks_{number}_{path.stem}"  # two folders may have files of one name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise args.error("callbacks", f"{entry}: {path}: is no Python file")

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.callbacks import Callback, TrainingRun
+from megatron.data import Batch
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.loggers import log_directory
@@ -39,12 +40,11 @@ class StepProfiler(Callback):
         groups: ParallelGroups,
         logger: logging.Logger,
         settle: Callable[[], None],
-        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         """settle: waits for the collectives that are under way between steps. gloo's threads write into the
         trace what they do for this one, and torch frees those records at the end of the trace, whether they
-        are done or not. goes_on: whether another step follows the one that has ended."""
-        self._logger, self._rank, self._settle, self._goes_on = logger, groups.world_rank, settle, goes_on
+        are done or not."""
+        self._logger, self._rank, self._settle = logger, groups.world_rank, settle
         self._first, self._last = args.profile_step_start, args.profile_step_stop
         cuda = groups.device.type == "cuda"
         self._nsys = cuda and args.profile
@@ -63,15 +63,9 @@ class StepProfiler(Callback):
         if args.memory_profiling and not cuda:
             logger.info("memory_profiling: no GPU to take a snapshot of; the profiler's trace shows allocations on CPU")
 
-    def on_train_start(self, run: TrainingRun) -> None:
-        """Begin the window of a run that goes on; a fresh one has step 0 before its first."""
-        if run.iteration > 0:
-            self.before_step(run.iteration)
-
-    def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """The next step begins, if there is one."""
-        if self._goes_on():
-            self.before_step(step.iteration)
+    def on_step_start(self, run: TrainingRun, batches: list[Batch]) -> None:
+        """The loader's workers are there by now: none is forked while a trace is made."""
+        self.before_step(run.iteration)
 
     def before_step(self, iteration: int) -> None:
         """Begin, go on with or end the window before a step. iteration: steps done."""

@@ -12,7 +12,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.metric_probes import sum_over_ranks
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def git_hash(args: NeoXArgs, package: Path = PACKAGE) -> str | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+import megatron
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.callbacks.profiling import StepProfiler
-from megatron.training.metrics.run_metadata import git_hash, metadata_line
+from megatron.training.metrics.run_metadata import PACKAGE, git_hash, metadata_line
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, NEOX, begin, config, run_to_end
 
@@ -144,6 +145,7 @@ def test_git_hash(tmp_path: Path) -> None:
     (package / "site-packages" / "megatron").mkdir(parents=True)
     assert git_hash(args, package / "site-packages" / "megatron") is None, "another project's checkout"
     assert git_hash(args.replace(git_hash="f00"), package) == "f00"
+    assert Path(megatron.__file__).parent == PACKAGE, "else no run knows its commit"
 
 
 def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
