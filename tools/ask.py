@@ -87,11 +87,11 @@ def shown(question: str, names: Sequence[str], answers: Sequence[str], width: in
 
 def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Sequence[Completion]") -> str:
     """A question and its answers as JSON for a program."""
-    told = [
+    replies = [
         {"model": model.name, "answer": one.text, "tokens": len(one.tokens), "finished": one.finished}
         for model, one in zip(models, answers, strict=True)
     ]
-    return json.dumps({"question": question.text, "messages": list(question.messages), "answers": told})
+    return json.dumps({"question": question.text, "messages": list(question.messages), "answers": replies})
 
 
 def run(options: argparse.Namespace) -> None:
@@ -119,8 +119,8 @@ def run(options: argparse.Namespace) -> None:
     width = shutil.get_terminal_size((120, 40)).columns
 
     def tell(questions: "Sequence[Question]") -> None:
-        found = [model.answer(questions, sampling, options.maximum_tokens, options.seed) for model in models]
-        for question, *answers in zip(questions, *found, strict=True):
+        replies = [model.answer(questions, sampling, options.maximum_tokens, options.seed) for model in models]
+        for question, *answers in zip(questions, *replies, strict=True):
             if options.json:
                 print(as_json(question, models, answers), flush=True)
             else:

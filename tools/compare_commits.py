@@ -107,10 +107,10 @@ def _results(commit: str, names: list[str], jobs: int) -> dict[str, Any]:
     digest = _git("rev-parse", f"{commit}^{{commit}}")
     asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     cache = ROOT / ".cache" / "compare_commits" / f"{digest[:12]}-{asked}.json"
-    found: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
-    missing = [name for name in names if name not in found]
+    results: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {}
+    missing = [name for name in names if name not in results]
     if not missing:
-        return found
+        return results
     with tempfile.TemporaryDirectory() as place:
         tree = Path(place) / "tree"
         _git("worktree", "add", "--quiet", "--detach", str(tree), digest)
@@ -119,12 +119,12 @@ def _results(commit: str, names: list[str], jobs: int) -> dict[str, Any]:
             with ThreadPoolExecutor(jobs) as pool:
                 runs = pool.map(lambda name: _train(tree, Path(place) / name.replace(" ", "_"), name, pairs), missing)
                 for name, result in zip(missing, tqdm(runs, commit, len(missing), unit="run"), strict=True):
-                    found[name] = result
+                    results[name] = result
                     cache.parent.mkdir(parents=True, exist_ok=True)
-                    cache.write_text(json.dumps(found, indent=1) + "\n")
+                    cache.write_text(json.dumps(results, indent=1) + "\n")
         finally:
             _git("worktree", "remove", "--force", str(tree))
-    return found
+    return results
 
 
 def _git(*words: str) -> str:

@@ -77,9 +77,9 @@ def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> 
     """
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
     if args.user_values.get("optimizer"):
-        own = thaw(args.user_values["optimizer"])
+        optimizer = thaw(args.user_values["optimizer"])
         rate = {"lr": recipe["optimizer"]["params"]["lr"]}
-        keys["optimizer"] = {**own, "params": {**own.get("params", {}), **rate}}
+        keys["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), **rate}}
     return keys
 
 

@@ -141,18 +141,20 @@ def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
     if not save.is_dir():
         raise CheckpointError(f"{save}: no such directory; set `load` to a folder that holds checkpoints")
     steps = [str(step_of(p)) for p in list_checkpoints(save)]
-    there = f"it holds steps {', '.join(steps)}" if steps else "it holds no checkpoint"
+    holdings = f"it holds steps {', '.join(steps)}" if steps else "it holds no checkpoint"
     if iteration is not None:
         directory = _directory(save, step_tag(iteration))
         if directory is None:
-            raise CheckpointError(f"{save}: no checkpoint of iteration {iteration}; {there}")
+            raise CheckpointError(f"{save}: no checkpoint of iteration {iteration}; {holdings}")
         return directory
     tag = read_latest(save)
     if tag is None:
         if layer_files(save) or model_files(save):
             raise CheckpointError(f"{save}: is one checkpoint; set `load` to the folder around it, and `iteration`")
-        raise CheckpointError(f"{save}: no file `latest`; {there}; set `iteration`" if steps else f"{save}: {there}")
+        raise CheckpointError(
+            f"{save}: no file `latest`; {holdings}; set `iteration`" if steps else f"{save}: {holdings}"
+        )
     directory = _directory(save, tag)
     if directory is None:
-        raise CheckpointError(f"{save / LATEST}: names {tag}, which is not there; {there}; set `iteration`")
+        raise CheckpointError(f"{save / LATEST}: names {tag}, which is not there; {holdings}; set `iteration`")
     return directory

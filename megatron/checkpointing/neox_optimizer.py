@@ -63,7 +63,7 @@ class NeoXOptimizer:
             WEIGHT_NAMINGS["te"]: self._facts.names == WEIGHT_NAMINGS["te"],
             "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
-        for unknown in (words for words, found in kinds.items() if found):
+        for unknown in (words for words, applies in kinds.items() if applies):
             raise CheckpointError(f"{self.path}: the order of optimizer state of {unknown} is not known here; {_FIX}")
 
     def _walk(self) -> dict[tuple[int, str], tuple[int, int, int]]:
@@ -90,14 +90,14 @@ class NeoXOptimizer:
         return places
 
     def _taken(self, layer: int, groups: _Groups, filled: list[int]) -> list[tuple[tuple[int, str], tuple[int, int]]]:
-        found = []
+        places = []
         for spec in self._specs[layer]:
             group = 0 if spec.weight_decay or len(filled) == 1 else 1
-            found.append(((layer, spec.name), (group, filled[group])))
+            places.append(((layer, spec.name), (group, filled[group])))
             filled[group] += groups.size(spec.local_shape(self.tensor_size))
             if filled[group] > groups.sizes[group]:
                 raise self._of_another_model()
-        return found
+        return places
 
     def _of_another_model(self) -> CheckpointError:
         return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
@@ -190,14 +190,14 @@ class _PlainState:
         if not self._state:
             return {}
         number = sum(self.sizes[:group]) + start
-        found = _moments(self._state[number], f"{self.where}: optimizer state {number}")
-        for key, value in found.items():
+        moments = _moments(self._state[number], f"{self.where}: optimizer state {number}")
+        for key, value in moments.items():
             if tuple(value.shape) != tuple(shape):
                 raise CheckpointError(
                     f"{self.where}: optimizer state {number}: {key} has shape {tuple(value.shape)}, the model needs "
                     f"{tuple(shape)}; {_FIX}"
                 )
-        return found
+        return moments
 
 
 class _FlatZeroState:

@@ -49,12 +49,14 @@ class ObjectStore:
     def __init__(self, url: str, patience: float = 0.0) -> None:
         self.url, self.patience = url.rstrip("/"), patience
         scheme = url.partition("://")[0]
-        own = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+        filesystem_options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
             from fsspec.core import url_to_fs
 
             # Nothing is remembered: other machines write there too.
-            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **own)
+            self._fs, self._root = url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True, **filesystem_options
+            )
         except ImportError as problem:
             package = "'neox[remote]'" if scheme in ("s3", "s3a") else "the package that fsspec names"
             raise CheckpointError(f"{url}: {problem}; pip install {package}") from problem
@@ -98,14 +100,14 @@ class ObjectStore:
                 raise CheckpointError(f"{self.url}: there is no bucket {bucket}; make it, or correct the name")
             return set()
 
-        found = self._call("", lambda: {e["name"].rstrip("/") for e in self._fs.ls(self._root, detail=True)}, nothing)
-        return {name.rpartition("/")[2] for name in found if name != self._root.rstrip("/")}
+        paths = self._call("", lambda: {e["name"].rstrip("/") for e in self._fs.ls(self._root, detail=True)}, nothing)
+        return {name.rpartition("/")[2] for name in paths if name != self._root.rstrip("/")}
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """The size in bytes of every file under `folder`, by path inside it."""
         root = self._at(folder).rstrip("/") + "/"
-        found = self._call(folder, lambda: self._fs.find(root, detail=True), dict)
-        files = {name: entry for name, entry in found.items() if entry["type"] == "file"}
+        entries = self._call(folder, lambda: self._fs.find(root, detail=True), dict)
+        files = {name: entry for name, entry in entries.items() if entry["type"] == "file"}
         return {name.removeprefix(root): int(entry["size"]) for name, entry in files.items()}
 
     def read(self, name: str) -> bytes | None:
@@ -145,8 +147,8 @@ class ObjectStore:
 
     def whole(self) -> set[str]:
         """The names of the finished files and folders."""
-        found = self.top()
-        return {name for name in found if not name.startswith(".") and _MARK + name not in found}
+        names = self.top()
+        return {name for name in names if not name.startswith(".") and _MARK + name not in names}
 
     def remove(self, folder: str) -> None:
         """Delete a folder; it is marked first, so that half of one is never taken for a whole one."""
@@ -160,12 +162,12 @@ class ObjectStore:
         An earlier folder of the same name is removed, after `latest` names another one, and so are the
         leftovers of interrupted saves. alone: nobody else writes to this store.
         """
-        found = self.top()
-        for name in sorted(name.removeprefix(_MARK) for name in found if name.startswith(_MARK)):
+        existing = self.top()
+        for name in sorted(name.removeprefix(_MARK) for name in existing if name.startswith(_MARK)):
             if alone or name == folder:
                 self.remove(name)
-                found.discard(name)
-        if folder in found:
+                existing.discard(name)
+        if folder in existing:
             if (self.read(LATEST) or b"").decode().strip() == folder:
                 others = sorted((name for name in self.whole() if is_tag(name) and name != folder), key=step_of)
                 before = [name for name in others if step_of(name) < step_of(folder)] or others
@@ -204,9 +206,9 @@ def mirror_manifests(store: ObjectStore, folder: Path) -> None:
     names = store.whole()
     folder.mkdir(parents=True, exist_ok=True)
     tags = sorted((name for name in names if is_tag(name)), key=step_of)
-    for there in folder.iterdir():
-        if there.is_dir() and is_tag(there.name) and there.name not in tags:
-            shutil.rmtree(there)
+    for local_folder in folder.iterdir():
+        if local_folder.is_dir() and is_tag(local_folder.name) and local_folder.name not in tags:
+            shutil.rmtree(local_folder)
 
     def one(tag: str) -> None:
         path, data = folder / tag, store.read(f"{tag}/{MANIFEST}")
@@ -252,17 +254,17 @@ def fetch_checkpoint(
     where = f"{store.url}/{tag}".rstrip("/")
     if tag and tag not in store.whole():
         raise CheckpointError(f"{where}: is not there, or was not finished; load another `iteration`")
-    there = {name: size for name, size in store.sizes(tag).items() if wanted(name)}
-    if not there:
+    remote_sizes = {name: size for name, size in store.sizes(tag).items() if wanted(name)}
+    if not remote_sizes:
         raise CheckpointError(f"{where}: there is nothing")
     path.mkdir(parents=True, exist_ok=True)
-    if MANIFEST in there:
+    if MANIFEST in remote_sizes:
         store.download(f"{tag}/{MANIFEST}".lstrip("/"), path / MANIFEST)
     manifest = read_manifest(path)
     files = {name: record for name, record in manifest.files.items() if wanted(name)} if manifest is not None else {}
-    here = file_sizes(path, there)
-    missing = [name for name, size in there.items() if here.get(name) != size]
-    needed, free = sum(there[name] for name in missing), shutil.disk_usage(path).free
+    here = file_sizes(path, remote_sizes)
+    missing = [name for name, size in remote_sizes.items() if here.get(name) != size]
+    needed, free = sum(remote_sizes[name] for name in missing), shutil.disk_usage(path).free
     if free < needed:
         raise CheckpointError(
             f"{path}: {where} takes {readable_size(needed)}, {readable_size(free)} are free; make room, or name "
@@ -281,7 +283,7 @@ def fetch_checkpoint(
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         bad = [text for text in threads.map(bring, missing) if text is not None]
-    bad += [f"{name} (missing)" for name in files if name not in there]
+    bad += [f"{name} (missing)" for name in files if name not in remote_sizes]
     if bad:
         raise DamagedError(f"{where}: damaged: {', '.join(sorted(bad))}; load another `iteration`")
 

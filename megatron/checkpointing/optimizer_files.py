@@ -78,8 +78,8 @@ class OptimizerFiles:
 
 def _checked(state: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(state, dict) or not all(
-        isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())
-        for found in state.values()
+        isinstance(param_state, dict) and all(isinstance(value, Tensor) for value in param_state.values())
+        for param_state in state.values()
     ):
         raise CheckpointError(f"{path}: not a file of optimizer state (expected tensors by parameter and key)")
     return state

@@ -124,7 +124,7 @@ def local_copy(place: str | Path, iteration: int | None = None) -> Iterator[Path
     with tempfile.TemporaryDirectory(prefix="neox-") as spare:
         parent, _, name = store.url.rpartition("/")
         folder = Path(spare) / name
-        if any(is_tag(found) for found in store.whole()):
+        if any(is_tag(entry) for entry in store.whole()):
             mirror_manifests(store, folder)
             path = find_checkpoint(folder, iteration)
             fetch_checkpoint(store, path.name, path)
@@ -148,8 +148,8 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
     store = _tool_store(str(place))
     store.check_writable()
     parent, _, name = store.url.rpartition("/")
-    there = store.whole()
-    tags = {found for found in there if is_tag(found)}
+    remote_names = store.whole()
+    tags = {remote_name for remote_name in remote_names if is_tag(remote_name)}
     with tempfile.TemporaryDirectory(prefix="neox-") as spare:
         folder = Path(spare) / name
         for tag in tags:
@@ -157,7 +157,7 @@ def upload_on_exit(place: str | Path) -> Iterator[Path]:
         yield folder
         made = [entry for entry in sorted(folder.iterdir()) if entry.name not in tags and entry.name[0] != "."]
         if not any(is_tag(entry.name) for entry in made):
-            if there or parent.endswith(":/"):
+            if remote_names or parent.endswith(":/"):
                 raise CheckpointError(f"{place}: is there already; remove it, or give another folder")
             ObjectStore(parent).send_folder(folder, name)
             return

@@ -144,8 +144,8 @@ def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) 
 
 
 def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:
-    for layer, found in specs.items():
-        for spec in found:
+    for layer, layer_specs in specs.items():
+        for spec in layer_specs:
             if spec.axis is not None and any(block % tensor_size for block in spec.blocks):
                 raise CheckpointError(
                     f"layer {layer}: {spec.name} has {' + '.join(map(str, spec.blocks))} rows or columns to cut, which "
@@ -195,7 +195,7 @@ def _model_states(
     }
     if isinstance(first.get("args"), dict):
         first["args"] = {**first["args"], "model_parallel_size": to.tensor}
-    parts = [found[layout.LOGITS] for found in states if found.get(layout.LOGITS) is not None]
+    parts = [rank_state[layout.LOGITS] for rank_state in states if rank_state.get(layout.LOGITS) is not None]
     parts = parts[-manifest.layout.tensor :]
     cut = torch.cat(parts, dim=-1).chunk(to.tensor, dim=-1) if parts else ()
     made = []
@@ -239,7 +239,7 @@ def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequentia
 def _copied(source: Path, temporary: Path) -> list[FileRecord]:
     """Copy the files of the tokenizer, the configurations and the imported model unchanged."""
     records = []
-    for file in sorted(found for found in source.glob("*/**/*") if found.is_file()):
+    for file in sorted(path for path in source.glob("*/**/*") if path.is_file()):
         name = str(file.relative_to(source))
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         records.append(write_bytes(file.read_bytes(), temporary / name, name))

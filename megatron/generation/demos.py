@@ -43,14 +43,18 @@ class Demos(Callback):
             template = find_template(args, run.tokenizer, run.companion_files)
             return questions, (template.text, template.source)
 
-        self.questions, found = on_rank_zero(run.groups, read)
-        template = ChatTemplate(found[0], run.tokenizer, found[1]) if found is not None else None
+        self.questions, template_source = on_rank_zero(run.groups, read)
+        template = (
+            ChatTemplate(template_source[0], run.tokenizer, template_source[1]) if template_source is not None else None
+        )
         positions = args.max_position_embeddings - (args.opt_pos_emb_offset if args.pos_emb == "learned" else 0)
         try:
             tokens = all_tokens(self.questions, run.tokenizer, template, positions - args.maximum_tokens)
         except RequestError as problem:
             raise args.error("demo_prompts", f"{args.demo_prompts}: {problem}") from problem
-        self.prompts = [Prompt(question.text, own) for question, own in zip(self.questions, tokens, strict=True)]
+        self.prompts = [
+            Prompt(question.text, prompt_tokens) for question, prompt_tokens in zip(self.questions, tokens, strict=True)
+        ]
         self.stop_token_ids = template.stop_token_ids if template is not None else ()
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:

@@ -170,15 +170,15 @@ class TokenSampler:
         """Rows and ids, `[n]` each, of the stop tokens that may not come yet; None: there are none."""
         rows = [row for row, (left, _) in enumerate(self.minimums_left) if left > 0]
         ids = [[token for token in self.minimums_left[row][1] if 0 <= token < self.vocab] for row in rows]
-        places = [[row] * len(own) for row, own in zip(rows, ids, strict=True)]
+        places = [[row] * len(stop_ids) for row, stop_ids in zip(rows, ids, strict=True)]
         return (self._flat(places), self._flat(ids)) if any(ids) else None
 
     def _penalise(self, logits: Tensor) -> Tensor:
-        own = logits[self.penalised_rows]
-        scaled = torch.where(own > 0, own / self.repetition, own * self.repetition)
-        own = torch.where(self.seen, scaled, own)
-        own = own - self.counts * self.frequency - (self.counts > 0) * self.presence
-        return logits.index_copy(0, self.penalised_rows, own)
+        penalised = logits[self.penalised_rows]
+        scaled = torch.where(penalised > 0, penalised / self.repetition, penalised * self.repetition)
+        penalised = torch.where(self.seen, scaled, penalised)
+        penalised = penalised - self.counts * self.frequency - (self.counts > 0) * self.presence
+        return logits.index_copy(0, self.penalised_rows, penalised)
 
     def update(self, tokens: Tensor) -> None:
         """Take note of the tokens that were chosen, `[rows]` int64, for penalties and minimums of the next

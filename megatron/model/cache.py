@@ -64,11 +64,11 @@ class LayerCache(NamedTuple):
 
     def _gather(self, pool: Tensor, which: int, table: Tensor, blocks: int) -> Tensor:
         shape = pool.shape[1:]
-        found = self.rows.room.get((which, shape))
-        if found is None or len(found) < len(table):
-            found = pool.new_empty((len(table) + len(table) // 4, *shape))
-            self.rows.room[which, shape] = found
-        out = found[: len(table)]
+        buffer = self.rows.room.get((which, shape))
+        if buffer is None or len(buffer) < len(table):
+            buffer = pool.new_empty((len(table) + len(table) // 4, *shape))
+            self.rows.room[which, shape] = buffer
+        out = buffer[: len(table)]
         torch.index_select(pool, 0, table, out=out)
         return out.view(len(table) // blocks, -1, *pool.shape[2:]).transpose(1, 2)
 

@@ -60,12 +60,12 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
     The last stage's copy of a tied embedding counts as layer 0's. copies: a parameter that blocks share is
     listed for each of these blocks, not for the first alone.
     """
-    found: dict[tuple[int, str], nn.Parameter] = {}
+    params: dict[tuple[int, str], nn.Parameter] = {}
     for full_name, param in stage.named_parameters(remove_duplicate=not copies):
         _, index, name = full_name.split(".", 2)
         tied = name == "word_embeddings.weight" and index != "0"
-        found[0 if tied else int(index), name] = param
-    return [(layer, name, param) for (layer, name), param in found.items()]
+        params[0 if tied else int(index), name] = param
+    return [(layer, name, param) for (layer, name), param in params.items()]
 
 
 def parameters_with_specs(stage: Stage, args: NeoXArgs) -> list[tuple[int, str, nn.Parameter, ParamSpec]]:

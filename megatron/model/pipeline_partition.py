@@ -24,7 +24,7 @@ def _layer_weights(args: NeoXArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
     if method == "uniform":
         return [1] * len(specs)
     if method == "parameters":
-        sizes = {i: sum(math.prod(p.shape) for p in found) for i, found in layer_params(args).items()}
+        sizes = {i: sum(math.prod(p.shape) for p in params) for i, params in layer_params(args).items()}
         return [sizes.get(spec.index, 0) for spec in specs]
     if method.startswith("type:"):
         pattern = re.compile(method.removeprefix("type:"))

@@ -26,12 +26,12 @@ def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
     asked = args.trainable
     if asked is None:
         return frozenset(every)
-    found: set[ParamName] = set()
+    trained: set[ParamName] = set()
     if asked["last_layers"]:
         blocks = range(args.num_layers + 2 - asked["last_layers"], args.num_layers + 2)
-        found |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
+        trained |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
     if asked["head"]:
-        found.add((args.num_layers + 4, "final_linear.weight") if args.no_weight_tying else EMBEDDING)
+        trained.add((args.num_layers + 4, "final_linear.weight") if args.no_weight_tying else EMBEDDING)
     known = {f"{layer}.{name}": (layer, name) for layer, name in every}
     problems = []
     for pattern in asked["names"] or ():
@@ -42,14 +42,14 @@ def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
                 f"{args.origin('trainable.names')}: trainable.names: {pattern} finds no parameter; near it: "
                 f"{', '.join(near)}; blocks are layers 2 to {args.num_layers + 1}"
             )
-        found |= matched
-    if not found and not problems:
+        trained |= matched
+    if not trained and not problems:
         problems.append(f"{args.origin('trainable')}: trainable: trains nothing; set last_layers, head or names")
     if asked["embedding_gradient"] is False and not problems:
-        problems += _embedding_problems(args, found)
+        problems += _embedding_problems(args, trained)
     if problems:
         raise ConfigError(problems)
-    return frozenset(found)
+    return frozenset(trained)
 
 
 def _embedding_problems(args: NeoXArgs, found: set[ParamName]) -> Iterable[str]:
@@ -64,10 +64,10 @@ def lowest_trained(args: NeoXArgs) -> int:
     """NeoX's index of the lowest layer that needs gradients: what lies below runs forwards alone."""
     if args.trainable is None:
         return 0
-    found = trained_parameters(args)
+    trained = trained_parameters(args)
     if args.trainable["embedding_gradient"] is False:
-        return min([layer for layer, _ in found if layer > 0], default=args.num_layers + 4)
-    return min(layer for layer, _ in found)
+        return min([layer for layer, _ in trained if layer > 0], default=args.num_layers + 4)
+    return min(layer for layer, _ in trained)
 
 
 def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> None:

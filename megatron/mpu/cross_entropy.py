@@ -52,36 +52,36 @@ class _Logprobs(torch.autograd.Function):
         local = local.masked_fill(foreign, 0)
         # A rank that holds nothing but padding has no highest: it stays below all others, and finite.
         highest = logits.new_full((rows,), -1e30, dtype=torch.float32)
-        found = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
+        sums = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
         for part in _slices(logits) if own_columns else ():
             chunk = logits[part, :own_columns].float()
             highest[part] = chunk.amax(-1)
             shifted = chunk - highest[part, None]
-            found[0, part] = chunk.gather(-1, local[part, None]).squeeze(-1)
+            sums[0, part] = chunk.gather(-1, local[part, None]).squeeze(-1)
             if statistics:
-                found[3, part] = chunk.sum(-1)
+                sums[3, part] = chunk.sum(-1)
                 exp = shifted.exp()
-                found[2, part] = shifted.mul_(exp).sum(-1)
+                sums[2, part] = shifted.mul_(exp).sum(-1)
             else:
                 exp = shifted.exp_()
-            found[1, part] = exp.sum(-1)
+            sums[1, part] = exp.sum(-1)
         if group is not None:
-            own = highest.clone()
+            local_highest = highest.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            below = own - highest
+            below = local_highest - highest
             if statistics:
-                found[2] = below.exp() * (found[2] + below * found[1])
-            found[1] *= below.exp()
-            found[0].masked_fill_(foreign, 0.0)
-            dist.all_reduce(found, group=group)
-        label_logit, total = found[0], found[1]
+                sums[2] = below.exp() * (sums[2] + below * sums[1])
+            sums[1] *= below.exp()
+            sums[0].masked_fill_(foreign, 0.0)
+            dist.all_reduce(sums, group=group)
+        label_logit, total = sums[0], sums[1]
         ctx.save_for_backward(logits, local, foreign, highest, total)
         ctx.own_columns = own_columns
         log_total = total.log()
         results = (label_logit - highest) - log_total, highest + log_total
         if not statistics:
             return results
-        more = log_total - found[2] / total, found[3] / (columns or whole), (label_logit >= highest).float()
+        more = log_total - sums[2] / total, sums[3] / (columns or whole), (label_logit >= highest).float()
         ctx.mark_non_differentiable(*more)
         return results + more
 
@@ -91,12 +91,12 @@ class _Logprobs(torch.autograd.Function):
         own_columns = ctx.own_columns
         grad, grad_of_sum = grads[:2]
         scale = ((grad_of_sum - grad) / total).unsqueeze(-1)
-        own = grad.masked_fill(foreign, 0.0)
+        label_grad = grad.masked_fill(foreign, 0.0)
         result = torch.empty_like(logits)
         result[:, own_columns:] = 0
         for part in _slices(logits) if own_columns else ():
             softmax = (logits[part, :own_columns].float() - highest[part, None]).exp_().mul_(scale[part])
-            softmax[torch.arange(len(softmax), device=logits.device), local[part]] += own[part]
+            softmax[torch.arange(len(softmax), device=logits.device), local[part]] += label_grad[part]
             result[part, :own_columns] = softmax
         return result, None, None, None, None
 
@@ -104,8 +104,8 @@ class _Logprobs(torch.autograd.Function):
 def _apply(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
 ) -> tuple[Tensor, ...]:
-    found = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics)
-    return tuple(values.view(labels.shape) for values in found)
+    outputs = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics)
+    return tuple(values.view(labels.shape) for values in outputs)
 
 
 def token_logprobs(

@@ -113,7 +113,7 @@ def _nll_weights(batch: Batch, kind: _LossMix) -> dict[str, Tensor]:
     it."""
     assert batch.response_ids is not None
     chosen = _chosen(batch)[batch.response_ids.clamp(min=0)] & (batch.response_ids >= 0)
-    return {name: own(batch) * chosen for name, own in NLL_WEIGHTS.items() if name in kind.weights}
+    return {name: weights_of(batch) * chosen for name, weights_of in NLL_WEIGHTS.items() if name in kind.weights}
 
 
 def _pairs(responses: ResponseScores, batch: Batch, kind: _LossMix, chosen: Tensor) -> PairScores:

@@ -54,14 +54,18 @@ def language_modelling(
         logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
         if z_loss != 0.0:
             logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
-            found = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
+            logit_statistics = (
+                token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
+            )
             extra = z_loss * (sums.square() * weights).sum()
-            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(found, weights)
+            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(
+                logit_statistics, weights
+            )
         if statistics:
-            logprobs, found = token_logprobs_and_statistics(logits, labels, group, columns)
+            logprobs, logit_statistics = token_logprobs_and_statistics(logits, labels, group, columns)
         else:
-            logprobs, found = token_logprobs(logits, labels, group, columns), None
-        return (loss(logprobs) * weights).sum().view(1), _metrics(found, weights)
+            logprobs, logit_statistics = token_logprobs(logits, labels, group, columns), None
+        return (loss(logprobs) * weights).sum().view(1), _metrics(logit_statistics, weights)
 
     return Objective(_weight, loss_sum, METRICS if statistics else ())
 

@@ -76,11 +76,11 @@ def describe(tokenizer: Tokenizer, padded: int) -> str:
     roles = {"end of document": tokenizer.eod, "EOS": tokenizer.eos, "BOS": tokenizer.bos, "padding": tokenizer.pad}
     if tokenizer.eos == tokenizer.eod:
         del roles["EOS"]
-    found = ", ".join(
+    role_tokens = ", ".join(
         f"{role} " + ("none" if i is None else f"{tokenizer.special_tokens.get(i, '')} ({i})".lstrip())
         for role, i in roles.items()
     )
     return (
         f"{type(tokenizer).__name__}: {tokenizer.vocab_size} tokens, padded with {padded - tokenizer.vocab_size} dummy "
-        f"tokens to {padded}; {found}"
+        f"tokens to {padded}; {role_tokens}"
     )

@@ -74,11 +74,11 @@ class HFTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def files(self) -> dict[str, bytes]:
-        found = {"tokenizer.json": self._content}
+        contents = {"tokenizer.json": self._content}
         if self._config is not None:
             config = {**self._config, "tokenizer_class": "PreTrainedTokenizerFast"}
-            found["tokenizer_config.json"] = json.dumps(config, indent=1, sort_keys=True).encode()
-        return found
+            contents["tokenizer_config.json"] = json.dumps(config, indent=1, sort_keys=True).encode()
+        return contents
 
 
 class GPT2BPETokenizer(HFTokenizer):
@@ -131,7 +131,7 @@ class HFGPT2Tokenizer(HFTokenizer):
 
 def _declared_tokens(path: Path) -> dict[str, str]:
     """bos_token, eos_token, pad_token as the files beside a `tokenizer.json` declare them."""
-    found: dict[str, str] = {}
+    declared: dict[str, str] = {}
     for file in map(path.with_name, DECLARATIONS):
         if path.name != "tokenizer.json" or not file.is_file():
             continue
@@ -141,10 +141,10 @@ def _declared_tokens(path: Path) -> dict[str, str]:
                 value = content.get(role)
                 value = value.get("content") if isinstance(value, dict) else value
                 if isinstance(value, str):
-                    found[role] = value
+                    declared[role] = value
         except (ValueError, AttributeError) as problem:
             raise TokenizerError(f"{file}: not a JSON object ({problem})") from None
-    return found
+    return declared
 
 
 def _library(name: str) -> Any:

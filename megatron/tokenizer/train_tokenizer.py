@@ -96,10 +96,10 @@ def main(options: argparse.Namespace) -> None:
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     unfinished.write_text(content, encoding="utf-8")
     os.replace(unfinished, path)
-    found = len(json.loads(content)["model"]["vocab"])
+    vocab_size = len(json.loads(content)["model"]["vocab"])
     asked = options.vocab_size
-    fewer = f" (the texts give no more than these; {asked} were asked for)" if found < asked else ""
-    print(f"Tokenizer saved at {path}: {found} tokens{fewer}")
+    fewer = f" (the texts give no more than these; {asked} were asked for)" if vocab_size < asked else ""
+    print(f"Tokenizer saved at {path}: {vocab_size} tokens{fewer}")
 
 
 if __name__ == "__main__":

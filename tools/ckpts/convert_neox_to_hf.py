@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
         with local(options, ["input_dir"], ["output_dir"]):
-            found = convert(options)
+            report = convert(options)
     except (UserError, OSError) as problem:
         sys.exit(f"convert_neox_to_hf.py: error: {problem}")
-    print(f"{options.output_dir}: {found}")
+    print(f"{options.output_dir}: {report}")
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ def convert(options: argparse.Namespace) -> None:
     options.output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp_", dir=options.output_dir.parent) as spare:
         hf = Path(spare) / "hf"
-        found = export_hf(source, args, hf, each=progress)
+        report = export_hf(source, args, hf, each=progress)
         write_raw(HFFolder(hf, str(source)), options.output_dir, options.num_output_shards)
-    print(f"{options.output_dir}: {found}")
+    print(f"{options.output_dir}: {report}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

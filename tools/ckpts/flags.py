@@ -36,8 +36,10 @@ def add_source_flags(parser: argparse.ArgumentParser, output: str) -> None:
 
 def add_names_flag(parser: argparse.ArgumentParser, default: str | None, words: str) -> None:
     """Add --names; words: the default in words, for its help."""
-    told = "; ".join(f"{name}: {whose}" for name, whose in WEIGHT_NAMINGS.items())
-    parser.add_argument("--names", choices=WEIGHT_NAMINGS, default=default, help=f"of the weights. {told} ({words})")
+    meanings = "; ".join(f"{name}: {whose}" for name, whose in WEIGHT_NAMINGS.items())
+    parser.add_argument(
+        "--names", choices=WEIGHT_NAMINGS, default=default, help=f"of the weights. {meanings} ({words})"
+    )
 
 
 def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "CheckpointDescription"]:

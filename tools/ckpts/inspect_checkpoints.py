@@ -98,10 +98,10 @@ def show(options: argparse.Namespace) -> None:
         print(text)
     weights = 0
     for file in files:
-        found = list(tensors_in(load_tensors(file)))
-        shown = [(name, tensor) for name, tensor in found if options.match in f"{file.name}/{name}"]
+        tensors = list(tensors_in(load_tensors(file)))
+        shown = [(name, tensor) for name, tensor in tensors if options.match in f"{file.name}/{name}"]
         if file.name.endswith("model_states.pt"):
-            weights += sum(tensor.numel() for name, tensor in found if not name.endswith("rng_state"))
+            weights += sum(tensor.numel() for name, tensor in tensors if not name.endswith("rng_state"))
         if shown:
             print(f"{file.name} ({file.stat().st_size:,} bytes)")
         for name, tensor in shown:

@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     damaged = False
     for path in options.path:
         try:
-            found = remote_checkpoints(path) if is_remote(str(path)) else list_checkpoints(path) or [path]
+            checkpoints = remote_checkpoints(path) if is_remote(str(path)) else list_checkpoints(path) or [path]
             if not is_remote(str(path)) and not path.is_dir():
                 raise CheckpointError(f"{path}: no such directory")
         except CheckpointError as problem:
             sys.exit(f"verify.py: error: {problem}")
-        for one in found:
+        for one in checkpoints:
             try:
                 with local_copy(one) as here:
                     print(check(here).replace(str(here), str(one)), flush=True)

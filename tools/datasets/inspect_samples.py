@@ -90,16 +90,16 @@ def publish(path: Path, content: bytes) -> None:
 def show(options: argparse.Namespace) -> None:
     tokenizer = make_tokenizer(*tokenizer_of(options))
     columns = find_file_groups(options.prefix)
-    views = [found for group in group_pairs(columns) for found in chosen(group, options)]
+    views = [chosen_view for group in group_pairs(columns) for chosen_view in chosen(group, options)]
     stats, picture = [], None
     colour = options.color == "always" or (
         options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
     if options.stats:
         stats = [dataset_stats(column, tokenizer.special_tokens) for column in columns]
-        picture = histogram({Path(found.name).name: found.lengths for found in stats})
-        for found in stats:
-            print("\n".join(table(found)))
+        picture = histogram({Path(column_stats.name).name: column_stats.lengths for column_stats in stats})
+        for column_stats in stats:
+            print("\n".join(table(column_stats)))
         file = options.picture or Path(f"{options.prefix}_lengths.png")
         publish(file, picture)
         print(f"histogram: {file}")

@@ -80,8 +80,8 @@ def job_of(options: argparse.Namespace) -> ChatJob:
         raise DataError(f"--only-last is --loss-scope last_turn, not {options.loss_scope}; remove one")
     maps = []
     for entry in options.map:
-        role, found, text = entry.partition("=")
-        if not found or not role:
+        role, separator, text = entry.partition("=")
+        if not separator or not role:
             raise DataError(f"--map {entry!r}: write ROLE=TEXT, with columns in braces")
         maps.append((role, text))
     chat = ChatOptions(

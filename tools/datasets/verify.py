@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             vocab_size = make_tokenizer(*tokenizer_of(options)).vocab_size
         for prefix in options.prefix:
             for column in find_file_groups(prefix):
-                for found in verify(column, vocab_size):
-                    print(describe(found, vocab_size), flush=True)
+                for report in verify(column, vocab_size):
+                    print(describe(report, vocab_size), flush=True)
     except (DataError, TokenizerError) as problem:
         sys.exit(f"verify.py: error: {problem}")
 

@@ -99,10 +99,10 @@ def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = config.get("rope_parameters") is not None and any(name in given for name in (SLIDING, FULL))
-    found = dict(given.get(kind or FULL) or {}) if nested else dict(given)
-    found["rope_type"] = found.pop("rope_type", found.pop("type", "default"))
-    found.setdefault("rope_theta", get(config, spelt, theta))
-    return found
+    rope = dict(given.get(kind or FULL) or {}) if nested else dict(given)
+    rope["rope_type"] = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", get(config, spelt, theta))
+    return rope
 
 
 def rope_keys(config: Config, rope: Config) -> dict[str, Any]:
@@ -175,12 +175,12 @@ def window_of(args: NeoXArgs) -> int | None:
 
 def activation_keys(config: Config, name: str = "hidden_act", default: str = "silu") -> dict[str, str]:
     """The activation of a gated MLP under our keys; name: the field of config.json that holds it."""
-    found = get(config, name, default)
-    if found not in GATES:
-        raise CheckpointError(f"config.json: {name}: {found} is not supported; one of {', '.join(GATES)}")
-    return {"activation": GATES[found]}
+    activation = get(config, name, default)
+    if activation not in GATES:
+        raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(GATES)}")
+    return {"activation": GATES[activation]}
 
 
 def first_name(table: Mapping[str, str], ours: str) -> str | None:
     """The first key of `table` whose value is `ours`; None when there is none."""
-    return next((theirs for theirs, value in table.items() if value == ours), None)
+    return next((key for key, value in table.items() if value == ours), None)

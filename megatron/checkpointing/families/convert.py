@@ -42,12 +42,18 @@ Layer = tuple[int, Mapping[str, Tensor]]
 
 def family_of(config: Config) -> str:
     """The family of a config.json, by `model_type`. Raises CheckpointError for one that is not here."""
-    found = str(config.get("model_type"))
-    if found not in FAMILIES:
-        hint = "; its text models alone are (gemma3_text)" if found == "gemma3" else ""
-        hint = f"; its positions are {_POSITIONS[found]}, and rotate in all that are" if found in _POSITIONS else hint
-        raise CheckpointError(f"config.json: model_type: {found} is not supported{hint}; one of {', '.join(FAMILIES)}")
-    return found
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        hint = "; its text models alone are (gemma3_text)" if model_type == "gemma3" else ""
+        hint = (
+            f"; its positions are {_POSITIONS[model_type]}, and rotate in all that are"
+            if model_type in _POSITIONS
+            else hint
+        )
+        raise CheckpointError(
+            f"config.json: model_type: {model_type} is not supported{hint}; one of {', '.join(FAMILIES)}"
+        )
+    return model_type
 
 
 def from_hf(
@@ -109,11 +115,11 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
     caller replaces them.
     Raises CheckpointError with what no family, or the one asked for, has.
     """
-    found, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
+    chosen_family, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
     return {
-        "architectures": [found.architecture],
-        "model_type": found.model_type,
-        **found.to_config(args),
+        "architectures": [chosen_family.architecture],
+        "model_type": chosen_family.model_type,
+        **chosen_family.to_config(args),
         "vocab_size": vocab,
         "torch_dtype": _DTYPES[args.params_dtype],
         "bos_token_id": None,
@@ -153,8 +159,10 @@ def to_hf(
         got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if got != expected:
             wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
-            told = [f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong]
-            raise CheckpointError(f"layer {layer}: {_some(told)}")
+            shape_problems = [
+                f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
+            ]
+            raise CheckpointError(f"layer {layer}: {_some(shape_problems)}")
         for spec, row in _rows(table, layer, specs.get(layer, ())):
             whole = tensors[spec.name]
             if spec.name in _VOCABULARY:
@@ -208,8 +216,8 @@ def _grouped(names: Iterable[str]) -> list[str]:
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
         groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(int(number[1]) if number else -1)
-    told = {name: ", ".join(map(str, sorted(layers))) for name, layers in groups.items()}
-    return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in told.items())
+    layers_of = {name: ", ".join(map(str, sorted(layers))) for name, layers in groups.items()}
+    return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in layers_of.items())
 
 
 def _some(told: list[str], between: str = ", ") -> str:
@@ -219,13 +227,13 @@ def _some(told: list[str], between: str = ", ") -> str:
 def _family_for(args: NeoXArgs, family: str | None) -> Family:
     if family is not None and family not in FAMILIES:
         raise CheckpointError(f"no family {family}; one of {', '.join(FAMILIES)}")
-    told = []
-    for found in FAMILIES.values() if family is None else [FAMILIES[family]]:
-        differences = _differences(args, found)
+    candidates = []
+    for candidate in FAMILIES.values() if family is None else [FAMILIES[family]]:
+        differences = _differences(args, candidate)
         if not differences:
-            return found
-        told.append((len(differences), f"{found.model_type}: {_some(differences, '; ')}"))
-    closest = [line for _, line in sorted(told, key=lambda pair: pair[0])[:2]]
+            return candidate
+        candidates.append((len(differences), f"{candidate.model_type}: {_some(differences, '; ')}"))
+    closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
     if args.pos_emb != "rotary":
         like = " as in GPT-2, which is not written" if args.pos_emb == "learned" else ""
         closest.insert(0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are")
@@ -240,11 +248,11 @@ def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -
         again = NeoXArgs.from_dict({**keys, "padded_vocab_size": args.padded_vocab_size}, family.model_type)
     except (CheckpointError, ConfigError) as problem:
         return str(problem).splitlines()
-    ours, theirs = canonical_config(args), canonical_config(again)
+    ours, converted = canonical_config(args), canonical_config(again)
     scaled = args.rope_scaling is not None and args.rope_scaling["rope_type"] == "dynamic"
     if scaled:  # HuggingFace's max_position_embeddings is the length before
-        theirs["max_position_embeddings"] = ours["max_position_embeddings"]
-    return describe_differences(ours, theirs)
+        converted["max_position_embeddings"] = ours["max_position_embeddings"]
+    return describe_differences(ours, converted)
 
 
 def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:

@@ -70,7 +70,7 @@ def to_config(args: NeoXArgs) -> dict[str, Any]:
         "layer_norm_eps": args.layernorm_epsilon,
         "use_parallel_residual": args.gpt_j_residual,
         "attention_bias": args.use_bias_in_attn_linear,
-        "hidden_act": next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == (name, tanh)), "gelu"),
+        "hidden_act": next((hidden_act for hidden_act, ours in _ACTIVATIONS.items() if ours == (name, tanh)), "gelu"),
     }
 
 

@@ -107,10 +107,10 @@ _MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max
 def _mistral_keys(config: Config) -> dict[str, Any]:
     window = config.get("sliding_window", 4096)
     config = {**_MISTRAL, **config}
-    found = window_keys(window, [SLIDING])
-    found.pop("layer_types", None)
+    window_settings = window_keys(window, [SLIDING])
+    window_settings.pop("layer_types", None)
     plain = {**config, "attention_bias": False, "mlp_bias": False}
-    return {**common_keys(plain, _MISTRAL), **rope_keys(config, rope_of(config, theta=10000.0)), **found}
+    return {**common_keys(plain, _MISTRAL), **rope_keys(config, rope_of(config, theta=10000.0)), **window_settings}
 
 
 def _mistral_config(args: NeoXArgs) -> dict[str, Any]:

@@ -97,11 +97,11 @@ def companion_files_of(
     if not carried and tokenizer:
         files |= _own_tokenizer(source, args, vocab_is_hf)
     if "tokenizer.json" in files and tokenizer:
-        found = _built(files, args)
-        tokens = found.vocab_size
-        ids = {f"{role}_token_id": getattr(found, role) for role in _ROLES}
+        built_tokenizer = _built(files, args)
+        tokens = built_tokenizer.vocab_size
+        ids = {f"{role}_token_id": getattr(built_tokenizer, role) for role in _ROLES}
         if "tokenizer_config.json" not in files:
-            files["tokenizer_config.json"] = _tokenizer_config(found)
+            files["tokenizer_config.json"] = _tokenizer_config(built_tokenizer)
     if not tokenizer:
         files = {name: content for name, content in files.items() if name not in TOKENIZER}
     if carried or not ids:  # config.json may name several ends
@@ -170,9 +170,9 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
     names = {}
     for role in _ROLES:
-        found = getattr(tokenizer, role)
-        if found is not None and found in tokenizer.special_tokens:
-            names[f"{role}_token"] = tokenizer.special_tokens[found]
+        token_id = getattr(tokenizer, role)
+        if token_id is not None and token_id in tokenizer.special_tokens:
+            names[f"{role}_token"] = tokenizer.special_tokens[token_id]
     return _json({"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 
@@ -181,9 +181,9 @@ def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
     unknown id."""
     if "tokenizer.json" not in files:
         return files
-    told = json.loads(files["tokenizer.json"])
-    names = {token["id"]: token["content"] for token in told.get("added_tokens", [])}
-    vocab = told.get("model", {}).get("vocab", {})
+    tokenizer_json = json.loads(files["tokenizer.json"])
+    names = {token["id"]: token["content"] for token in tokenizer_json.get("added_tokens", [])}
+    vocab = tokenizer_json.get("model", {}).get("vocab", {})
     names = {**({i: name for name, i in vocab.items()} if isinstance(vocab, dict) else {}), **names}
     if pad not in names:
         raise CheckpointError(f"--pad-token-id: {pad}: the tokenizer has no such token")

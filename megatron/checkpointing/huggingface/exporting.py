@@ -111,11 +111,13 @@ def export_hf(
 
 
 def _only_dtype(source: Path) -> torch.dtype:
-    found = describe_checkpoint(source).dtypes
-    if len(found) != 1 or not next(iter(found)).is_floating_point:
-        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-        raise CheckpointError(f"{source}: its weights are of several kinds ({told}); choose one with --precision")
-    return next(iter(found))
+    dtypes = describe_checkpoint(source).dtypes
+    if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+        dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise CheckpointError(
+            f"{source}: its weights are of several kinds ({dtype_names}); choose one with --precision"
+        )
+    return next(iter(dtypes))
 
 
 def _read(
@@ -149,13 +151,13 @@ def _grouped(problems: Iterable[str]) -> list[str]:
     """The problems with one line for all layers that have the same."""
     groups: dict[str, list[str]] = {}
     for line in dict.fromkeys(problems):
-        found = re.fullmatch(r"(?:(\S+\.pt), )?layer (\d+)(:? .*)", line)
-        groups.setdefault(found[3].removeprefix(":").strip() if found else line, []).append(found[2] if found else "")
-    told = []
+        match = re.fullmatch(r"(?:(\S+\.pt), )?layer (\d+)(:? .*)", line)
+        groups.setdefault(match[3].removeprefix(":").strip() if match else line, []).append(match[2] if match else "")
+    lines = []
     for text, layers in groups.items():
         numbers = sorted({int(layer) for layer in layers if layer})
-        told.append(text if not numbers else f"layer{'s' * (len(numbers) > 1)} {_ranges(numbers)}: {text}")
-    return told
+        lines.append(text if not numbers else f"layer{'s' * (len(numbers) > 1)} {_ranges(numbers)}: {text}")
+    return lines
 
 
 def _ranges(numbers: Sequence[int]) -> str:

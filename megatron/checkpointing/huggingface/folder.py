@@ -47,8 +47,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     if Path(text).is_dir():
         return Path(text)
     hub = text.removeprefix(_PREFIX)
-    hub, _, told = hub.partition("@")
-    revision = revision or told or None
+    hub, _, named_revision = hub.partition("@")
+    revision = revision or named_revision or None
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub) or hub.startswith("."):
         raise CheckpointError(f"{text}: no such folder, and not ORG/NAME of a model on the Hub")
     try:
@@ -57,9 +57,9 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(f"{text}: needs the huggingface_hub package (pip install huggingface_hub)") from None
     small = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", *LEGAL]
     try:
-        found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
-        if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
+        snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
     except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         at = f" at revision {revision}" if revision else ""
@@ -67,7 +67,7 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
             f"{hub}{at}: cannot be had from the Hub and is not in its local cache ({reason}); without a network, run "
             f"`hf download {hub}` where there is one and copy the cache (HF_HOME), or give a local folder"
         ) from problem
-    return found
+    return snapshot
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class HFFolder:
 
     @property
     def vocab_size(self) -> int:
-        found = self.config.get("vocab_size")
-        if not isinstance(found, int):
+        size = self.config.get("vocab_size")
+        if not isinstance(size, int):
             raise CheckpointError(f"{self.path / CONFIG}: vocab_size is missing")
-        return found
+        return size
 
     def get(self, name: str) -> Tensor:
         """One tensor, which stays in the file until it is used (memory map) or cast.
@@ -157,12 +157,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; not a HuggingFace model folder")
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError as problem:
         raise CheckpointError(f"{path}: not JSON ({problem})") from problem
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
-    return found
+    return content
 
 
 def load_named(file: Path) -> dict[str, Tensor]:
@@ -187,18 +187,18 @@ def _header(path: Path) -> dict[str, _Entry]:
                 raise ValueError(f"header of {length} bytes")
             raw = json.loads(file.read(length))
         raw.pop("__metadata__", None)
-        found = {}
-        for name, told in raw.items():
-            begin, end = (8 + length + offset for offset in told["data_offsets"])
-            dtype, shape = _DTYPES.get(told["dtype"]), tuple(told["shape"])
+        entries = {}
+        for name, fields in raw.items():
+            begin, end = (8 + length + offset for offset in fields["data_offsets"])
+            dtype, shape = _DTYPES.get(fields["dtype"]), tuple(fields["shape"])
             if dtype is not None and end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name}: {end - begin} bytes for {shape} of {told['dtype']}")
+                raise ValueError(f"{name}: {end - begin} bytes for {shape} of {fields['dtype']}")
             if not 8 + length <= begin <= end <= size:
                 raise ValueError(f"{name} should end at byte {end}, the file has {size}")
-            found[name] = _Entry(path, dtype, shape, begin, end)
+            entries[name] = _Entry(path, dtype, shape, begin, end)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path}: damaged, or not a safetensors file ({problem})") from problem
-    return found
+    return entries
 
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
@@ -237,14 +237,14 @@ def write_weights(
     opened = []
     with ExitStack() as stack:
         for file_name, entries in zip(names, plan, strict=True):
-            told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            header_fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             for name, offsets in entries.items():
-                told[name] = {
+                header_fields[name] = {
                     "dtype": _NAMES[dtype],
                     "shape": list(shapes[name]),
                     "data_offsets": list(offsets),
                 }
-            header = json.dumps(told, separators=(",", ":")).encode()
+            header = json.dumps(header_fields, separators=(",", ":")).encode()
             header += b" " * (-len(header) % 8)
             opened.append(stack.enter_context((path / file_name).open("wb")))
             opened[-1].write(len(header).to_bytes(8, "little") + header)

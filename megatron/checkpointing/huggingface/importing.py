@@ -133,19 +133,19 @@ def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict
 def _check_target(final: Path) -> None:
     """A checkpoint of a run is never replaced by an import; an import is."""
     if final.exists():
-        there = read_manifest(final)
-        if there is None or there.data or there.optimizer:
+        manifest = read_manifest(final)
+        if manifest is None or manifest.data or manifest.optimizer:
             raise CheckpointError(f"{final}: is there already, and no import; give another folder or --iteration")
 
 
 def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
-    found = {folder.dtypes[name] for name in folder.shapes if name in _asked(folder, keys)}
-    if len(found) != 1 or not found <= PRECISIONS.keys():
-        told = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    dtypes = {folder.dtypes[name] for name in folder.shapes if name in _asked(folder, keys)}
+    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+        dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise CheckpointError(
-            f"{folder.origin}: its weights are of several or unknown kinds ({told}); choose one with --precision"
+            f"{folder.origin}: its weights are of several or unknown kinds ({dtype_names}); choose one with --precision"
         )
-    return next(dtype for dtype in found if dtype is not None)
+    return next(dtype for dtype in dtypes if dtype is not None)
 
 
 def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
@@ -197,7 +197,7 @@ def load_hf_weights(
     _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path))
     check_hf_tensors(folder.config, keys, folder.shapes, str(path))
     specs: dict[int, dict[str, ParamSpec]] = {
-        layer: {spec.name: spec for spec in found} for layer, found in layer_params(args).items()
+        layer: {spec.name: spec for spec in layer_specs} for layer, layer_specs in layer_params(args).items()
     }
     loaded: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
     for layer, name, value in tensors:
@@ -214,10 +214,10 @@ def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
         wanted["max_position_embeddings"] = now["max_position_embeddings"]
     wrong = [key for key in {**wanted, **now} if wanted.get(key) != now.get(key)]
     if wrong:
-        told = [f"{key}: {_in_short(wanted.get(key))} there, {_in_short(now.get(key))} here" for key in wrong]
+        differences = [f"{key}: {_in_short(wanted.get(key))} there, {_in_short(now.get(key))} here" for key in wrong]
         raise CheckpointError(
             f"{where}: not the configuration's model; tools/ckpts/convert_hf_to_neox.py writes one that fits:\n  "
-            + "\n  ".join(told)
+            + "\n  ".join(differences)
         )
 
 

@@ -63,17 +63,17 @@ def compare_logits(
     length = min(_LENGTH, args.max_position_embeddings)
     tokens = torch.randint(0, vocab_size, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        theirs = transformers_logits(folder, tokens)[..., :vocab_size]
+        reference_logits = transformers_logits(folder, tokens)[..., :vocab_size]
         ours = our_logits(args, weights, tokens)[..., :vocab_size]
-    if not theirs.isfinite().all():
+    if not reference_logits.isfinite().all():
         broken = [name for name in folder.shapes if not folder.get(name).isfinite().all()]
         named = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more tensors' if len(broken) > 3 else ''}"
         raise CheckpointError(
             f"{folder.origin}: NaN or Inf in {named or 'the logits of finite weights'}: a broken model, whoever "
             "computes it; take an earlier checkpoint"
         )
-    difference = (ours - theirs).abs().max().item()
-    comparison = LogitComparison(difference, theirs.abs().max().item(), length)
+    difference = (ours - reference_logits).abs().max().item()
+    comparison = LogitComparison(difference, reference_logits.abs().max().item(), length)
     if not difference <= comparison.bound:  # NaN too
         raise CheckpointError(f"{folder.origin}: is not the same model: {comparison}")
     return comparison
@@ -132,14 +132,14 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
         if not module._parameters:
             continue
         stored: dict[str, str] = {}
-        for own, param in module._parameters.items():
+        for param_name, param in module._parameters.items():
             if param is None:
                 continue
             known = names[id(param)] + (head if module is model.get_output_embeddings() else [])
-            there = [name for name in known if name in folder.shapes]
-            if not there:
-                raise CheckpointError(f"{folder.origin}: transformers wants {path}.{own}, which is not there")
-            stored[own] = there[0]
+            stored_names = [name for name in known if name in folder.shapes]
+            if not stored_names:
+                raise CheckpointError(f"{folder.origin}: transformers wants {path}.{param_name}, which is not there")
+            stored[param_name] = stored_names[0]
         _lend(module, partial(_stored, folder, stored))
     return model(tokens, use_cache=False).logits
 
@@ -171,18 +171,18 @@ def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]]) 
     def take(module: nn.Module, *_: Any) -> None:
         get = open_layer()
         for path, part in module.named_modules():
-            for own, param in list(part._parameters.items()):
+            for param_name, param in list(part._parameters.items()):
                 if param is None:
                     continue
-                empty[part, own] = param
-                value = get(f"{path}.{own}" if path else own).float()
+                empty[part, param_name] = param
+                value = get(f"{path}.{param_name}" if path else param_name).float()
                 if value.shape != param.shape:
-                    raise CheckpointError(f"{path}.{own}: shape {tuple(value.shape)}, not {tuple(param.shape)}")
-                part._parameters[own] = nn.Parameter(value, requires_grad=False)
+                    raise CheckpointError(f"{path}.{param_name}: shape {tuple(value.shape)}, not {tuple(param.shape)}")
+                part._parameters[param_name] = nn.Parameter(value, requires_grad=False)
 
     def give_back(*_: Any) -> None:
-        for (part, own), param in empty.items():
-            part._parameters[own] = param
+        for (part, param_name), param in empty.items():
+            part._parameters[param_name] = param
         empty.clear()
 
     module.register_forward_pre_hook(take)

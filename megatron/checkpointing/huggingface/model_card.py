@@ -63,13 +63,13 @@ def _front_matter(before: str, trained: bool) -> str:
     """The YAML front matter: that of the card `before`, and our fields where it has none."""
     parts = before.lstrip("\ufeff").split("---\n", 2)
     try:
-        theirs = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
+        existing = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
     except yaml.YAMLError:
-        theirs = {}
-    theirs = theirs if isinstance(theirs, dict) else {}
-    tags = theirs.get("tags") or []
+        existing = {}
+    existing = existing if isinstance(existing, dict) else {}
+    tags = existing.get("tags") or []
     tags = [tags] if isinstance(tags, str) else list(tags)
-    front = {**_OURS, **theirs, "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)]}
+    front = {**_OURS, **existing, "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)]}
     if trained:
         front.pop("model-index", None)
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True, width=2**20)

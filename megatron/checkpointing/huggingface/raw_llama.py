@@ -64,12 +64,12 @@ class _Tensor:
 
 def _table(layers: int, heads: int, kv_heads: int) -> dict[str, _Tensor]:
     """The tensors of a model by HuggingFace's names."""
-    table = {theirs: _Tensor(meta, cut) for meta, (theirs, cut) in _TOP.items()}
+    table = {hf_name: _Tensor(meta, cut) for meta, (hf_name, cut) in _TOP.items()}
     turned = {"attention.wq": heads, "attention.wk": kv_heads}
     for layer in range(layers):
-        for meta, (theirs, cut) in _BLOCK.items():
+        for meta, (hf_name, cut) in _BLOCK.items():
             name = f"layers.{layer}.{meta}.weight"
-            table[f"model.layers.{layer}.{theirs}.weight"] = _Tensor(name, cut, turned.get(meta, 0))
+            table[f"model.layers.{layer}.{hf_name}.weight"] = _Tensor(name, cut, turned.get(meta, 0))
     return table
 
 
@@ -128,12 +128,12 @@ class RawLlama(HFFolder):
     def _check_names(self, params: Mapping[str, Any]) -> None:
         names = {tensor.meta for tensor in self._table.values()}
         for i, part in enumerate(self._parts):
-            there = {name for name in part if not _UNUSED.fullmatch(name)}
-            if there != names:
-                lacks, more = sorted(names - there), sorted(there - names)
-                told = [f"lacks {lacks[0]}"] if lacks else []
-                told += [f"holds {more[0]}, which this build does not know"] if more else []
-                raise CheckpointError(f"{self.raw / f'consolidated.{i:02d}.pth'}: {' and '.join(told)}")
+            stored_names = {name for name in part if not _UNUSED.fullmatch(name)}
+            if stored_names != names:
+                lacks, more = sorted(names - stored_names), sorted(stored_names - names)
+                problems = [f"lacks {lacks[0]}"] if lacks else []
+                problems += [f"holds {more[0]}, which this build does not know"] if more else []
+                raise CheckpointError(f"{self.raw / f'consolidated.{i:02d}.pth'}: {' and '.join(problems)}")
 
     def _check_sizes(self, dim: int, heads: int, kv_heads: int) -> None:
         """What params.json says, against what the files together hold: a missing file shows here."""
@@ -203,14 +203,14 @@ def _params(folder: HFFolder) -> dict[str, Any]:
     mistral = config.get("model_type") == "mistral"
     wrong = [
         text
-        for text, there in (
+        for text, applies in (
             (f"model_type {config.get('model_type')}", config.get("model_type") not in ("llama", "mistral")),
             (f"rotary scaling {rope['rope_type']}", not scaled and scaling != {"rope_type": "default"}),
             ("tied embeddings", config.get("tie_word_embeddings", False)),
             (f"activation {config.get('hidden_act')}", config.get("hidden_act", "silu") != "silu"),
             (f"head_dim {head}", head * heads != dim and not mistral),
         )
-        if there
+        if applies
     ]
     if wrong:
         raise CheckpointError(f"{folder.origin}: has what Meta's format does not: {', '.join(wrong)}")
@@ -237,8 +237,8 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     table = _table(params["n_layers"], params["n_heads"], params["n_kv_heads"])
     strange = sorted(table.keys() ^ folder.shapes.keys())
     if strange:
-        there = "holds" if strange[0] in folder.shapes else "lacks"
-        raise CheckpointError(f"{folder.origin}: {there} {strange[0]}, unlike Meta's models")
+        verb = "holds" if strange[0] in folder.shapes else "lacks"
+        raise CheckpointError(f"{folder.origin}: {verb} {strange[0]}, unlike Meta's models")
     dtypes = set(folder.dtypes.values())
     dtype = dtypes.pop()
     if dtypes or dtype is None:

@@ -118,7 +118,7 @@ class DelimiterJob:
         counts = {
             **counts,
             TRAINED: int((labels[0] >= 0).sum()),
-            "documents without the delimiter": sum(not found for _, found in masked),
+            "documents without the delimiter": sum(not has_delimiter for _, has_delimiter in masked),
         }
         return [(ids.astype(INT32), lengths), labels], counts
 

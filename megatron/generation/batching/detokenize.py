@@ -40,10 +40,10 @@ class IncrementalDetokenizer:
             self.start, self.read = self.read, len(self.tokens)
         text, self.held = self.held + new, ""
         counts = len(self.tokens) > self.minimum
-        found = [place for string in self.stop if counts and (place := text.find(string)) >= 0]
-        if found:
+        stop_places = [place for string in self.stop if counts and (place := text.find(string)) >= 0]
+        if stop_places:
             self.stopped = True
-            return text[: min(found)]
+            return text[: min(stop_places)]
         if final or not self.stop:
             return text
         keep = max(_overlap(text, string) for string in self.stop)

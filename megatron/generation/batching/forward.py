@@ -84,9 +84,9 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
     flat = (torch.cat([one.flatten() for one in numbers]) if len(numbers) > 1 else numbers[0].flatten()).cpu()
     results, start = [], 0
     for forward, one in zip(forwards, numbers, strict=True):
-        found = flat[start : start + one.numel()].view(one.shape)
-        forward.sampler.update(found[:, 0].long().clamp(min=0))
-        results.append(_rows(forward, found))
+        row_values = flat[start : start + one.numel()].view(one.shape)
+        forward.sampler.update(row_values[:, 0].long().clamp(min=0))
+        results.append(_rows(forward, row_values))
         start += one.numel()
     return results
 
@@ -123,15 +123,15 @@ def _rows(forward: Forward, numbers: Tensor) -> list[RowOutput]:
     if forward.top is None:
         return [RowOutput(int(token)) for token in numbers[:, 0].tolist()]
     width = 1 + 2 * forward.top
-    found = []
+    outputs = []
     for row, values in enumerate(numbers.tolist()):
         token = int(values[0])
         targets = []
         if forward.targets is not None:
             places = zip(forward.targets[row].tolist(), range(1 + width, len(values), width), strict=True)
             targets = [_logprob(target, values[place : place + width]) for target, place in places]
-        found.append(RowOutput(token, _logprob(token, values[1 : 1 + width]), targets))
-    return found
+        outputs.append(RowOutput(token, _logprob(token, values[1 : 1 + width]), targets))
+    return outputs
 
 
 def _logprob(token: int, values: Sequence[float]) -> Logprob:

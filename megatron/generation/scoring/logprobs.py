@@ -78,7 +78,7 @@ def score(
     def run() -> dict[int, tuple[list[float], list[bool]]]:
         return _run(model, shares[rank], forwards, ntk is not None, report)
 
-    results = {i: found for share in run_on_all_ranks(model.groups, run) for i, found in share.items()}
+    results = {i: scored for share in run_on_all_ranks(model.groups, run) for i, scored in share.items()}
     if any(value != value for logprobs, _ in results.values() for value in logprobs):
         raise CheckpointError(
             f"the model gives NaN as logits in {model.args.params_dtype}: its weights are damaged or precision cannot "
@@ -141,7 +141,7 @@ def _fit(number: int, request: ScoreRequest, positions: int, overlong: Overlong)
 
 
 def _report(fitting: dict[int, _Fitting], requests: Sequence[ScoreRequest], positions: int) -> None:
-    skipped, cut = len(requests) - len(fitting), sum(found.truncated > 0 for found in fitting.values())
+    skipped, cut = len(requests) - len(fitting), sum(fit.truncated > 0 for fit in fitting.values())
     if skipped or cut:
         done = " and ".join([f"{cut} lost their beginning"] * (cut > 0) + [f"{skipped} were skipped"] * (skipped > 0))
         logging.getLogger("megatron").info(
@@ -217,7 +217,7 @@ def _run(
     (dynamic NTK).
     """
     groups, on_gpu = model.groups, model.groups.device.type == "cuda"
-    found: dict[int, tuple[list[float], list[bool]]] = {}
+    scores: dict[int, tuple[list[float], list[bool]]] = {}
     done = 0
     at_once = 2 * groups.size("pipe") if groups.size("pipe") > 1 else 1  # so that stages work side by side
     for first in range(0, len(batches), at_once):
@@ -225,22 +225,22 @@ def _run(
         results = _forward(model, [_batch(rows, positioned, on_gpu) for rows in chunk])
         for rows, values in zip(chunk, results, strict=True):
             if groups.rank("tensor") == 0 and groups.is_first_stage:
-                found |= _by_request(rows, values.cpu())
+                scores |= _by_request(rows, values.cpu())
             done += sum(len(row.picks) for row in rows)
         on_progress(done)
     for _ in range(len(batches), forwards):
         _forward(model, [_batch([TreeRow([0], [0], [0], {0: 0}, [(0, [0], [0])])], positioned, on_gpu)])
-    return found
+    return scores
 
 
 def _by_request(rows: list[TreeRow], values: Tensor) -> dict[int, tuple[list[float], list[bool]]]:
-    found, begun = {}, 0
+    scores, begun = {}, 0
     logprobs, greedy = values[0].tolist(), (values[1] > 0).tolist()
     for number, places, _ in (pick for row in rows for pick in row.picks):
         end = begun + len(places)
-        found[number] = (logprobs[begun:end], greedy[begun:end])
+        scores[number] = (logprobs[begun:end], greedy[begun:end])
         begun = end
-    return found
+    return scores
 
 
 def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:

@@ -93,7 +93,7 @@ def _check_tokens(texts: Sequence[list[int]], model: Model, path: str) -> None:
 def _append(growing: Path, texts: Sequence[list[int]], scored: Sequence[Sequence[ContinuationScore]]) -> None:
     with open(growing, "ab") as file:
         for tokens, windows in zip(texts, scored, strict=True):
-            values = [0.0] * bool(tokens) + [value for found in windows for value in found.logprobs]
+            values = [0.0] * bool(tokens) + [value for window in windows for value in window.logprobs]
             file.write(np.array(values, _VALUE).tobytes())
         file.flush()
         os.fsync(file.fileno())

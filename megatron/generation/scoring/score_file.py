@@ -143,15 +143,15 @@ def _pair(prompt: str, completion: str, tokenizer: Tokenizer) -> ScoreRequest:
 
 def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore]) -> ScoredLine:
     tokens = [token for _, continuation in requests for token in continuation]
-    if any(found.skipped for found in scored):
+    if any(score.skipped for score in scored):
         return ScoredLine(
             tokens, None, None, None, False, "skipped: longer than the model's positions (eval_overlong: skip)"
         )
-    logprobs = [value for found in scored for value in found.logprobs]
-    cut = sum(found.truncated for found in scored)
+    logprobs = [value for score in scored for value in score.logprobs]
+    cut = sum(score.truncated for score in scored)
     message = f"the first {cut} tokens of the prompt were left out: longer than the model's positions" if cut else None
     total = math.fsum(logprobs)
-    greedy = all(found for one in scored for found in one.greedy)
+    greedy = all(is_greedy for one in scored for is_greedy in one.greedy)
     perplexity = math.exp(min(-total / max(1, len(tokens)), 700.0))
     return ScoredLine(tokens, [round(value, 6) for value in logprobs], total, perplexity, greedy, message)
 

@@ -76,7 +76,7 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
     port = options.port or (args.master_port if args else port_of(env.get("MASTER_PORT") or DEFAULT_PORT))
     site, problem = _site(env)
     several = bool(options.peer) or (args is not None and args.num_nodes > 1)
-    found: list[Check | None] = [
+    results: list[Check | None] = [
         python_check(),
         torch_check(torch),
         deepspeed_check(installed("deepspeed")),
@@ -101,7 +101,7 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
         *(model_check(model) for model in options.model),
         *checks,
     ]
-    return [check for check in found if check is not None]
+    return [check for check in results if check is not None]
 
 
 def _site(env: Mapping[str, str]) -> tuple[Mapping[str, str], Check | None]:

@@ -44,14 +44,14 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
     gpus = []
     for index, name in enumerate(names):
         try:
-            found = torch.cuda.get_device_properties(index)
+            properties = torch.cuda.get_device_properties(index)
             ones = torch.ones(64, 64, device=f"cuda:{index}")
             problem = "" if (ones @ ones).sum().item() == 64**3 else "it computes 64 x 64 ones wrongly"
             free, total = torch.cuda.mem_get_info(index)
         except Exception as cause:  # RuntimeError, AcceleratorError, AssertionError: whatever CUDA says
             gpus.append(Gpu(name, "?", 0, 0, (0, 0), str(cause).strip().splitlines()[0]))
             continue
-        gpus.append(Gpu(name, found.name, total, free, (found.major, found.minor), problem))
+        gpus.append(Gpu(name, properties.name, total, free, (properties.major, properties.minor), problem))
     return gpus
 
 

@@ -23,7 +23,7 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
         return _folder(title, Path(name).expanduser())
     repository, _, revision = name.partition("@")
     token, place = find_token(env)
-    said = f"token found in {place}" if token else "no token found"
+    token_note = f"token found in {place}" if token else "no token found"
     cached = list((_home(env) / "hub" / _CACHE.format(repository.replace("/", "--"))).glob("*/config.json"))
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
@@ -37,8 +37,8 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
             return warning(title, f"{unreachable}; in the cache: {cached[0].parent}")
         return failed(title, f"{unreachable}; not in the cache", "fetch the model where there is a network")
     if status < 400:
-        return Check(title, "ok", f"can be read; {said}")
-    return failed(title, *_refusal(status, code, said, bool(token)))
+        return Check(title, "ok", f"can be read; {token_note}")
+    return failed(title, *_refusal(status, code, token_note, bool(token)))
 
 
 def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:

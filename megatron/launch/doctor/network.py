@@ -41,13 +41,13 @@ def peer_check(peer: str, port: int, timeout_s: float = TIMEOUT_S) -> Check:
     try:
         socket.create_connection((address, number), timeout_s).close()
     except ConnectionRefusedError:
-        found = f"{address} answers and refuses: nothing listens at {number}"
+        finding = f"{address} answers and refuses: nothing listens at {number}"
         return failed(
-            title, found, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
+            title, finding, f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
         )
     except TimeoutError:
-        found = f"{address} does not answer within {timeout_s:g} s"
-        return failed(title, found, "a firewall drops it, the machine is off, or the address is of another network")
+        finding = f"{address} does not answer within {timeout_s:g} s"
+        return failed(title, finding, "a firewall drops it, the machine is off, or the address is of another network")
     except OSError as problem:
         return failed(title, f"{address}: {problem.strerror}", "check the address and the route to it")
     return Check(title, "ok", f"{address} answers after {1000 * (time.perf_counter() - started):.1f} ms")

@@ -142,8 +142,8 @@ def arch_list_check(env: Mapping[str, str] = os.environ) -> Check | None:
     value = env.get("TORCH_CUDA_ARCH_LIST", "")
     if is_readable_arch_list(value):
         return None
-    found = f"{value!r}, which DeepSpeed's builder cannot read"
-    return warning("TORCH_CUDA_ARCH_LIST", found, "deepy.py and train.py set the device's own, as 9.0")
+    finding = f"{value!r}, which DeepSpeed's builder cannot read"
+    return warning("TORCH_CUDA_ARCH_LIST", finding, "deepy.py and train.py set the device's own, as 9.0")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ def nccl_check(built_with: Nccl | None, env: Mapping[str, str], loaded: Sequence
     for file in loaded:
         version = read_version(file)
         if built_with is not None and built_with.version and version and version < built_with.version:
-            found = f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
-            return failed("nccl", found, preload)
+            finding = f"{Nccl(version)} ({file}) is loaded, older than the {built_with} that torch was built with"
+            return failed("nccl", finding, preload)
     if site is not None and site.file and choice.preload == site.file and not _same(site.file, loaded):
         return warning("nccl", f"{choice.description}, is not loaded", preload)
     return Check("nccl", "ok", choice.description)
@@ -132,8 +132,8 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
         wanted = [entry for entry in value.removeprefix("=").split(",") if entry]
         present = [i for i in interfaces if any(i == entry or not exact and i.startswith(entry) for entry in wanted)]
         if not present:
-            found = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
-            checks.append(failed(name, found, f"set {name} to one of these, or unset it"))
+            finding = f"{value}: no such interface; here are {', '.join(interfaces) or 'none'}"
+            checks.append(failed(name, finding, f"set {name} to one of these, or unset it"))
     return checks
 
 
