@@ -54,18 +54,14 @@ def language_modelling(
         logits, weights, labels = head.logits(), batch.loss_weights.t(), batch.labels.t()
         if z_loss != 0.0:
             logprobs, sums = token_logprobs_and_sums(logits, labels, group, columns)
-            logit_statistics = (
-                token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
-            )
+            stats = token_logprobs_and_statistics(logits.detach(), labels, group, columns)[1] if statistics else None
             extra = z_loss * (sums.square() * weights).sum()
-            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(
-                logit_statistics, weights
-            )
+            return ((loss(logprobs) * weights).sum() + (extra - extra.detach())).view(1), _metrics(stats, weights)
         if statistics:
-            logprobs, logit_statistics = token_logprobs_and_statistics(logits, labels, group, columns)
+            logprobs, stats = token_logprobs_and_statistics(logits, labels, group, columns)
         else:
-            logprobs, logit_statistics = token_logprobs(logits, labels, group, columns), None
-        return (loss(logprobs) * weights).sum().view(1), _metrics(logit_statistics, weights)
+            logprobs, stats = token_logprobs(logits, labels, group, columns), None
+        return (loss(logprobs) * weights).sum().view(1), _metrics(stats, weights)
 
     return Objective(_weight, loss_sum, METRICS if statistics else ())
 
