@@ -173,21 +173,14 @@ def midtrained(place: Path) -> Path:
 def test_the_fork_s_sft_follows_a_run_of_ours(midtrained: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, whole, after_hf = typed("sft-mix", place, monkeypatch)
     assert attempt.args.train_iters == 20 and after_hf.args.train_data_weights == (0.89, 0.11)
-    recipe, args = whole.own, whole.args
+    keys, args = whole.own, whole.args
     assert whole.files == ["sft_dolci_mcqa_instruct_unfiltered_synthetic_alignment_mid.yml"]
-    assert {key: recipe[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
+    assert {key: keys[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
         "train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2,
     }  # fmt: skip
-    assert recipe["optimizer"] == {
-        "type": "AdamW",
-        "params": {"lr": 8e-5, "eps": 1e-6},
-    }  # the checkpoint's, at this rate
-    assert (
-        recipe["train_data_weights"] == [0.89, 0.11]
-        and recipe["z_loss"] == 1e-4
-        and recipe["lr_decay_style"] == "cosine"
-    )
-    assert not recipe.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}
+    assert keys["optimizer"] == {"type": "AdamW", "params": {"lr": 8e-5, "eps": 1e-6}}  # the checkpoint's, at this rate
+    assert keys["train_data_weights"] == [0.89, 0.11] and keys["z_loss"] == 1e-4 and keys["lr_decay_style"] == "cosine"
+    assert not keys.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}
     assert args.num_kv_heads == 2 and args.min_lr == 0 and args.lr_decay_iters == 4627
     longer = ["exit_interval=4" if word.startswith("exit_interval=") else word for word in whole.words]
     again = run_ranks(run, 1, whole.files, longer)[0]  # typed again it goes on, from its own checkpoint

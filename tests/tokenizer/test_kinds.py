@@ -163,12 +163,8 @@ def test_gpt2_as_published(tmp_path: Path, monkeypatch):
     from transformers import GPT2Tokenizer
 
     GPT2Tokenizer(str(files / "encoder.json"), str(files / "vocab.bpe")).save_pretrained(tmp_path / "hf")
-    hf_tokenizer = HFGPT2Tokenizer(tmp_path / "hf")
-    assert hf_tokenizer.tokenize_batch(TEXTS) == ids and (
-        hf_tokenizer.vocab_size,
-        hf_tokenizer.eod,
-        hf_tokenizer.pad,
-    ) == (50258, 50256, 50257)
+    loaded = HFGPT2Tokenizer(tmp_path / "hf")
+    assert loaded.tokenize_batch(TEXTS) == ids and (loaded.vocab_size, loaded.eod, loaded.pad) == (50258, 50256, 50257)
 
 
 def test_gpt_neox_20b():
