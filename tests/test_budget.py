@@ -51,9 +51,9 @@ def test_processes_over_budget_fail_a_whole_target(
     assert done.ret == code
     if code or not words:
         done.stdout.fnmatch_lines(["*budget of make test*", f"room * / 1.0 * 2 / 2 * 3 / {processes}"])
-    found = [line for line in done.outlines if line.startswith("OVER BUDGET")]
+    reported = [line for line in done.outlines if line.startswith("OVER BUDGET")]
     line = "OVER BUDGET (tests/budget.toml, [test]): tests/room: 3 processes, budget 2"
-    assert found == ([line] if code else [])
+    assert reported == ([line] if code else [])
 
 
 def test_tests_over_budget_and_packages_without_one() -> None:

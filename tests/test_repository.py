@@ -58,11 +58,11 @@ def test_imports_point_down(path):
     if here == "__init__.py":
         return
     for name in imports(path):
-        there = room(name)
-        if there is None or there == here or (here, there) in NEIGHBOURS:
+        imported_room = room(name)
+        if imported_room is None or imported_room == here or (here, imported_room) in NEIGHBOURS:
             continue
-        assert FLOORS[there] < FLOORS[here], f"{path} imports {name}"
-        assert there in ONLY.get(here, FLOORS), f"{path} imports {name}"
+        assert FLOORS[imported_room] < FLOORS[here], f"{path} imports {name}"
+        assert imported_room in ONLY.get(here, FLOORS), f"{path} imports {name}"
 
 
 def test_launchers_share_only_the_store():
@@ -135,8 +135,8 @@ def test_one_package_knows_deepspeeds_objects():
     assert {"_take_model_step", "ds_numel", "_hp_mapping"} <= names & inside
     for path in SOURCES:
         if path.relative_to(ROOT).parent != ENGINE:
-            theirs = [at for at in attributes(path) if at[0] in names or re.match(r"_?ds_|_ds$", str(at[0]))]
-            assert not theirs, path
+            private_uses = [at for at in attributes(path) if at[0] in names or re.match(r"_?ds_|_ds$", str(at[0]))]
+            assert not private_uses, path
 
 
 def test_one_file_chooses_the_engine():

@@ -78,22 +78,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize("line", HELP)
 def test_help_imports_nothing_heavy(line: str, found: Found) -> None:
-    code, said, heavy = found[f"{line} --help"]
-    assert (code, heavy) == (0, []) and said.startswith("usage: "), said
+    code, output, heavy = found[f"{line} --help"]
+    assert (code, heavy) == (0, []) and output.startswith("usage: "), output
 
 
 @pytest.mark.parametrize("script", COMMANDS)
 @pytest.mark.parametrize(("name", "key"), [("unknown", "hidden_dropuot"), ("refused", "stage")])
 def test_a_configuration_error_imports_nothing_heavy(script: str, name: str, key: str, found: Found) -> None:
     for line, command in ((script, Path(script).name), (f"deepy.py {script}", "deepy.py")):
-        code, said, heavy = found[f"{line} {name}"]
-        assert (code, heavy) == (1, []), said
-        assert said.startswith(f"{command}: error: ") and key in said and "Traceback" not in said
+        code, output, heavy = found[f"{line} {name}"]
+        assert (code, heavy) == (1, []), output
+        assert output.startswith(f"{command}: error: ") and key in output and "Traceback" not in output
 
 
 def test_a_launcher_counts_gpus_without_torch(found: Found) -> None:
-    code, said, heavy = found["deepy.py train.py --dry-run"]
-    assert (code, heavy) == (0, []) and "(1 rank" in said, said
+    code, output, heavy = found["deepy.py train.py --dry-run"]
+    assert (code, heavy) == (0, []) and "(1 rank" in output, output
 
 
 def test_nothing_imports_the_compiler() -> None:

@@ -32,10 +32,10 @@ def test_versions_are_those_of_the_constraints():
     chosen = PREFIX / "constraints.txt"  # with torch as the driver needs it
     if chosen.exists():
         wanted["torch"] = re.findall(r"^torch==([\d.]+)", chosen.read_text(), re.MULTILINE)[0]
-    found = {name: installed(name) for name in wanted}
-    missing = {name for name, number in found.items() if number is None}
+    versions = {name: installed(name) for name in wanted}
+    missing = {name for name, number in versions.items() if number is None}
     assert missing <= ELSEWHERE
-    assert found == wanted | dict.fromkeys(missing)
+    assert versions == wanted | dict.fromkeys(missing)
 
 
 def test_torch_computes():

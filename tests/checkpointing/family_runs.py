@@ -36,20 +36,20 @@ def logits_of(keys: dict[str, Any], weights: Weights, groups: ParallelGroups | N
 
 
 def _on_ranks(rank: int, world_size: int, models: list[Model], layouts: list[tuple[int, int]]) -> list[list[Tensor]]:
-    found = []
+    by_layout = []
     for tensor, pipe in layouts:
-        own = {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
-        found.append([logits_of({**keys, **own}, weights) for keys, weights in models])
-    return found
+        sizes = {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
+        by_layout.append([logits_of({**keys, **sizes}, weights) for keys, weights in models])
+    return by_layout
 
 
 def logits_by_layout(models: list[Model], layouts: list[tuple[int, int]]) -> dict[tuple[int, int], list[Tensor]]:
     """Of every model, in one process and in these layouts; all ranks must agree."""
-    found = {(1, 1): [logits_of(keys, weights, ParallelGroups.single()) for keys, weights in models]}
+    by_layout = {(1, 1): [logits_of(keys, weights, ParallelGroups.single()) for keys, weights in models]}
     for size in sorted({tensor * pipe for tensor, pipe in layouts} - {1}):
         of_this_size = [layout for layout in layouts if layout[0] * layout[1] == size]
         first, *others = run_ranks(_on_ranks, size, models, of_this_size)
         for other in others:
             torch.testing.assert_close(other, first, rtol=0, atol=0)
-        found |= dict(zip(of_this_size, first, strict=True))
-    return found
+        by_layout |= dict(zip(of_this_size, first, strict=True))
+    return by_layout

@@ -59,11 +59,11 @@ def test_terms_card_and_every_field_come_out_as_they_went_in(family: str, tmp_pa
         export_hf(path, args, tmp_path / "back")  # as plain transformers reads it
         for name, text in TERMS.items():
             assert (tmp_path / "back" / name).read_text() == text
-        told = yaml.safe_load((tmp_path / "back" / "README.md").read_text().split("---\n")[1])
+        card = yaml.safe_load((tmp_path / "back" / "README.md").read_text().split("---\n")[1])
         expected = yaml.safe_load(CARD.split("---\n")[1]) | {"tags": ["facebook", "gpt-neox"]}
         if trained:
             del expected["model-index"]  # scores of other weights
-        assert expected.items() <= told.items() and told["library_name"] == "transformers"
+        assert expected.items() <= card.items() and card["library_name"] == "transformers"
         after = json.loads((tmp_path / "back" / "config.json").read_text())
         assert "auto_map" not in after, "code that does not come along"
         same = {name: value for name, value in before.items() if name != "auto_map"}

@@ -41,14 +41,14 @@ def args_of(config: dict[str, Any], **more: Any) -> NeoXArgs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_changes_no_bit(case: str, dtype: torch.dtype) -> None:
-    config, theirs = on_disk(random_model(case, dtype))
-    keys, tensors = from_hf(config, theirs.__getitem__, padded_vocab_size=PADDED)
+    config, hf_tensors = on_disk(random_model(case, dtype))
+    keys, tensors = from_hf(config, hf_tensors.__getitem__, padded_vocab_size=PADDED)
     ours = collected(tensors)
     args = NeoXArgs.from_dict(keys)
     assert {n: {s.name for s in specs} for n, specs in layer_params(args).items()} == {n: {*t} for n, t in ours.items()}
     back = dict(to_hf(args, ours.items(), vocab_size=VOCAB))
-    assert back.keys() == theirs.keys()
-    for name, tensor in theirs.items():
+    assert back.keys() == hf_tensors.keys()
+    for name, tensor in hf_tensors.items():
         assert back[name].dtype == dtype and torch.equal(back[name], tensor), name
         assert back[name].is_contiguous() and back[name].untyped_storage().nbytes() == tensor.nbytes
 
@@ -148,18 +148,18 @@ def test_gemma_270m_is_read_as_published() -> None:
 
 
 def test_tensors_are_read_one_by_one() -> None:
-    config, theirs = on_disk(random_model("llama 3"))
+    config, hf_tensors = on_disk(random_model("llama 3"))
     asked: list[str] = []
 
     def get(name: str) -> Tensor:
         asked.append(name)
-        return theirs[name]
+        return hf_tensors[name]
 
     _, tensors = from_hf(config, get)
     assert asked == []
     assert next(tensors)[:2] == (0, "word_embeddings.weight") and len(asked) == 1
     names = [(layer, name) for layer, name, _ in tensors]
-    assert names[-2:] == [(7, "norm.scale"), (8, "final_linear.weight")] and len(asked) == len(theirs)
+    assert names[-2:] == [(7, "norm.scale"), (8, "final_linear.weight")] and len(asked) == len(hf_tensors)
     args = NeoXArgs.from_dict(from_hf(config, nothing)[0])
     taken: list[int] = []
 
@@ -173,18 +173,18 @@ def test_tensors_are_read_one_by_one() -> None:
 
 
 def test_added_rows_are_the_mean_of_the_others() -> None:
-    config, theirs = on_disk(random_model("mistral"))
-    _, tensors = from_hf(config, theirs.__getitem__, padded_vocab_size=PADDED)
+    config, hf_tensors = on_disk(random_model("mistral"))
+    _, tensors = from_hf(config, hf_tensors.__getitem__, padded_vocab_size=PADDED)
     head = collected(tensors)[8]["final_linear.weight"]
-    mean = theirs["lm_head.weight"].mean(0)
-    assert head.shape[0] == PADDED and torch.equal(head[:VOCAB], theirs["lm_head.weight"])
+    mean = hf_tensors["lm_head.weight"].mean(0)
+    assert head.shape[0] == PADDED and torch.equal(head[:VOCAB], hf_tensors["lm_head.weight"])
     torch.testing.assert_close(head[VOCAB:], mean.expand(PADDED - VOCAB, -1))
 
 
 def broken(case: str, change: Any) -> str:
     """What `check_hf_tensors` says of a damaged folder."""
-    config, theirs = on_disk(random_model(case))
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    config, hf_tensors = on_disk(random_model(case))
+    shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()}
     keys = from_hf(config, nothing)[0]
     check_hf_tensors(config, keys, shapes, "folder")
     change(shapes)
@@ -210,8 +210,8 @@ def test_missing_and_extra_tensors_are_told_by_kind() -> None:
 
 
 def test_buffers_of_old_pythia_files_are_skipped() -> None:
-    config, theirs = on_disk(random_model("gpt_neox"))
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    config, hf_tensors = on_disk(random_model("gpt_neox"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()}
     for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
         shapes[f"gpt_neox.layers.0.attention.{name}"] = (1,)
     check_hf_tensors(config, from_hf(config, nothing)[0], shapes, "folder")
@@ -219,8 +219,8 @@ def test_buffers_of_old_pythia_files_are_skipped() -> None:
 
 def test_a_head_that_is_not_there_is_tied() -> None:
     assert "tie_word_embeddings should be true" in broken("qwen 3 windows", lambda shapes: shapes.pop("lm_head.weight"))
-    config, theirs = on_disk(random_model("qwen 3"))
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()} | {"lm_head.weight": (VOCAB, 32)}
+    config, hf_tensors = on_disk(random_model("qwen 3"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()} | {"lm_head.weight": (VOCAB, 32)}
     check_hf_tensors(config, from_hf(config, nothing)[0], shapes, "folder")  # transformers ignores it too
 
 

@@ -50,5 +50,5 @@ def test_files_of_two_ranks(keys: dict[str, Any], tmp_path: Path) -> None:
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = stage_with(args, weights)(None, Batch(tokens, tokens, torch.ones_like(tokens))).transpose(0, 1)
-    found = logits_as_hf(args, whole(written(tmp_path / "two", args, weights, 2), args), tokens)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    logits = logits_as_hf(args, whole(written(tmp_path / "two", args, weights, 2), args), tokens)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

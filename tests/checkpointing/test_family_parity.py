@@ -32,21 +32,23 @@ def imported(case: str) -> tuple[Model, Tensor]:
 def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
     """A random model of ours, and the logits of the folder that plain transformers loads."""
     model = random_model(case)
-    config, theirs = on_disk(model)
-    keys, _ = from_hf(config, theirs.__getitem__, padded_vocab_size=PADDED)
+    config, hf_tensors = on_disk(model)
+    keys, _ = from_hf(config, hf_tensors.__getitem__, padded_vocab_size=PADDED)
     args = NeoXArgs.from_dict(keys)
     weights = random_weights(args, seed=3)
     family = config["model_type"]
     tensors = dict(to_hf(args, weights.items(), family=family, vocab_size=VOCAB))
     shapes = hf_shapes(args, family=family, vocab_size=VOCAB)
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in hf_tensors.items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(args, family=family, vocab_size=VOCAB)))
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    loaded, told = load(folder, output_loading_info=True)
-    assert not any(told[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    loaded, loading_info = load(folder, output_loading_info=True)
+    assert not any(loading_info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        loading_info
+    )
     with torch.no_grad():
         return (keys, weights), loaded.eval()(TOKENS).logits
 
@@ -58,9 +60,9 @@ def differences(found: list[tuple[Model, Tensor]], layouts: Layouts) -> list[dic
     ours = logits_by_layout([model for model, _ in found], layouts)
     rows: list[dict[tuple[int, int], float]] = [{} for _ in found]
     for layout, logits in ours.items():
-        for row, own, (_, expected) in zip(rows, logits, found, strict=True):
-            assert own.shape[-1] == PADDED and expected.shape[-1] == VOCAB and expected.std() > 0.3
-            row[layout] = (own[..., :VOCAB] - expected).abs().max().item()
+        for row, actual, (_, expected) in zip(rows, logits, found, strict=True):
+            assert actual.shape[-1] == PADDED and expected.shape[-1] == VOCAB and expected.std() > 0.3
+            row[layout] = (actual[..., :VOCAB] - expected).abs().max().item()
     return rows
 
 
@@ -92,5 +94,5 @@ def test_transformers_to_ours(layouts: Layouts) -> None:
 
 @in_layouts([(1, 1), (2, 1)])
 def test_ours_to_a_folder_of_transformers(layouts: Layouts, tmp_path: Path) -> None:
-    found = [exported(case, tmp_path / case.replace(" ", "_")) for case in CASES]
-    assert_within_bound("ours -> HF", found, layouts)
+    exports = [exported(case, tmp_path / case.replace(" ", "_")) for case in CASES]
+    assert_within_bound("ours -> HF", exports, layouts)

@@ -87,8 +87,8 @@ def test_llama_names_and_rows_are_those_of_its_converters(tmp_path: Path) -> Non
         assert ours.keys() == names.keys() and set(names.values()) == theirs.keys()
         assert all(torch.equal(ours[name], theirs[other]) for name, other in names.items())
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in ours.values())
-    said = describe_layout(path, golden_args(run))
-    assert "names of llama conversions (w1, w2, w3), rows of grouped queries as before #1315" in said
+    layout = describe_layout(path, golden_args(run))
+    assert "names of llama conversions (w1, w2, w3), rows of grouped queries as before #1315" in layout
 
 
 @pytest.mark.parametrize("naming", ["neox", "te", "legacy"])
@@ -96,12 +96,12 @@ def test_llama_names_and_rows_are_those_of_its_converters(tmp_path: Path) -> Non
 def test_golden_there_and_back(run: str, naming: str, tmp_path: Path) -> None:
     """Two tensor ranks under each generation's names, and back to the bit in GPT-NeoX's names."""
     args, size = golden_args(run), 2
-    there = converted(run, tmp_path / "there", size, naming)
-    assert verify(there) is not None and describe_checkpoint(there).names == WEIGHT_NAMINGS[naming]
-    assert_same(whole(there, args), whole(checkpoint(run), args))
+    resharded = converted(run, tmp_path / "there", size, naming)
+    assert verify(resharded) is not None and describe_checkpoint(resharded).names == WEIGHT_NAMINGS[naming]
+    assert_same(whole(resharded, args), whole(checkpoint(run), args))
     # A manifest says whose rows they are: the key is for files without one.
-    assert_same(whole(there, args.replace(compat_gqa_rows="pre1315")), whole(checkpoint(run), args))
-    back = reshard(there, tmp_path / "back", args, to(1), naming="neox")
+    assert_same(whole(resharded, args.replace(compat_gqa_rows="pre1315")), whole(checkpoint(run), args))
+    back = reshard(resharded, tmp_path / "back", args, to(1), naming="neox")
     for layer in LAYERS:
         golden = raw_layer("neox_pp1_mp1" if run.startswith("neox") else run, layer)
         assert read(back, layer).keys() == golden.keys()
@@ -136,8 +136,8 @@ def test_rows_of_before_1315_compute_what_they_did(size: int, tmp_path: Path) ->
             file = read(path, 2, rank)
             rows = [file[f"attention.query_key_value.{kind}"] for kind in ("weight", "bias")]
             ranks.append(old_projection(x, *rows, 4 // size, 2 // size, 8))
-    for part, theirs in zip(ours, zip(*ranks, strict=True), strict=True):
-        torch.testing.assert_close(part, torch.cat(theirs, 2))
+    for part, rank_parts in zip(ours, zip(*ranks, strict=True), strict=True):
+        torch.testing.assert_close(part, torch.cat(rank_parts, 2))
     local = load_weights(path, args, layers=[2], tensor_rank=1, tensor_size=2)[2]
     spec = next(spec for spec in layer_params(args)[2] if spec.name == "attention.query_key_value.weight")
     assert torch.equal(local[spec.name], shard(read_back[2][spec.name], spec, 1, 2))
@@ -216,8 +216,8 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = find_checkpoint(tmp_path / "one")
     assert len(layer_files(one)) == len(LAYERS) and len(list(one.glob("mp_rank_*"))) == 1
     assert_same(whole(one, args), whole(checkpoint(run), args))
-    said = capsys.readouterr().out
-    assert "layer files (pipeline), 2 tensor ranks, names GPT-NeoX's" in said and "starts at iteration 0" in said
+    output = capsys.readouterr().out
+    assert "layer files (pipeline), 2 tensor ranks, names GPT-NeoX's" in output and "starts at iteration 0" in output
     # With its manifest and configuration it is read without --config_file.
     merge.main(["--input_dir", str(tmp_path / "one"), "--output_dir", str(tmp_path / "alone"), "--pp", "0"])
     alone = find_checkpoint(tmp_path / "alone")
@@ -249,8 +249,8 @@ def test_rows_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         save_tensors(state, old / layer_file(layer, 0))
     words = ["--input_dir", old, "--config_file", YML[run], "--gqa-rows", "pre1315", "--no-optimizer"]
     reshard_command.main([str(word) for word in (*words, "--tp", "2", "--output_dir", tmp_path / "new")])
-    said = capsys.readouterr().out
-    assert "rows of grouped queries as before #1315" in said and "rows of grouped queries as since #1315" in said
+    output = capsys.readouterr().out
+    assert "rows of grouped queries as before #1315" in output and "rows of grouped queries as since #1315" in output
     new = find_checkpoint(tmp_path / "new")
     assert_same(whole(new, args), whole(checkpoint(run), args))
     manifest = read_manifest(new)

@@ -44,8 +44,10 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 def logits_of(path: Path, tokens: Tensor) -> Tensor:
     """By plain transformers, which must find every tensor and no other."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)  # type: ignore[misc]
-    assert not any(told[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)  # type: ignore[misc]
+    assert not any(loading_info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        loading_info
+    )
     with torch.no_grad():
         return model.eval()(tokens).logits
 
@@ -60,12 +62,12 @@ def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path:
     args, facts = load_checkpoint_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
     assert facts.tensor_size == (2 if run == "neox_pp2_mp2" else 1)
     assert ("no pipeline" in facts.layout) == (run == "neox_pp0_mp1")
-    found = export_hf(checkpoint(run), args, tmp_path / "hf", tokenizer=False)
+    comparison = export_hf(checkpoint(run), args, tmp_path / "hf", tokenizer=False)
     base = LLAMA if run.startswith("llama") else NEOX
     tokens = torch.from_numpy(np.load(base / "fixed_input_2x65.npy").astype("int64"))[:, :-1]
     logits = logits_of(tmp_path / "hf", tokens)
     difference = (logits - torch.from_numpy(np.load(RUNS[run] / "logits_step3.npy"))).abs().max().item()
-    print(f"{run}: {difference:.2e}; {found}")
+    print(f"{run}: {difference:.2e}; {comparison}")
     assert difference <= 1e-5
     if (RUNS[run] / "hf_step3").exists():
         theirs = tensors_of(RUNS[run] / "hf_step3")
@@ -103,8 +105,8 @@ def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
             state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=2)
             assert layer != 2 or torch.equal(state["mlp.linear2.bias"], weights[2]["mlp.linear2.bias"])
             save_tensors(state, tmp_path / "c" / layer_file(layer, rank))
-    found = export_hf(tmp_path / "c", args, tmp_path / "hf", tokenizer=False)
-    assert found is not None and found.difference < 1e-5
+    comparison = export_hf(tmp_path / "c", args, tmp_path / "hf", tokenizer=False)
+    assert comparison is not None and comparison.difference < 1e-5
     bias = tensors_of(tmp_path / "hf")["gpt_neox.layers.0.mlp.dense_4h_to_h.bias"]
     assert torch.equal(bias, weights[2]["mlp.linear2.bias"])
 
@@ -132,8 +134,8 @@ def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: to
     assert verify(path) is not None and bool(layer_files(path)) == (how.get("pipe") != 0)
     args, facts = load_checkpoint_args(path)
     assert ("Transformer-Engine" in facts.names) == ("naming" in how) and args.padded_vocab_size == 128
-    found = export_hf(path, args, tmp_path / "back", shard_bytes=30_000)
-    assert found is not None and found.difference <= 1e-5
+    comparison = export_hf(path, args, tmp_path / "back", shard_bytes=30_000)
+    assert comparison is not None and comparison.difference <= 1e-5
     theirs, ours = tensors_of(folder), tensors_of(tmp_path / "back")
     assert ours.keys() == theirs.keys() and len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     for name, value in theirs.items():
@@ -153,10 +155,10 @@ def test_every_case_of_every_family_passes_the_check(tmp_path: Path) -> None:
         weights: dict[int, dict[str, Tensor]] = {}
         for layer, name, value in tensors:
             weights.setdefault(layer, {})[name] = value
-        found = compare_logits(folder, NeoXArgs.from_dict(keys), weights.__getitem__, 90)
-        tokens = torch.randint(0, 90, (2, found.length), generator=torch.Generator().manual_seed(0))
+        comparison = compare_logits(folder, NeoXArgs.from_dict(keys), weights.__getitem__, 90)
+        tokens = torch.randint(0, 90, (2, comparison.length), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            assert found.largest == pytest.approx(model(tokens).logits.abs().max().item(), rel=1e-5)
+            assert comparison.largest == pytest.approx(model(tokens).logits.abs().max().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("wrong", ["tanh", "epsilon", "heads", "bias", "NaN"])
@@ -203,8 +205,8 @@ def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round
 def test_precision_is_as_asked(tmp_path: Path) -> None:
     args = golden_args("neox_pp1_mp1")
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        found = export_hf(checkpoint("neox_pp1_mp1"), args, tmp_path / name, dtype=dtype, tokenizer=False)
-        assert found is not None and found.difference <= 1e-5  # of the same rounded weights
+        comparison = export_hf(checkpoint("neox_pp1_mp1"), args, tmp_path / name, dtype=dtype, tokenizer=False)
+        assert comparison is not None and comparison.difference <= 1e-5  # of the same rounded weights
         assert {value.dtype for value in tensors_of(tmp_path / name).values()} == {dtype}
         assert HFFolder(tmp_path / name).config["torch_dtype"] == str(dtype).removeprefix("torch.")
 
@@ -294,8 +296,8 @@ def test_a_head_that_should_not_be_there(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_size(tmp_path: Path) -> None:
     args = golden_args("neox_pp1_mp1", vocab_file=str(TOKENIZER))
-    own = {"vocab_file": str(TOKENIZER), "tokenizer_type": "HFTokenizer"}
-    small_args = small(padded_vocab_size=256, no_weight_tying=True, **own)
+    tokenizer_keys = {"vocab_file": str(TOKENIZER), "tokenizer_type": "HFTokenizer"}
+    small_args = small(padded_vocab_size=256, no_weight_tying=True, **tokenizer_keys)
     (tmp_path / "c").mkdir()
     for layer, tensors in random_weights(small_args).items():
         save_tensors(local_layer_state(layer, tensors, small_args, tensor_rank=0, tensor_size=1),

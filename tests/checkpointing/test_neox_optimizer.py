@@ -35,28 +35,30 @@ def entry(run: str, rank: int, step: int = 3) -> Any:
 @pytest.mark.parametrize("run", STAGES)
 def test_golden_state_is_found_by_parameter(run: str) -> None:
     args = golden_args(run)
-    found, specs = NeoXOptimizer(checkpoint(run), args), layer_params(args)
-    assert found.names(specs) == {(layer, spec.name) for layer, own in specs.items() for spec in own}
-    size = found.tensor_size
+    optimizer, specs = NeoXOptimizer(checkpoint(run), args), layer_params(args)
+    assert optimizer.names(specs) == {
+        (layer, spec.name) for layer, layer_specs in specs.items() for spec in layer_specs
+    }
+    size = optimizer.tensor_size
     for stage, layers in enumerate(STAGES[run]):
         saved = [entry(run, stage * size + rank)["state"] for rank in range(size)]
-        own = [(layer, spec) for layer in layers for spec in specs.get(layer, ())]
-        ordered = [one for decay in (True, False) for one in own if one[1].weight_decay is decay]
+        stage_params = [(layer, spec) for layer in layers for spec in specs.get(layer, ())]
+        ordered = [one for decay in (True, False) for one in stage_params if one[1].weight_decay is decay]
         assert len(ordered) == len(saved[0])
         for number, (layer, spec) in enumerate(ordered):
-            state = found.read(layer, spec, 0, 1)
+            state = optimizer.read(layer, spec, 0, 1)
             assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} and float(state["step"]) == 3
             for key in ("exp_avg", "exp_avg_sq"):
                 pieces = [saved[rank][number][key] for rank in range(size)]
                 assert torch.equal(state[key], unshard(pieces, spec))
-                assert torch.equal(found.read(layer, spec, size - 1, size)[key], pieces[-1])
-    assert found.scaler() == {}
+                assert torch.equal(optimizer.read(layer, spec, size - 1, size)[key], pieces[-1])
+    assert optimizer.scaler() == {}
 
 
 def test_state_of_step_0_is_empty() -> None:
     args = golden_args("neox_pp1_mp1")
-    found = NeoXOptimizer(checkpoint("neox_pp1_mp1", 0), args)
-    assert all(found.read(2, spec, 0, 1) == {} for spec in layer_params(args)[2])
+    optimizer = NeoXOptimizer(checkpoint("neox_pp1_mp1", 0), args)
+    assert all(optimizer.read(2, spec, 0, 1) == {} for spec in layer_params(args)[2])
 
 
 def zero_states(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -131,10 +133,10 @@ def test_merged_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (manifest.iteration, manifest.consumed_samples) == (3, 12)
     assert "from which a run starts at iteration 0" not in capsys.readouterr().out
     args = golden_args(run)
-    theirs = NeoXOptimizer(checkpoint(run), args)
+    unmerged = NeoXOptimizer(checkpoint(run), args)
     for layer, specs in layer_params(args).items():
         if specs:
             file = load_tensors(path / f"optim_layer_{layer:02d}-model_00.pt")
             for spec in specs:
-                expected = theirs.read(layer, spec, 0, 1)
+                expected = unmerged.read(layer, spec, 0, 1)
                 assert all(torch.equal(file[spec.name][key], value) for key, value in expected.items())

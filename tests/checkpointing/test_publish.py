@@ -112,14 +112,14 @@ def test_what_else_stays(tmp_path: Path) -> None:
 
 def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in this save, and not in the next, which meets what is left."""
-    said: list[str] = []
+    log_lines: list[str] = []
     save(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError(16, "Device or resource busy")))
         for step in (2, 3):
-            save(tmp_path, step, keep=Retention(1), say=said.append)
+            save(tmp_path, step, keep=Retention(1), say=log_lines.append)
             assert read_latest(tmp_path) == f"global_step{step}"
-    assert said == [
+    assert log_lines == [
         f"{tmp_path}/global_step{step}: the older checkpoint could not be deleted (Device or resource busy); delete it "
         "by hand" for step in (1, 2)
     ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path, monkeypatch: pytest
 
 def test_links_are_left_alone(tmp_path: Path) -> None:
     """Also that which an earlier version had begun to remove, and one whose step is saved again."""
-    said: list[str] = []
+    log_lines: list[str] = []
     (tmp_path / "archive").mkdir()
     run = tmp_path / "run"
     for step in (1, 2):
@@ -137,21 +137,23 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
         shutil.move(run / f"global_step{step}", tmp_path / "archive")
         (run / f"global_step{step}").symlink_to(tmp_path / "archive" / f"global_step{step}")
     os.rename(run / "global_step1", run / ".tmp_removed_global_step1")
-    save(run, 2, keep=Retention(1), say=said.append)
-    assert not said and not (run / "global_step2").is_symlink()
+    save(run, 2, keep=Retention(1), say=log_lines.append)
+    assert not log_lines and not (run / "global_step2").is_symlink()
     (run / "global_step1").symlink_to(tmp_path / "archive" / "global_step1")
-    save(run, 3, keep=Retention(1), say=said.append)
-    assert len(said) == 1 and said[0].startswith(f"{run}/global_step1: is a link, and stays: keep_last_n_checkpoints")
+    save(run, 3, keep=Retention(1), say=log_lines.append)
+    assert len(log_lines) == 1 and log_lines[0].startswith(
+        f"{run}/global_step1: is a link, and stays: keep_last_n_checkpoints"
+    )
     assert sorted(os.listdir(run)) == ["global_step1", "global_step3", "latest"]
     assert all(verify(tmp_path / "archive" / f"global_step{step}") for step in (1, 2))
 
 
 def test_an_old_checkpoint_that_cannot_be_read_ends_no_save(tmp_path: Path) -> None:
-    said: list[str] = []
+    log_lines: list[str] = []
     (save(tmp_path, 1, validation_loss=0.5) / "manifest.json").write_text("{")
-    save(tmp_path, 2, keep=Retention(1, best=1), validation_loss=0.5, say=said.append)
-    assert read_latest(tmp_path) == "global_step2" and len(said) == 1
-    assert "global_step1" in said[0] and said[0].endswith("no older checkpoint was deleted")
+    save(tmp_path, 2, keep=Retention(1, best=1), validation_loss=0.5, say=log_lines.append)
+    assert read_latest(tmp_path) == "global_step2" and len(log_lines) == 1
+    assert "global_step1" in log_lines[0] and log_lines[0].endswith("no older checkpoint was deleted")
 
 
 class Killed(BaseException):
@@ -196,9 +198,9 @@ def test_killed_at_any_moment(step: int, tmp_path: Path) -> None:
                 survived = nth
             except Killed:
                 pass
-        found = find_checkpoint(folder)
-        assert verify(found) is not None
-        assert value(found) in ((1.0,) if step_of(found) != step else (1.0, 2.0))
+        latest = find_checkpoint(folder)
+        assert verify(latest) is not None
+        assert value(latest) in ((1.0,) if step_of(latest) != step else (1.0, 2.0))
         assert all(verify(path) for path in list_checkpoints(folder))
         save(folder, 9, value=3.0)
         assert value(find_checkpoint(folder)) == 3.0

@@ -105,8 +105,8 @@ def test_norms_wrapped_as_gpt_neox_wraps_transformer_engines(norm: str, names: l
     weights = random_weights(args)
     path = written(tmp_path / "c", args, weights)
     for layer, modules in ((2, ["input_layernorm", "post_attention_layernorm"]), (5, ["norm"])):
-        found = {name for name in read(path, layer) if "norm" in name}
-        assert found == {f"{module}.norm.{name}" for module in modules for name in names}
+        norm_names = {name for name in read(path, layer) if "norm" in name}
+        assert norm_names == {f"{module}.norm.{name}" for module in modules for name in names}
     assert_same(whole(path, args), weights)
 
 

@@ -65,10 +65,12 @@ def test_a_scheduled_set_of_a_run(tmp_path: Path):
     # The beginning is the beginning of the run without a schedule
     plain = build_train_blend(make_blend(tmp_path, train_iters=40))
     np.testing.assert_array_equal(plain.maps.dataset_index, which[:320])
-    found = data_fingerprint(args)
-    assert found["train_1"]["weight"] == {"until": [40, 60], "weights": [0.3, 1.0, 0.5]}
+    fingerprint = data_fingerprint(args)
+    assert fingerprint["train_1"]["weight"] == {"until": [40, 60], "weights": [0.3, 1.0, 0.5]}
     later = {**SCHEDULE, "until": (40, 61)}
-    assert data_fingerprint(make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=later)) != found
+    assert (
+        data_fingerprint(make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=later)) != fingerprint
+    )
 
 
 @pytest.mark.parametrize(("micro", "size"), [(2, 1), (1, 4), (4, 2)])
@@ -86,10 +88,10 @@ def test_a_run_goes_on_anywhere_in_any_layout(micro: int, size: int, tmp_path: P
         ]
         for step in range(3):
             ranks = [next(loader) for loader in loaders]
-            found = torch.cat([batch.tokens for several in zip(*ranks, strict=True) for batch in several])
+            actual = torch.cat([batch.tokens for several in zip(*ranks, strict=True) for batch in several])
             first = consumed + 8 * step
             expected = np.stack([train[i].tokens[:-1] for i in range(first, first + 8)])
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def section(kind: str = "fixed_linear", least: int = 8, most: int = 64, **schedu
     ],
 )
 def test_lengths_equal_deepspeed(curriculum: dict[str, Any]):
-    theirs = CurriculumScheduler(curriculum)
+    scheduler = CurriculumScheduler(curriculum)
     lengths = [difficulty(curriculum, step) for step in range(1, 200)]
-    assert lengths == [theirs.update_difficulty(step) for step in range(1, 200)]
+    assert lengths == [scheduler.update_difficulty(step) for step in range(1, 200)]
     assert lengths[0] < lengths[-1] == curriculum["max_difficulty"]
 
 

@@ -89,10 +89,10 @@ def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: 
         data_state = DataState(35, 280, segment_ends)
         longer = build(make_args(**made | {"train_iters": steps}), data_state=data_state)
         assert longer.train is not None and len(longer.train) >= steps * 8
-        found = [list(longer.train.pieces(i)) for i in range(min(len(longer.train), len(train)))]
+        longer_samples = [list(longer.train.pieces(i)) for i in range(min(len(longer.train), len(train)))]
         if name == "compat blend":  # rows that were the last ones now have the token that follows
-            found = [now[: len(then)] for now, then in zip(found, samples, strict=False)]
-        assert found == samples[: len(found)]
+            longer_samples = [now[: len(then)] for now, then in zip(longer_samples, samples, strict=False)]
+        assert longer_samples == samples[: len(longer_samples)]
         assert order_sha256(longer.train, 280) == order_sha256(train, 280)
         segment_ends = longer.segment_ends
     assert order_keys(make_args(**made)) == order_keys(make_args(**made | {"train_iters": 400}))

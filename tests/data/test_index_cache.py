@@ -138,9 +138,9 @@ def test_a_damaged_file_is_said_and_made_again(damage: Callable[[Path], None], t
     assert _file(tmp_path).read_bytes() != whole
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path, BUILDERS)
-    (said,) = caplog.messages
-    assert said.startswith(f"{_file(tmp_path)}: damaged (") and said.endswith("these index maps are made again")
-    assert _file(tmp_path).read_bytes() == whole and "\n" not in said
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{_file(tmp_path)}: damaged (") and warning.endswith("these index maps are made again")
+    assert _file(tmp_path).read_bytes() == whole and "\n" not in warning
 
 
 def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):

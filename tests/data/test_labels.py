@@ -39,9 +39,9 @@ def labelled_args(tmp_path: Path, *sets: tuple[str, str], **changes: Any):
 
 
 def train(args, epochs: int | None = None) -> Any:
-    found = build(args, epochs=epochs).train
-    assert found is not None
-    return found
+    dataset = build(args, epochs=epochs).train
+    assert dataset is not None
+    return dataset
 
 
 def write(prefix: Path, rows: list[list[float]], dtype: Any = np.int32) -> str:
@@ -67,9 +67,9 @@ def test_packed_labels_are_those_of_neox(tmp_path: Path):
 
 
 def build_one(args) -> PackedDataset:
-    found = build(args, batch=1).train
-    assert isinstance(found, PackedDataset)
-    return found
+    dataset = build(args, batch=1).train
+    assert isinstance(dataset, PackedDataset)
+    return dataset
 
 
 @pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked", "best_fit"])

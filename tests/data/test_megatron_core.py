@@ -74,8 +74,8 @@ def test_both_ways(megatron_core: Path, tmp_path: Path):
     for prefix, seen in zip(prefixes, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert seen["rows"] == expected
         assert seen["boundaries"] == [*range(5), *range(4, 81)]
-        theirs = IndexedDataset(f"{prefix}_copy")
-        assert [theirs[i].tolist() for i in range(len(theirs))] == expected
+        megatron_copy = IndexedDataset(f"{prefix}_copy")
+        assert [megatron_copy[i].tolist() for i in range(len(megatron_copy))] == expected
         for suffix in (".bin", ".idx"):
             assert Path(f"{prefix}{suffix}").read_bytes() == Path(f"{prefix}_copy{suffix}").read_bytes()
 
@@ -107,7 +107,7 @@ def test_resets_at_documents_are_megatrons(megatron_core: Path):
     )
     assert done.returncode == 0, done.stderr
     shown = document_mask(batch.cu_seqlens, 12)[:, 0]
-    for row, theirs in enumerate(json.loads(done.stdout.splitlines()[-1])):
-        assert (~shown[row]).tolist() == theirs["hidden"]
-        assert batch.positions[row].tolist() == theirs["positions"]
-        assert batch.loss_weights[row].tolist() == theirs["weights"]
+    for row, megatron_row in enumerate(json.loads(done.stdout.splitlines()[-1])):
+        assert (~shown[row]).tolist() == megatron_row["hidden"]
+        assert batch.positions[row].tolist() == megatron_row["positions"]
+        assert batch.loss_weights[row].tolist() == megatron_row["weights"]

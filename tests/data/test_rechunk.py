@@ -68,10 +68,10 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     samples = random.integers(0, 4, (rows, seq + 1))
     short = np.stack([row[i : i + length + 1] for row in samples for i in range(0, seq, length)])
     options = {"eod": 0, "eod_mask_loss": True, **RESETS}
-    found, expected = rechunk(collate(samples, **options, seed=5), length), collate(short, **options, seed=5)
-    assert found.seed == expected.seed
+    rechunked, expected = rechunk(collate(samples, **options, seed=5), length), collate(short, **options, seed=5)
+    assert rechunked.seed == expected.seed
     for name in ("tokens", "labels", "loss_weights", "positions", "cu_seqlens"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(rechunked, name), getattr(expected, name)
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
     plain = rechunk(collate(samples), length)
     assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)

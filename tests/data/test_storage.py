@@ -75,9 +75,9 @@ def npy_folder(tmp_path: Path, width: int = 33, rows_per_shard: int = 50) -> tup
     source = IndexedDataset(A)
     rows, rest = write_npy(source, tmp_path / "rows", width, rows_per_shard)
     assert (rows, rest) == divmod(7074, width) == divmod(len(source.tokens), width)
-    found = open_dataset(tmp_path / "rows")
-    assert isinstance(found, NpyDataset)
-    return source, found
+    dataset = open_dataset(tmp_path / "rows")
+    assert isinstance(dataset, NpyDataset)
+    return source, dataset
 
 
 def test_npy_rows_are_the_joined_tokens(tmp_path: Path):
@@ -163,12 +163,12 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
 
 def test_fingerprints_know_the_content(tmp_path: Path):
     npy_folder(tmp_path)
-    found = fingerprint(str(tmp_path / "rows"))
-    assert found["bin_bytes"] == sum(path.stat().st_size for path in (tmp_path / "rows").glob("*.npy"))
+    original = fingerprint(str(tmp_path / "rows"))
+    assert original["bin_bytes"] == sum(path.stat().st_size for path in (tmp_path / "rows").glob("*.npy"))
     shard = np.load(tmp_path / "rows" / "000003.npy")
     shard[7, 7] += 1
     np.save(tmp_path / "rows" / "000003.npy", shard)
     changed = fingerprint(str(tmp_path / "rows"))
-    assert changed["bin_blocks_sha256"] != found["bin_blocks_sha256"]
-    assert changed["idx_sha256"] == found["idx_sha256"]
+    assert changed["bin_blocks_sha256"] != original["bin_blocks_sha256"]
+    assert changed["idx_sha256"] == original["idx_sha256"]
     assert fingerprint(str(LAZY)) != fingerprint(str(A))

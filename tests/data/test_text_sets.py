@@ -263,11 +263,14 @@ def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
 
 
 def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):
-    found = data_fingerprint(make_blend(tmp_path))
-    assert found == {"train_0": {**fingerprint(A), "weight": 0.7}, "train_1": {**fingerprint(B), "weight": 0.3}}
-    assert json.loads(json.dumps(found)) == found
-    assert data_fingerprint(make_blend(tmp_path, train_data_weights=(3.0, 7.0))) != found
-    assert data_fingerprint(make_blend(tmp_path, train_data_paths=(B, A))) != found
+    blend_fingerprint = data_fingerprint(make_blend(tmp_path))
+    assert blend_fingerprint == {
+        "train_0": {**fingerprint(A), "weight": 0.7},
+        "train_1": {**fingerprint(B), "weight": 0.3},
+    }
+    assert json.loads(json.dumps(blend_fingerprint)) == blend_fingerprint
+    assert data_fingerprint(make_blend(tmp_path, train_data_weights=(3.0, 7.0))) != blend_fingerprint
+    assert data_fingerprint(make_blend(tmp_path, train_data_paths=(B, A))) != blend_fingerprint
     # A list of one is what it was before
     one = {"train_data_paths": (A,), "train_data_weights": None}
     assert data_fingerprint(make_blend(tmp_path, **one)) == {"train": fingerprint(A)}

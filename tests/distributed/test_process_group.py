@@ -33,11 +33,11 @@ def joined(monkeypatch, driver, visible: str | None) -> list[str]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    said: list[str] = []
+    log_lines: list[str] = []
     logger = logging.getLogger("tests.said")
-    monkeypatch.setattr(logger, "info", said.append)
+    monkeypatch.setattr(logger, "info", log_lines.append)
     init_process_group(small(**NCCL).for_world(1), process_info(env={}), logger)
-    return said
+    return log_lines
 
 
 def test_gpus_that_torch_does_not_see_are_no_machine_without_gpus(monkeypatch, tmp_path):

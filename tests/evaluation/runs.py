@@ -109,13 +109,13 @@ def make_tasks(folder: Path) -> str:
 
 def reference(folder: str, tasks: Sequence[str], own: str, **settings: Any) -> EvaluationResults:
     """lm-eval's `simple_evaluate` with its `hf` backend."""
-    found = lm_eval.evaluator.simple_evaluate(
+    results = lm_eval.evaluator.simple_evaluate(
         model="hf", model_args={"pretrained": folder, "dtype": "float32", "device": "cpu"}, tasks=list(tasks),
         task_manager=TaskManager(include_path=[str(SHIPPED), own], include_defaults=False), batch_size=8,
         bootstrap_iters=0, **settings,
     )  # fmt: skip
-    assert found is not None
-    return EvaluationResults(dict(found))
+    assert results is not None
+    return EvaluationResults(dict(results))
 
 
 def configuration(folder: str, tasks: Sequence[str], changes: Mapping[str, Any]) -> NeoXArgs:

@@ -31,20 +31,20 @@ def run(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
 
 def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     out = tmp_path / "results"
-    code, said, problems = run(
+    code, output, problems = run(
         "--hf-model", model, "--eval_tasks", "shipped_choice", "shipped_perplexity", "--eval_output_dir", out,
         "--eval_results_prefix", "tiny", "--eval_limit", 4, "--compare-hf", "--set", "eval_log_samples=true",
         f"tensorboard_dir={tmp_path}/board",
     )  # fmt: skip
     assert code == 0, problems
-    assert "Running evaluation harness on 2 tasks: shipped_choice, shipped_perplexity" in said
-    assert re.search(r"^Running evaluation harness: 100%\|#+\| \d+/\d+ \[", said, re.MULTILINE), "as people look for"
+    assert "Running evaluation harness on 2 tasks: shipped_choice, shipped_perplexity" in output
+    assert re.search(r"^Running evaluation harness: 100%\|#+\| \d+/\d+ \[", output, re.MULTILINE), "as people look for"
     assert re.search(
-        r"^\| shipped_choice +\| 1.0 +\| 0 +\| none +\| acc ↑ +\| [\d.]+ +\| ± 0\.\d{4} +\|$", said, re.MULTILINE
+        r"^\| shipped_choice +\| 1.0 +\| 0 +\| none +\| acc ↑ +\| [\d.]+ +\| ± 0\.\d{4} +\|$", output, re.MULTILINE
     )
-    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", said)
+    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", output)
     assert compared and float(compared[1]) < 1e-4
-    assert not re.search("error|exception|traceback", said + problems, re.IGNORECASE), "a healthy log"
+    assert not re.search("error|exception|traceback", output + problems, re.IGNORECASE), "a healthy log"
     (file,) = out.glob("tiny_eval_results_*.json")
     assert re.fullmatch(r"tiny_eval_results_\d\d-\d\d-\d{4}-\d\d-\d\d-\d\d\.json", file.name)
     results = json.loads(file.read_text())
@@ -105,11 +105,11 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
     import eval as script
     from megatron.evaluation import language_model, model_operations
 
-    language_model._FIRST_PART, found = 8, []
+    language_model._FIRST_PART, outcomes = 8, []
     real, counts = model_operations.score, [0]
 
     def counted(model: Any, requests: Any, **options: Any) -> Any:
-        if not found and counts[0] >= 16:
+        if not outcomes and counts[0] >= 16:
             raise KeyboardInterrupt
         counts[0] += len(requests)
         return real(model, requests, **options)
@@ -121,8 +121,8 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
             code = script.main(arguments)
         except KeyboardInterrupt:
             code = 130
-        found.append((code, counts[0]))
-    return found
+        outcomes.append((code, counts[0]))
+    return outcomes
 
 
 def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(model, tmp_path):
@@ -132,8 +132,8 @@ def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(mod
         "--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12",
         "--set", f"eval_cache={tmp_path}/cache",
     ]  # fmt: skip
-    found = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=120)[0]
-    (broken, first), (again, second), (third, nothing), (foreign, all_of_them) = found
+    runs = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=120)[0]
+    (broken, first), (again, second), (third, nothing), (foreign, all_of_them) = runs
     assert (broken, again, third, foreign) == (130, 0, 0, 0)
     assert first >= 16 and first + second == all_of_them == 48 and nothing == 0
     files = sorted(tmp_path.glob("eval_results_*.json"), key=lambda file: file.stat().st_mtime_ns)
@@ -169,23 +169,23 @@ def test_a_checkpoint_in_two_layouts_as_typed(tmp_path):
 
 
 def test_what_is_wrong_is_said_in_a_line(model, tmp_path):
-    code, _, said = run("--hf-model", model, "--eval_tasks", "gone.yaml", "--eval_output_dir", tmp_path)
-    assert code == 1 and said == "eval.py: error: --eval_tasks: eval_tasks: gone.yaml: no such file\n"
-    code, _, said = run("--hf-model", tmp_path, "--eval_tasks", "shipped_choice")
-    assert code == 1 and said.startswith("eval.py: error: --hf-model: ")
+    code, _, errors = run("--hf-model", model, "--eval_tasks", "gone.yaml", "--eval_output_dir", tmp_path)
+    assert code == 1 and errors == "eval.py: error: --eval_tasks: eval_tasks: gone.yaml: no such file\n"
+    code, _, errors = run("--hf-model", tmp_path, "--eval_tasks", "shipped_choice")
+    assert code == 1 and errors.startswith("eval.py: error: --hf-model: ")
     (tmp_path / "file").touch()
-    code, _, said = run("--hf-model", model, "--eval_tasks", "x", "--eval_output_dir", tmp_path / "file" / "there")
-    assert code == 1 and "eval_output_dir: " in said and "cannot be written to" in said
-    code, _, said = run("--hf-model", model)
-    assert code == 1 and "eval_tasks: is required for evaluation" in said
+    code, _, errors = run("--hf-model", model, "--eval_tasks", "x", "--eval_output_dir", tmp_path / "file" / "there")
+    assert code == 1 and "eval_output_dir: " in errors and "cannot be written to" in errors
+    code, _, errors = run("--hf-model", model)
+    assert code == 1 and "eval_tasks: is required for evaluation" in errors
 
 
 def test_a_task_without_scores_makes_the_command_fail_but_not_the_others(model, tmp_path):
     make_tasks(tmp_path)
     (tmp_path / "gone.yaml").write_text((tmp_path / "own_text.yaml").read_text().replace("own.jsonl", "gone.jsonl"))
     tasks = ("--eval_tasks", str(tmp_path / "gone.yaml"), "shipped_choice")
-    code, said, _ = run("--hf-model", model, *tasks, "--eval_output_dir", tmp_path, "--eval_limit", 2, ranks=2)
-    assert code == 1 and "gone.yaml has no scores: its data" in said and "| shipped_choice" in said
-    code, _, said = run("--hf-model", model, *tasks[:2], "--eval_output_dir", tmp_path / "no")
-    assert code == 1 and "eval.py: error: --eval_tasks: eval_tasks: " in said and "cannot be had" in said
+    code, output, _ = run("--hf-model", model, *tasks, "--eval_output_dir", tmp_path, "--eval_limit", 2, ranks=2)
+    assert code == 1 and "gone.yaml has no scores: its data" in output and "| shipped_choice" in output
+    code, _, output = run("--hf-model", model, *tasks[:2], "--eval_output_dir", tmp_path / "no")
+    assert code == 1 and "eval.py: error: --eval_tasks: eval_tasks: " in output and "cannot be had" in output
     assert not list((tmp_path / "no").glob("*.json")), "no results where nothing could be run"

@@ -29,11 +29,11 @@ def assert_same(found: EvaluationResults | None, expected: EvaluationResults) ->
     assert found.metrics() == pytest.approx(theirs, rel=CLOSE, abs=CLOSE)
     ours, others = answers(found), answers(expected)
     assert ours.keys() == others.keys()
-    for place, said in others.items():
-        if isinstance(said[0], str):
-            assert ours[place] == said, place
+    for place, answer in others.items():
+        if isinstance(answer[0], str):
+            assert ours[place] == answer, place
         else:
-            assert flat(ours[place]) == pytest.approx(flat(said), rel=CLOSE, abs=CLOSE), place
+            assert flat(ours[place]) == pytest.approx(flat(answer), rel=CLOSE, abs=CLOSE), place
 
 
 def flat(said: list[Any]) -> list[float]:
@@ -44,10 +44,10 @@ def flat(said: list[Any]) -> list[float]:
 def test_as_the_hf_backend_in_every_layout(layout, place, expected):
     ranks, changes = LAYOUTS[layout]
     changes = {**changes, "eval_include_path": place[1]}
-    found = run_ranks(scores, ranks, place[0], TASKS, changes, timeout=120)
-    assert found[1:] == [None] * (ranks - 1), "rank 0 alone has them"
-    assert_same(found[0], expected)
-    assert found[0].results["groups"]["own_group"]["acc,none"] == expected.results["groups"]["own_group"]["acc,none"]
+    results = run_ranks(scores, ranks, place[0], TASKS, changes, timeout=120)
+    assert results[1:] == [None] * (ranks - 1), "rank 0 alone has them"
+    assert_same(results[0], expected)
+    assert results[0].results["groups"]["own_group"]["acc,none"] == expected.results["groups"]["own_group"]["acc,none"]
 
 
 def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
@@ -55,12 +55,12 @@ def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
     turns."""
     (tmp_path / "model").mkdir()
     (tmp_path / "tasks").mkdir()
-    folder, own = make_model(tmp_path / "model", bos=True), make_tasks(tmp_path / "tasks")
+    folder, tasks_folder = make_model(tmp_path / "model", bos=True), make_tasks(tmp_path / "tasks")
     tasks = ("own_choice", "own_text", "shipped_perplexity")
     settings: dict[str, Any] = {"apply_chat_template": True, "system_instruction": "Be brief.", "num_fewshot": 2}
-    theirs = reference(folder, tasks, own, limit=5, **settings)
+    reference_results = reference(folder, tasks, tasks_folder, limit=5, **settings)
     changes = {
-        "eval_include_path": [own], "eval_limit": 5, "eval_apply_chat_template": True,
+        "eval_include_path": [tasks_folder], "eval_limit": 5, "eval_apply_chat_template": True,
         "eval_system_prompt": "Be brief.", "eval_num_fewshot": 2, "eval_batch_size": 3,
     }  # fmt: skip
-    assert_same(run_ranks(scores, 1, folder, tasks, changes, timeout=120)[0], theirs)
+    assert_same(run_ranks(scores, 1, folder, tasks, changes, timeout=120)[0], reference_results)

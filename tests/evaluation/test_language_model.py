@@ -61,8 +61,8 @@ def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
 
 def test_continuations(both):
     ours, theirs = both
-    found, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in both)
-    for pair, (value, greedy), (wanted, wanted_greedy) in zip(PAIRS, found, expected, strict=True):
+    scores, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in both)
+    for pair, (value, greedy), (wanted, wanted_greedy) in zip(PAIRS, scores, expected, strict=True):
         assert value == pytest.approx(wanted, rel=1e-5, abs=1e-4), pair
         assert greedy == wanted_greedy
     assert ours.max_length == theirs.max_length == POSITIONS
@@ -86,22 +86,22 @@ def test_questions_longer_than_the_model_are_skipped_or_refused(both, overlong, 
         with pytest.raises(ConfigError, match="eval_overlong: refuse: question 1 has .* tokens"):
             ours.generate_until(asked)
         return
-    found = ours.generate_until(asked)
-    assert found[0] and found[1] == ""
+    generated = ours.generate_until(asked)
+    assert generated[0] and generated[1] == ""
     assert (ours.counts.too_long, ours.counts.skipped) == (before[0] + 1, before[1] + 1)
 
 
 def test_whole_texts(both):
-    found, expected = (
+    logprobs, expected = (
         lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in TEXTS])) for lm in both
     )
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    assert logprobs == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
 
 def test_written_texts(both):
-    found, expected = (lm.generate_until(instances("generate_until", WISHES)) for lm in both)
-    assert found == expected
-    assert "e" not in found[0] and "." not in found[1]
+    generated, expected = (lm.generate_until(instances("generate_until", WISHES)) for lm in both)
+    assert generated == expected
+    assert "e" not in generated[0] and "." not in generated[1]
 
 
 def test_what_cannot_be_asked_is_said(both):
@@ -114,9 +114,9 @@ def test_what_cannot_be_asked_is_said(both):
 
 def test_an_empty_question_is_asked_all_the_same(both):
     ours, _ = both
-    found = ours.loglikelihood(instances("loglikelihood", [("   ", "word"), ("", "word"), ("text", "")]))
-    assert found[2] == (0.0, True), "nothing is certain"
-    assert all(value < 0.0 for value, _ in found[:2])
+    scores = ours.loglikelihood(instances("loglikelihood", [("   ", "word"), ("", "word"), ("text", "")]))
+    assert scores[2] == (0.0, True), "nothing is certain"
+    assert all(value < 0.0 for value, _ in scores[:2])
     assert isinstance(ours.generate_until(instances("generate_until", [("", {"max_gen_toks": 3})]))[0], str)
 
 

@@ -34,22 +34,22 @@ def own(tmp_path_factory) -> str:
 
 def test_shipped_tasks_need_no_network_and_no_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = find("shipped", "shipped_choice")
-    tasks = {name: list(loaded["tasks"]) for name, loaded in found.tasks.items()}
+    loaded_tasks = find("shipped", "shipped_choice")
+    tasks = {name: list(loaded["tasks"]) for name, loaded in loaded_tasks.tasks.items()}
     shipped = ("shipped_arithmetic", "shipped_choice", "shipped_cloze", "shipped_perplexity")
     assert tasks == {name: [name] for name in shipped}, "a tag is its tasks, each once"
-    assert found.failures == {}
-    assert min(len(found.tasks[name]["tasks"][name].test_docs()) for name in shipped) >= 10
-    choice = found.tasks["shipped_choice"]["tasks"]["shipped_choice"].test_docs()
+    assert loaded_tasks.failures == {}
+    assert min(len(loaded_tasks.tasks[name]["tasks"][name].test_docs()) for name in shipped) >= 10
+    choice = loaded_tasks.tasks["shipped_choice"]["tasks"]["shipped_choice"].test_docs()
     assert {row["answer"] for row in choice} == {0, 1, 2, 3}, "no place of the right answer can be learned"
 
 
 def test_own_tasks_by_name_pattern_group_and_file(own):
-    found = find("own_g*", "own_text", f"{own}/own_choice.yaml", eval_include_path=own)
-    assert {name: list(loaded["tasks"]) for name, loaded in found.tasks.items()} == {
+    loaded_tasks = find("own_g*", "own_text", f"{own}/own_choice.yaml", eval_include_path=own)
+    assert {name: list(loaded["tasks"]) for name, loaded in loaded_tasks.tasks.items()} == {
         "own_group": ["own_choice"], "own_text": ["own_text"], f"{own}/own_choice.yaml": ["own_choice"],
     }  # fmt: skip
-    assert list(found.tasks["own_group"]["groups"]) == ["own_group"]
+    assert list(loaded_tasks.tasks["own_group"]["groups"]) == ["own_group"]
     asked = find("own_choice", eval_include_path=[own], eval_num_fewshot=3)
     assert asked.tasks["own_choice"]["tasks"]["own_choice"].config.num_fewshot == 3
 
@@ -57,9 +57,9 @@ def test_own_tasks_by_name_pattern_group_and_file(own):
 def test_data_that_is_not_there_is_named(own, tmp_path):
     text = (tmp_path.parent / own / "own_text.yaml").read_text()
     (tmp_path / "gone.yaml").write_text(text.replace("own.jsonl", "gone.jsonl").replace("own_text", "gone"))
-    found = find("gone", "own_text", eval_include_path=[own, str(tmp_path)])
-    assert list(found.tasks) == ["own_text"], "the others can be had"
-    assert f"its data ({own}/gone.jsonl) cannot be had" in found.failures["gone"]
+    loaded_tasks = find("gone", "own_text", eval_include_path=[own, str(tmp_path)])
+    assert list(loaded_tasks.tasks) == ["own_text"], "the others can be had"
+    assert f"its data ({own}/gone.jsonl) cannot be had" in loaded_tasks.failures["gone"]
 
 
 def test_names_of_lm_eval_tags_and_what_is_missing_offline(own, tmp_path, monkeypatch):
@@ -80,11 +80,13 @@ def test_names_of_lm_eval_tags_and_what_is_missing_offline(own, tmp_path, monkey
     first, second = refused.value.problems
     assert "eval_tasks: no task, group or tag helaswag; near it: hellaswag" in first
     assert f"{tmp_path}/broken.yaml: cannot be read as a task: " in second and "line 2" in second
-    found = find("lambada", "hellaswag", "own_group", eval_include_path=own)
-    assert list(found.tasks) == ["own_group"]
-    assert "its data (EleutherAI/lambada_openai default) cannot be had" in found.failures["lambada_openai"]
-    assert "its data (cimec/lambada) cannot be had" in found.failures["lambada_standard"], "each of a tag by itself"
-    assert "Rowan/hellaswag" in found.failures["hellaswag"] and "HF_HOME" in found.failures["hellaswag"]
+    loaded_tasks = find("lambada", "hellaswag", "own_group", eval_include_path=own)
+    assert list(loaded_tasks.tasks) == ["own_group"]
+    assert "its data (EleutherAI/lambada_openai default) cannot be had" in loaded_tasks.failures["lambada_openai"]
+    assert "its data (cimec/lambada) cannot be had" in loaded_tasks.failures["lambada_standard"], (
+        "each of a tag by itself"
+    )
+    assert "Rowan/hellaswag" in loaded_tasks.failures["hellaswag"] and "HF_HOME" in loaded_tasks.failures["hellaswag"]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -109,29 +111,32 @@ def test_without_a_network_tasks_of_the_hub_end_at_once(tmp_path, monkeypatch, o
         "task: far\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
         "doc_to_text: a\ndoc_to_choice: [a, b]\ndoc_to_target: 0\nmetadata: {version: 1}\n"
     )
-    said: list[str] = []
+    log_lines: list[str] = []
 
     def look(*tasks: str) -> LoadedTasks:
         folders = [str(tmp_path), own]
         args = NeoXArgs.from_dict({**MODEL, "eval_tasks": list(tasks), "eval_include_path": folders})
-        return load_tasks(args, CharLevelTokenizer(), said.append)
+        return load_tasks(args, CharLevelTokenizer(), log_lines.append)
 
     with http.server.HTTPServer(("127.0.0.1", 0), Hub) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with find_in_hub_or_cache(said.append):
-            assert len(Hub.asked) == 2 and not constants.HF_HUB_OFFLINE and said == []
+        with find_in_hub_or_cache(log_lines.append):
+            assert len(Hub.asked) == 2 and not constants.HF_HUB_OFFLINE and log_lines == []
         server.shutdown()
     begun = time.monotonic()
-    found = look("far", "own_text")
+    loaded_tasks = look("far", "own_text")
     assert time.monotonic() - begun < 5, "retries take 23 s"
-    assert list(found.tasks) == ["own_text"] and "its data (nobody/nothing) cannot be had" in found.failures["far"]
-    assert len(said) == 1 and said[0].startswith(f"{endpoint} does not answer (")
+    assert (
+        list(loaded_tasks.tasks) == ["own_text"]
+        and "its data (nobody/nothing) cannot be had" in loaded_tasks.failures["far"]
+    )
+    assert len(log_lines) == 1 and log_lines[0].startswith(f"{endpoint} does not answer (")
     assert not constants.HF_HUB_OFFLINE, "only while tasks are loaded"
     look("own_text", "shipped_choice")
-    assert len(said) == 1, "these need no Hub"
+    assert len(log_lines) == 1, "these need no Hub"
 
 
 def test_folders_and_prompts_that_are_not_there_are_refused(tmp_path):

@@ -92,7 +92,7 @@ def scored(found: Rows, name: str = "eval_tasks/shipped_perplexity_byte_perplexi
 @pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2 with sequence parallelism", "pp2"))
 def test_training_is_bit_equal_with_and_without_evaluation(layout, runs):
     evaluated, plain = runs(layout)
-    losses = [[row["train/lm_loss"] for row in found if "train/lm_loss" in row] for found in (evaluated, plain)]
+    losses = [[row["train/lm_loss"] for row in metrics if "train/lm_loss" in row] for metrics in (evaluated, plain)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     perplexity = scored(evaluated)
     assert list(perplexity) == [0, 2, 4] == list(scored(evaluated, "eval_tasks/shipped_choice_acc"))
@@ -111,7 +111,7 @@ def generators() -> tuple[Any, ...]:
 def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, int]]:
     """For the pool: live requests and tensors after each of six evaluations."""
     training = begin(values)
-    callback, found = InTraining(training), []
+    callback, counts = InTraining(training), []
 
     class Counted(Callback):
         def on_step_end(self, run: Any, step: Any) -> None:
@@ -121,34 +121,34 @@ def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, in
             assert generators() == before
             gc.collect()
             alive = gc.get_objects()
-            found.append((sum(type(x) is Instance for x in alive), sum(isinstance(x, torch.Tensor) for x in alive)))
+            counts.append((sum(type(x) is Instance for x in alive), sum(isinstance(x, torch.Tensor) for x in alive)))
 
     train(training, [Counted()])
     training.engine.close()
-    return found
+    return counts
 
 
 def test_nothing_stays_in_memory_and_no_random_number_is_drawn(tmp_path):
     make_tasks(tmp_path)
-    found = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=120)[0]
-    assert [requests for requests, _ in found] == [0] * 6
-    tensors = [count for _, count in found[2:]]  # the first step makes the optimizer's
-    assert max(tensors) == min(tensors), found
+    counts = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=120)[0]
+    assert [requests for requests, _ in counts] == [0] * 6
+    tensors = [count for _, count in counts[2:]]  # the first step makes the optimizer's
+    assert max(tensors) == min(tensors), counts
 
 
 def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     """For the pool: what the log says, and what ended the run."""
     training = begin(values)
-    said: list[str] = []
+    log_lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: log_lines.append(record.getMessage())  # type: ignore[method-assign]
     training.logger.addHandler(handler)
     try:
         train(training, [InTraining(training)])
     except ConfigError as problem:
-        said.append(f"ended: {problem}")
+        log_lines.append(f"ended: {problem}")
     training.engine.close()
-    return said
+    return log_lines
 
 
 @pytest.mark.parametrize("policy", ["report", "stop"])
@@ -162,30 +162,30 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
     (tmp_path / "own_long.yaml").write_text(long)
     tasks = ["own_gone", "own_long", "shipped_choice"]
     values = values_of(tmp_path, pipe_parallel_size=2) | {"eval_tasks": tasks, "eval_failures": policy}
-    said = run_ranks(failing, 2, values, timeout=120)
-    text = "\n".join(said[0])
+    logs = run_ranks(failing, 2, values, timeout=120)
+    text = "\n".join(logs[0])
     assert "own_gone" in text and "gone.jsonl" in text
     if policy == "stop":
-        assert all(lines[-1].startswith("ended: ") and "eval_failures: stop" in lines[-1] for lines in said)
+        assert all(lines[-1].startswith("ended: ") and "eval_failures: stop" in lines[-1] for lines in logs)
         return
     assert "own_long is left out: ValueError: an answer of 900 tokens (max_gen_toks) leaves no place" in text
     assert "run finished at iteration 4" in text
-    found = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
-    assert list(found) == [0, 2, 4], "the others are scored"
+    accuracies = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
+    assert list(accuracies) == [0, 2, 4], "the others are scored"
 
 
 def refused_metrics(rank: int, world: int, values: dict[str, Any], metrics: list[str]) -> list[str]:
     """For the pool: what is said of each metric of `save_best` when the callback is made; nothing of those
     that are."""
-    training, said = begin(values), []
+    training, messages = begin(values), []
     for metric in metrics:
         try:
             InTraining(dataclasses.replace(training, args=training.args.replace(save_best=metric)))
-            said.append("")
+            messages.append("")
         except ConfigError as problem:
-            said.append(str(problem))
+            messages.append(str(problem))
     training.engine.close()
-    return said
+    return messages
 
 
 def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_evaluated(tmp_path):
@@ -194,10 +194,10 @@ def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_evaluated(tmp
     good = ["eval_tasks/shipped_choice_acc", "eval_tasks/own_text_exact_match", "eval_tasks/own_choice_acc_norm",
             "eval_tasks/own_group_acc", "validation/lm_loss"]  # fmt: skip
     bad = ["eval_tasks/shipped_choice_accuracy:max", "eval_tasks/own_txt_exact_match", "eval_tasks/choice_acc"]
-    said = run_ranks(refused_metrics, 2, values, [*good, *bad], timeout=120)
-    for found in said:
-        assert found[: len(good)] == [""] * len(good)
-        for metric, line in zip(bad, found[len(good) :], strict=True):
+    messages_of_ranks = run_ranks(refused_metrics, 2, values, [*good, *bad], timeout=120)
+    for messages in messages_of_ranks:
+        assert messages[: len(good)] == [""] * len(good)
+        for metric, line in zip(bad, messages[len(good) :], strict=True):
             assert f"save_best: {metric.removesuffix(':max')}: this run has no such metric; its tasks have" in line
             assert "eval_tasks/shipped_choice_acc, " in line
 
@@ -206,10 +206,10 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     """For the pool: what the log says of a run that gets SIGTERM while it evaluates after its second step."""
     from megatron.evaluation import language_model, model_operations
 
-    training, said, real, calls = begin(values), [], model_operations.score, []
+    training, log_lines, real, calls = begin(values), [], model_operations.score, []
     language_model._FIRST_PART = 1
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: log_lines.append(record.getMessage())  # type: ignore[method-assign]
     training.logger.addHandler(handler)
 
     def scored(*given: Any, **options: Any) -> Any:
@@ -221,7 +221,7 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     model_operations.score = scored
     train(training, [InTraining(training)])
     training.engine.close()
-    return [*said, f"parts: {calls.count(0)} {calls.count(2)}"]
+    return [*log_lines, f"parts: {calls.count(0)} {calls.count(2)}"]
 
 
 def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
@@ -231,10 +231,10 @@ def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
         "eval_limit": 20,
         "train_iters": 8,
     }
-    said = run_ranks(interrupted, 2, values, timeout=120)
-    whole, until = map(int, said[0][-1].removeprefix("parts: ").split())
+    logs = run_ranks(interrupted, 2, values, timeout=120)
+    whole, until = map(int, logs[0][-1].removeprefix("parts: ").split())
     assert whole > until == 2
-    text = "\n".join(said[0])
+    text = "\n".join(logs[0])
     assert "evaluation at iteration 2 was given up: a signal ends the run" in text
     assert re.search(r"run stopped at iteration [34]: signal SIGTERM", text)
     assert list(scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")) == [0]

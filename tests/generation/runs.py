@@ -58,25 +58,25 @@ def greedy(
 ) -> list[tuple[list[Completion], Tensor]]:
     """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the log-probabilities of the first
     `[rows, vocab]`."""
-    found = []
+    outputs = []
     for run in runs:
         model = golden_model(run, changes)
         completions = complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))
         vocab = model.tokenizer.vocab_size
         requests = [Request(prompt, maximum_tokens=1, logprobs=vocab) for prompt in GIVEN]
         first = [dict(events[0].logprobs[0].top) for events in answers(Batcher(model), requests)]
-        found.append((completions, torch.tensor([[row[i] for i in range(vocab)] for row in first])))
-    return found
+        outputs.append((completions, torch.tensor([[row[i] for i in range(vocab)] for row in first])))
+    return outputs
 
 
 def answers(batcher: Batcher, requests: Sequence[Request]) -> list[list[Event]]:
     """The events of each, added all at once."""
     ids = [batcher.add(request) for request in requests]
-    found: dict[int, list[Event]] = {id: [] for id in ids}
+    events: dict[int, list[Event]] = {id: [] for id in ids}
     while batcher.busy:
         for event in batcher.step():
-            found[event.id].append(event)
-    return [found[id] for id in ids]
+            events[event.id].append(event)
+    return [events[id] for id in ids]
 
 
 def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[GeneratedSample]:

@@ -79,16 +79,16 @@ def reported(rank: int, world_size: int, layout: Mapping[str, Any]) -> tuple[lis
     """For the pool: sampled texts with the log-probabilities that were written, and those that scoring
     finds."""
     model = golden_model("neox_pp1_mp1", {**layout, "temperature": 0.7, "maximum_tokens": 5, "return_logprobs": 2})
-    found = generate_samples(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
-    written = [[one["token"] for one in each.logprobs or ()] for each in found]
-    return found, [one.logprobs for one in score(model, list(zip(GIVEN, written, strict=True)))]
+    generated = generate_samples(model, [Prompt("", prompt, None) for prompt in GIVEN], QUIET)
+    written = [[one["token"] for one in each.logprobs or ()] for each in generated]
+    return generated, [one.logprobs for one in score(model, list(zip(GIVEN, written, strict=True)))]
 
 
 @pytest.mark.parametrize("name", ["one process", "tp2 x pp2"])
 def test_log_probabilities_are_those_of_scoring(name: str) -> None:
     ranks, layout = LAYOUTS[name]
-    for found, expected in run_ranks(reported, ranks, layout):
-        for each, logprobs in zip(found, expected, strict=True):
+    for generated, expected in run_ranks(reported, ranks, layout):
+        for each, logprobs in zip(generated, expected, strict=True):
             assert each.logprobs is not None and len(each.logprobs) == each.length > 0
             assert [one["logprob"] for one in each.logprobs] == pytest.approx(logprobs, abs=1e-5)
             assert all(len(one["top"]) == 2 and one["top"][0][1] >= one["logprob"] - 1e-6 for one in each.logprobs)
@@ -130,9 +130,9 @@ def unstarted(rank: int, world_size: int) -> list[GeneratedSample]:
 
 
 def test_a_sample_that_does_not_start_says_so() -> None:
-    (found,) = run_ranks(unstarted, 1)[0]
-    assert (found.context, found.text, found.length, found.finished) == ("g", None, 0, True)
-    assert found.message is not None and found.message.startswith("cut; WARNING: text generation did not start")
+    (sample,) = run_ranks(unstarted, 1)[0]
+    assert (sample.context, sample.text, sample.length, sample.finished) == ("g", None, 0, True)
+    assert sample.message is not None and sample.message.startswith("cut; WARNING: text generation did not start")
 
 
 def test_not_a_number_is_refused() -> None:
@@ -159,8 +159,8 @@ def test_own_checkpoint_in_other_layouts(own_run: dict[str, Any], precision: str
     texts = []
     for name in ("one process", *layouts):
         ranks, layout = LAYOUTS[name]
-        found = run_ranks(written, ranks, {**own_run, **layout, "precision": precision}, 8)
-        texts += [[c.tokens for c in completions] for completions in found]
+        completions_of_ranks = run_ranks(written, ranks, {**own_run, **layout, "precision": precision}, 8)
+        texts += [[c.tokens for c in completions] for completions in completions_of_ranks]
     assert all(text == texts[0] for text in texts)
     assert len(texts[0][0]) == 8
 
@@ -205,4 +205,4 @@ def test_other_architectures_load(tmp_path: Path) -> None:
     one = run_ranks(written, 1, {**values, **LAYOUTS["one process"][1]}, 8)[0]
     four = run_ranks(written, 4, values, 8)
     assert len(one[0].tokens) == 8
-    assert all([c.tokens for c in found] == [c.tokens for c in one] for found in four)
+    assert all([c.tokens for c in completions] == [c.tokens for c in one] for completions in four)

@@ -64,8 +64,8 @@ def test_answers_are_the_models_and_training_is_the_same(layout: str, tmp_path: 
     for text in ("the lantern", chat):
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         ends = [0, tokenizer.eos_token_id]
-        found = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=1)
-        expected.append(tokenizer.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        generated = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=1)
+        expected.append(tokenizer.decode(generated[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
     assert answers(folder / "step2.jsonl") == expected
     assert answers(folder / "step0.jsonl") != expected
 

@@ -42,7 +42,7 @@ def references() -> dict[str, Reference]:
     from megatron.checkpointing.families import from_hf
     from tests.checkpointing.family_models import collected, on_disk, random_model
 
-    found = {}
+    by_family = {}
     for family in FAMILIES:
         # A tied head likes to say the last token again.
         model = random_model(family, max_position_embeddings=POSITIONS, tie_word_embeddings=False)
@@ -61,15 +61,15 @@ def references() -> dict[str, Reference]:
         assert max(len(set(text)) for text in texts) > 5, "texts must be lively"
         config, state = on_disk(model)
         keys, tensors = from_hf(config, state.__getitem__, padded_vocab_size=PADDED)
-        found[family] = Reference(keys, collected(tensors), texts, gaps)
-    return found
+        by_family[family] = Reference(keys, collected(tensors), texts, gaps)
+    return by_family
 
 
 def written(
     rank: int, world_size: int, models: list[tuple[dict[str, Any], Weights]], layout: dict[str, Any], rows: int
 ) -> list[list[list[int]]]:
     """For the pool: the texts of every model."""
-    found = []
+    texts = []
     for keys, weights in models:
         args = for_inference(NeoXArgs.from_dict({**keys, **layout, "seq_length": 16}).for_world(world_size))
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
@@ -78,8 +78,8 @@ def written(
             model, PROMPTS, SamplingParams(), maximum_tokens=TOKENS, seeds=range(3), stop_token_ids=(),
             maximum_rows=rows,
         )  # fmt: skip
-        found.append([one.tokens for one in done])
-    return found
+        texts.append([one.tokens for one in done])
+    return texts
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def texts(words: list[str], tmp_path: Path) -> list[str]:
     argv = [*words, "text_gen_type=input-file", "-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/out.jsonl"]
     code, _, err = run_ranks(command, 1, argv, init=False)[0]
     assert code == 0, err
-    found = [sample["text"] for sample in lines(tmp_path / "out.jsonl")]
-    assert len(set(found)) == 3
-    return found
+    completions = [sample["text"] for sample in lines(tmp_path / "out.jsonl")]
+    assert len(set(completions)) == 3
+    return completions
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, ["model_parallel_size=2"]), (2, ["pipe_parallel_size=2"])])
@@ -175,20 +175,20 @@ def terminal(argv: list[str]) -> Iterator[Terminal]:
 def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks: int) -> None:
     """One rank is interrupted, two see the end of input; deepy.py's own flags reach them."""
     argv = [sys.executable, str(ROOT / "deepy.py"), "--num_gpus", str(ranks), str(ROOT / "generate.py"), *words]
-    with terminal([*argv, "text_gen_type=interactive", f"pipe_parallel_size={ranks}", "-i", "prompts"]) as there:
-        there.expect("sample_input_file is not read: text_gen_type is interactive, not input-file\n")
+    with terminal([*argv, "text_gen_type=interactive", f"pipe_parallel_size={ranks}", "-i", "prompts"]) as session:
+        session.expect("sample_input_file is not read: text_gen_type is interactive, not input-file\n")
         for prompt, text in zip(PROMPTS[:2], texts, strict=False):
-            there.expect(PROMPT)
-            there.type(prompt + "\n")
-            there.expect(prompt + "\n")  # the terminal's echo
-            there.expect(text + "\n")
-        there.expect(PROMPT)
+            session.expect(PROMPT)
+            session.type(prompt + "\n")
+            session.expect(prompt + "\n")  # the terminal's echo
+            session.expect(text + "\n")
+        session.expect(PROMPT)
         if ranks == 1:
-            there.process.send_signal(signal.SIGINT)
-            assert "Traceback" not in there.expect("generate.py: interrupted\n")
+            session.process.send_signal(signal.SIGINT)
+            assert "Traceback" not in session.expect("generate.py: interrupted\n")
         else:
-            there.type("\x04")
-        assert there.process.wait(30) == (130 if ranks == 1 else 0)
+            session.type("\x04")
+        assert session.process.wait(30) == (130 if ranks == 1 else 0)
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

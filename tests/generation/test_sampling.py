@@ -57,21 +57,21 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
     samplings = [SamplingParams(logit_bias=tuple(bias.items())), SamplingParams(), SamplingParams()]
     tokens = [[1, 2], [1, 2], [1, 2]]
     least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
-    found = TokenSampler(samplings, [(2, own) for own in tokens], VOCAB, torch.device("cpu"), least)
+    sampler = TokenSampler(samplings, [(2, sequence) for sequence in tokens], VOCAB, torch.device("cpu"), least)
     biased = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     for _ in range(4):
         expected = []
-        for row, own in enumerate(tokens):
-            ids, scores = torch.tensor([own]), logits[row : row + 1].clone()
+        for row, sequence in enumerate(tokens):
+            ids, scores = torch.tensor([sequence]), logits[row : row + 1].clone()
             scores = biased(ids, scores) if row == 0 else scores
             ends = [end for end in least[row][1] if end < VOCAB]
             scores = MinNewTokensLengthLogitsProcessor(2, least[row][0], ends, device="cpu")(ids, scores)
             expected.append(int(scores.argmax()))
-        chosen = found.sample(logits, [])
+        chosen = sampler.sample(logits, [])
         assert chosen.tolist() == expected
-        found.update(chosen)
-        for own, token in zip(tokens, expected, strict=True):
-            own.append(token)
+        sampler.update(chosen)
+        for sequence, token in zip(tokens, expected, strict=True):
+            sequence.append(token)
     assert tokens[0][2:] == [699, 699, 5, 5] and tokens[1][2:] == [3, 5, 5, 5] and tokens[2][2:] == [5] * 4
 
 
@@ -89,12 +89,12 @@ def test_rows_are_filtered_each_in_its_own_way() -> None:
         (1, 1.0, 1.0),
     ]
     logits = LOGITS[: len(given)]
-    found = filter_logits(logits, *zip(*given, strict=True))
+    filtered = filter_logits(logits, *zip(*given, strict=True))
     for row, (top_k, top_p, min_p) in enumerate(given):
         expected = logits[row : row + 1].clone()
         for wanted, kind in ((top_k, TopKLogitsWarper), (top_p, TopPLogitsWarper), (min_p, MinPLogitsWarper)):
             expected = kind(wanted)(None, expected) if wanted else expected
-        assert torch.equal(found[row], expected[0]), given[row]
+        assert torch.equal(filtered[row], expected[0]), given[row]
         assert torch.equal(filter_logits(logits[row : row + 1], [top_k], [top_p], [min_p])[0], expected[0])
 
 
@@ -140,11 +140,11 @@ def test_greedy_rows_beside_sampled_ones() -> None:
     samplings = [SamplingParams(), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
     both = chooser_of(samplings)
     assert both.sampled_rows == [1, 3]
-    found = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
+    chosen = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
     alone = [
         chooser_of([one]).sample(LOGITS[i : i + 1], [0.7, 0.7, 0.2, 0.2][i : i + 1]) for i, one in enumerate(samplings)
     ]
-    assert found == [int(one) for one in alone]
+    assert chosen == [int(one) for one in alone]
 
 
 def test_repetition_penalty_equals_transformers() -> None:
@@ -160,10 +160,10 @@ def test_repetition_penalty_equals_transformers() -> None:
 def openai(logits: Tensor, generated: list[int], frequency: float, presence: float) -> Tensor:
     """`mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence` of OpenAI's
     documentation."""
-    found = logits.clone()
+    penalised = logits.clone()
     for token in set(generated):
-        found[token] -= generated.count(token) * frequency + presence
-    return found
+        penalised[token] -= generated.count(token) * frequency + presence
+    return penalised
 
 
 def test_frequency_and_presence_penalties_are_openai_s() -> None:
@@ -175,13 +175,13 @@ def test_frequency_and_presence_penalties_are_openai_s() -> None:
     ]
     chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])
     chooser.update(torch.tensor([9, 8, 4]))
-    found = chooser._penalise(LOGITS[:3])
+    penalised = chooser._penalise(LOGITS[:3])
     expected = [
         openai(LOGITS[0], [9, 9], 0.5, 0.0),
         LOGITS[1],
         openai(LOGITS[2], [4, 4, 6, 4], -0.3, 1.5),
     ]
-    torch.testing.assert_close(found, torch.stack(expected))
+    torch.testing.assert_close(penalised, torch.stack(expected))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -63,8 +63,8 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
     if source == "checkpoint":
         import_hf(HFFolder(folder), tmp_path)
     model = loaded(folder, **({"load": str(tmp_path)} if source == "checkpoint" else {}))
-    found = complete(model, prompts, SamplingParams(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
-    for one, text in zip(found, expected, strict=True):
+    completions = complete(model, prompts, SamplingParams(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
+    for one, text in zip(completions, expected, strict=True):
         assert one.finished == (len(text) < TOKENS)
         assert one.tokens == (text[:-1] if one.finished else text)
 

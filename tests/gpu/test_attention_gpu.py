@@ -39,11 +39,11 @@ def test_kernel_equals_math(name: str, kv_heads: int) -> None:
     leaves, run = qkv(4, kv_heads), {"num_kv_heads": kv_heads}
     expected = outcome("math", AttentionInputs(), leaves, torch.float32, **run)
     try:
-        found = outcome(name, AttentionInputs(), leaves, torch.bfloat16, **run)
+        actual = outcome(name, AttentionInputs(), leaves, torch.bfloat16, **run)
     except ConfigError as problem:
         pytest.skip(str(problem))
-    for own, theirs in zip(found, expected, strict=True):
-        assert (own - theirs).norm() <= BOUND * theirs.norm()
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
 def test_documents_through_varlen_equal_their_mask() -> None:
@@ -54,9 +54,9 @@ def test_documents_through_varlen_equal_their_mask() -> None:
     run = {"num_kv_heads": 2}
     masked = AttentionInputs(mask=document_mask(starts, seq).to(GPU))
     expected = outcome("math", masked, leaves, torch.float32, **run)
-    found = outcome("auto", AttentionInputs(cu_seqlens=flat.to(GPU)), leaves, torch.bfloat16, **run)
-    for own, theirs in zip(found, expected, strict=True):
-        assert (own - theirs).norm() <= BOUND * theirs.norm()
+    actual = outcome("auto", AttentionInputs(cu_seqlens=flat.to(GPU)), leaves, torch.bfloat16, **run)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
 @pytest.mark.parametrize("width", [1, 20])
@@ -65,9 +65,9 @@ def test_windows_through_varlen_equal_their_mask(width: int) -> None:
     mask = window_mask(seq, width, GPU)
     expected = outcome("math", AttentionInputs(mask=mask), leaves, torch.float32, **run)
     starts = torch.tensor([0, seq, 2 * seq], dtype=torch.int32, device=GPU)
-    found = outcome("auto", AttentionInputs(cu_seqlens=starts, window=width), leaves, torch.bfloat16, **run)
-    for own, theirs in zip(found, expected, strict=True):
-        assert (own - theirs).norm() <= BOUND * theirs.norm()
+    actual = outcome("auto", AttentionInputs(cu_seqlens=starts, window=width), leaves, torch.bfloat16, **run)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
 @torch.no_grad()
@@ -78,10 +78,10 @@ def test_a_packed_batch_takes_the_varlen_kernel() -> None:
     stage = stage_on(small(**values), GPU)
     assert batch.positions is not None
     assert inputs_of(stage, batch, batch.positions).cu_seqlens is not None
-    found = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
+    logprobs = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
     expected = token_logprobs(stage_on(plain, GPU)(None, batch), batch.labels.t(), None)
     # Logits of size ten from two blocks of bf16: 2^-8 of them, and twice that for good measure.
-    assert (found - expected).abs().mean() < 0.1
+    assert (logprobs - expected).abs().mean() < 0.1
 
 
 def test_auto_chooses_no_math_for_bf16_and_no_flash_for_fp32() -> None:

@@ -23,6 +23,6 @@ def test_every_gpu_is_asked_and_computes(capsys):
     assert [gpu.problem for gpu in gpus] == [""] * torch.cuda.device_count()
     assert all(0 < gpu.free <= gpu.total for gpu in gpus)
     main(["--json"], lambda args: None)
-    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert found["driver"]["state"] == found["ability"]["state"] == "ok"
-    assert "bf16 yes" in found["ability"]["found"] and "torch's own" in found["nccl"]["found"]
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["driver"]["state"] == checks["ability"]["state"] == "ok"
+    assert "bf16 yes" in checks["ability"]["found"] and "torch's own" in checks["nccl"]["found"]

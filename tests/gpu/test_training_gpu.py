@@ -83,31 +83,33 @@ def test_a_scale_that_never_fits_ends_the_run() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_the_cpu(name: str) -> None:
-    args, found = small(**{**MODELS[name], "attention_backend": "auto"}), []
+    args, losses_and_gradients = small(**{**MODELS[name], "attention_backend": "auto"}), []
     for device in (CPU, GPU):
         stage, batch = stage_on(args, device).train(), random_batch(args).to(device)
         loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, None)[0]
         loss = loss / LANGUAGE_MODELLING.weight(batch)
         loss.backward()
-        found.append((loss.detach().cpu(), {key: value.cpu() for key, value in gradients(stage).items()}))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=0)
-    for key, expected in found[0][1].items():
-        assert (found[1][1][key] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, key
+        losses_and_gradients.append(
+            (loss.detach().cpu(), {key: value.cpu() for key, value in gradients(stage).items()})
+        )
+    torch.testing.assert_close(losses_and_gradients[1][0], losses_and_gradients[0][0], rtol=1e-4, atol=0)
+    for key, expected in losses_and_gradients[0][1].items():
+        assert (losses_and_gradients[1][1][key] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, key
 
 
 def test_compiled_blocks_equal_eager_ones() -> None:
     if not any(shutil.which(name) for name in ("gcc", "clang")):
         pytest.skip("Triton needs gcc or clang")
-    found: list[tuple[Tensor, dict[tuple[int, str], Tensor]]] = []
+    losses_and_gradients: list[tuple[Tensor, dict[tuple[int, str], Tensor]]] = []
     for compile_ in (False, "block"):
         args = small(**WIDE, compile=compile_, gpt_j_residual=True)
         stage, batch = stage_on(args, GPU).train(), random_batch(args).to(GPU)
         loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, None)[0]
         loss.backward()
-        found.append((loss.detach(), gradients(stage)))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
-    for key, expected in found[0][1].items():
-        assert (found[1][1][key] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, key
+        losses_and_gradients.append((loss.detach(), gradients(stage)))
+    torch.testing.assert_close(losses_and_gradients[1][0], losses_and_gradients[0][0], rtol=1e-5, atol=0)
+    for key, expected in losses_and_gradients[0][1].items():
+        assert (losses_and_gradients[1][1][key] - expected).norm() <= 1e-4 * expected.norm() + 1e-6, key
 
 
 def weights_after(values: dict[str, Any]) -> tuple[int, dict[int, dict[str, Tensor]]]:
@@ -159,11 +161,11 @@ def test_steps_do_not_wait_for_the_device(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["neox_pp1_mp1", "llama_pp1_mp1"])
 def test_greedy_text_is_that_of_the_cpu(name: str) -> None:
-    found = []
+    texts = []
     for backend in ("gloo", "nccl"):
         model = golden_model(name, {**LAYOUTS["one process"][1], "distributed_backend": backend, "precision": "fp32"})
         assert model.groups.device.type == {"gloo": "cpu", "nccl": "cuda"}[backend]
-        found.append(
+        texts.append(
             [c.tokens for c in complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))]
         )
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]

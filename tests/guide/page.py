@@ -82,8 +82,8 @@ def patched(text: str, block: Block) -> str:
 
 def links(text: str) -> list[tuple[str, str]]:
     """(text, target) of the links to files of the repository."""
-    found = re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", text)
-    return [(label, target.split("#")[0]) for label, target in found if "://" not in target and target[0] != "#"]
+    pairs = re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", text)
+    return [(label, target.split("#")[0]) for label, target in pairs if "://" not in target and target[0] != "#"]
 
 
 def defined(path: Path) -> set[str]:

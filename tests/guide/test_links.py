@@ -28,8 +28,8 @@ def wrong(page: Path, label: str, target: str) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_what_they_name(page: Path) -> None:
-    found = links(page.read_text(encoding="utf-8"))
-    assert found and not [problem for link in found if (problem := wrong(page, *link))]
+    page_links = links(page.read_text(encoding="utf-8"))
+    assert page_links and not [problem for link in page_links if (problem := wrong(page, *link))]
 
 
 def test_links_within_the_page_lead_to_headings() -> None:

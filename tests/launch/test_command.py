@@ -54,10 +54,10 @@ def test_other_names_are_refused(name, said):
 def test_every_script_with_a_main_has_a_name_and_a_line_of_help():
     scripts = {path for path in ROOT.glob("tools/*/*.py") if "\n    main()" in path.read_text()}
     scripts -= set(ROOT.glob("tools/docs/*"))
-    found = tools(ROOT)
-    assert scripts <= set(found.values()) and len(scripts) >= 15
+    tool_paths = tools(ROOT)
+    assert scripts <= set(tool_paths.values()) and len(scripts) >= 15
     lines = help_text(ROOT).splitlines()
-    for name in ("train", "serve", *found):
+    for name in ("train", "serve", *tool_paths):
         assert [line for line in lines if line.split()[:1] == [name] and len(line.split()) > 2], name
 
 

@@ -126,13 +126,13 @@ def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
         raise OSError(f"{args.vocab_file}: no such file")
 
     assert main(["a", "--json"], no_tokenizer) == 1
-    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert found["config"]["state"] == "ok"
-    assert found["data"]["found"] == "data_path: text.idx and .bin not there or empty"
-    assert found["data"]["advice"] == "a.yml:9"
-    assert found["tokenizer"]["found"] == "HFTokenizer: tokenizer.json: no such file"
-    assert found["load"]["found"] == "base holds no checkpoint (a.yml:10)"
-    assert found["save"]["found"].startswith("run: ")
+    checks_by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks_by_name["config"]["state"] == "ok"
+    assert checks_by_name["data"]["found"] == "data_path: text.idx and .bin not there or empty"
+    assert checks_by_name["data"]["advice"] == "a.yml:9"
+    assert checks_by_name["tokenizer"]["found"] == "HFTokenizer: tokenizer.json: no such file"
+    assert checks_by_name["load"]["found"] == "base holds no checkpoint (a.yml:10)"
+    assert checks_by_name["save"]["found"].startswith("run: ")
 
     args, _ = read_config(["a.yml"])
     for file in ("text.idx", "text.bin"):

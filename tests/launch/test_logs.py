@@ -85,9 +85,9 @@ def test_a_full_disk_of_logs_ends_no_run_and_can_be_started_again_on(tmp_path: P
 def test_what_is_kept_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest, and how much was lost."""
     monkeypatch.setattr(logfile, "KEPT", 10)
-    told: list[str] = []
+    warnings: list[str] = []
     (tmp_path / "logs").write_text("in the way")
-    log = LogFile(tmp_path / "logs" / "a.log", told.append)
+    log = LogFile(tmp_path / "logs" / "a.log", warnings.append)
     for text in (b"one ", b"two ", b"three "):
         log.write(text)
     (tmp_path / "logs").unlink()
@@ -96,7 +96,7 @@ def test_what_is_kept_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest
     log.write(b" five")
     log.close()
     assert (tmp_path / "logs" / "a.log").read_bytes() == b"\n[8 bytes could not be written]\n" + b"three four five"
-    assert len(told) == 1 and told[0].startswith(f"{tmp_path}/logs: logs cannot be written (Not a directory)")
+    assert len(warnings) == 1 and warnings[0].startswith(f"{tmp_path}/logs: logs cannot be written (Not a directory)")
 
 
 def test_output_to_a_full_disk(tmp_path: Path) -> None:

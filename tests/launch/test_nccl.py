@@ -86,7 +86,7 @@ def test_torch_s_own_is_found_without_importing_torch(tmp_path, monkeypatch, ver
 
 
 def test_the_command_takes_an_older_one_out_of_ld_preload(tmp_path):
-    own, old = fake_torch(tmp_path / "site", "2.28.9"), library(tmp_path / "old" / "libnccl.so.2", "2.26.6")
+    new, old = fake_torch(tmp_path / "site", "2.28.9"), library(tmp_path / "old" / "libnccl.so.2", "2.26.6")
     root = Path(__file__).resolve().parents[2]
     env = {"PYTHONPATH": f"{tmp_path}/site:{root}", "LD_LIBRARY_PATH": f"{tmp_path}/old", "KEPT": "/kept.so"}
     command = 'export LD_PRELOAD="$KEPT:$1"; "$2" -m megatron.launch.nccl'
@@ -94,9 +94,9 @@ def test_the_command_takes_an_older_one_out_of_ld_preload(tmp_path):
         ["bash", "-c", command, "bash", old, sys.executable], env=env, capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"export NCCL_LIBRARY={own}", f"export LD_PRELOAD={own}:/kept.so"]
-    said = [line for line in done.stderr.splitlines() if "ERROR: ld.so" not in line]  # no libraries, those of this test
-    assert said == [
-        f"NCCL: 2.28.9, torch's own ({own}); 2.26.6 of this machine ({old}) is older than the one torch was built with "
+    assert done.stdout.splitlines() == [f"export NCCL_LIBRARY={new}", f"export LD_PRELOAD={new}:/kept.so"]
+    log = [line for line in done.stderr.splitlines() if "ERROR: ld.so" not in line]  # no libraries, those of this test
+    assert log == [
+        f"NCCL: 2.28.9, torch's own ({new}); 2.26.6 of this machine ({old}) is older than the one torch was built with "
         "and is left out"
     ]

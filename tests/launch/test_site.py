@@ -94,8 +94,8 @@ def test_a_job_on_slingshot(job, tmp_path):
         k: variables.get(k) for k in expected if variables.get(k) != expected[k]
     }
     assert "NCCL_ALGO" not in variables, "set to nothing, it is left out"
-    said = f"NCCL: 2.28.9, torch's own ({torch_nccl}); 2.26.6 of this machine ({old}) is older"
-    assert sum(said in line for line in done.stderr.splitlines()) == 1
+    nccl_line = f"NCCL: 2.28.9, torch's own ({torch_nccl}); 2.26.6 of this machine ({old}) is older"
+    assert sum(nccl_line in line for line in done.stderr.splitlines()) == 1
     again, _ = job(MODULES=str(Path(old).parent), **variables)  # the job that this one submits has its variables
     assert "NCCL_ALGO" not in again and again["NCCL_PROTO"] == "^LL128"
 

@@ -68,10 +68,10 @@ def test_every_machine_of_the_documents_table_gets_what_it_says():
     for driver, pin, build, tried in rows:
         torch = pin.removeprefix("torch==").partition("+")[0]
         for python, platform in product(((3, 11), (3, 12), (3, 13)), (X86, ARM)):
-            found = choose(python, platform, drivers[driver], torch)
-            assert (found.pin, found.index.rpartition("/")[2]) == (pin, build)
+            chosen = choose(python, platform, drivers[driver], torch)
+            assert (chosen.pin, chosen.index.rpartition("/")[2]) == (pin, build)
             where = f"Python {python[0]}.{python[1]} on {platform.removeprefix('linux-')}"
-            assert found.tried == (where in tried), (pin, where)
+            assert chosen.tried == (where in tried), (pin, where)
 
 
 def test_only_tested_releases_are_called_tried():

@@ -96,19 +96,19 @@ def engine_for(values: dict[str, Any], world_size: int) -> Engine:
 
 def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Step]:
     """For the pool: of every configuration one SGD step over two micro-batches of documents."""
-    found = []
+    results = []
     for values in configs:
         engine = engine_for(values, world_size)
         batches = [document_batch(engine.args, seed=seed) for seed in (1, 2)]
         logprobs = engine.token_logprobs(batches)
         loss = engine.train_step(batches, LR).loss
-        found.append(Step(loss.detach(), logprobs, engine.groups.rank("tensor"), engine.weights()))
+        results.append(Step(loss.detach(), logprobs, engine.groups.rank("tensor"), engine.weights()))
         engine.close()
-    return found
+    return results
 
 
 def whole_weights(args: NeoXArgs, parts: list[Step]) -> dict[tuple[int, str], Tensor]:
-    found = {}
+    weights = {}
     for layer, specs in layer_params(args).items():
         for spec in specs:
             by_rank: dict[int, Tensor] = {}
@@ -117,16 +117,16 @@ def whole_weights(args: NeoXArgs, parts: list[Step]) -> dict[tuple[int, str], Te
                 if value is not None:
                     # Also the last stage's copy of a tied embedding.
                     assert torch.equal(by_rank.setdefault(part.tensor_rank, value), value), f"{spec.name}: copies"
-            found[layer, spec.name] = unshard([by_rank[rank] for rank in sorted(by_rank)], spec)
-    return found
+            weights[layer, spec.name] = unshard([by_rank[rank] for rank in sorted(by_rank)], spec)
+    return weights
 
 
 def assert_same_step(args: NeoXArgs, ours: list[Step], reference: Step) -> None:
     """Losses and log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
     for part in ours:
         torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
-        for own, theirs in zip(part.logprobs, reference.logprobs, strict=True):
-            torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-5)
+        for logprobs, reference_logprobs in zip(part.logprobs, reference.logprobs, strict=True):
+            torch.testing.assert_close(logprobs, reference_logprobs, rtol=1e-5, atol=2e-5)
     before, expected = random_weights(args), whole_weights(args, [reference])
     for (layer, name), after in whole_weights(args, ours).items():
         gradient = before[layer][name] - expected[layer, name]

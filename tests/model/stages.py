@@ -78,9 +78,9 @@ def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
 
 
 def gradients(stage: Stage) -> dict[tuple[int, str], Tensor]:
-    found = {(layer, name): param.grad for layer, name, param in stage_parameters(stage)}
-    assert all(grad is not None for grad in found.values())
-    return {key: grad.clone() for key, grad in found.items() if grad is not None}
+    grads = {(layer, name): param.grad for layer, name, param in stage_parameters(stage)}
+    assert all(grad is not None for grad in grads.values())
+    return {key: grad.clone() for key, grad in grads.items() if grad is not None}
 
 
 def random_batch(args: NeoXArgs, rows: int = 2, seed: int = 0, seq: int | None = None) -> Batch:
@@ -112,8 +112,8 @@ def document_batch(args: NeoXArgs, rows: int = 2, seed: int = 0) -> Batch:
 def documents(batch: Batch) -> list[tuple[int, int, int]]:
     """(row, first, last + 1) of every document."""
     assert batch.cu_seqlens is not None
-    found = []
+    spans = []
     for row, starts in enumerate(batch.cu_seqlens.tolist()):
         bounds = sorted(set(starts))
-        found += [(row, first, last) for first, last in pairwise(bounds)]
-    return found
+        spans += [(row, first, last) for first, last in pairwise(bounds)]
+    return spans

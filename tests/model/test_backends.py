@@ -38,9 +38,9 @@ MIXED: dict[str, Any] = {
     ],
 )
 def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kernels: list[str]) -> None:
-    args, said = small(num_layers=4, attention_config=asked, attention_backend=backend), list[str]()
-    build_stage(args, ParallelGroups.single(), log=said.append)
-    assert not said, "each is what was asked for"
+    args, log_lines = small(num_layers=4, attention_config=asked, attention_backend=backend), list[str]()
+    build_stage(args, ParallelGroups.single(), log=log_lines.append)
+    assert not log_lines, "each is what was asked for"
     stage = stage_with(args, random_weights(args))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         stage(None, random_batch(args))
@@ -59,18 +59,20 @@ def test_layers_of_both_kinds_see_the_same() -> None:
 
 def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu_is_tried(monkeypatch)
-    args, said = small(**MIXED, attention_backend="math", precision="bfloat16"), list[str]()
+    args, log_lines = small(**MIXED, attention_backend="math", precision="bfloat16"), list[str]()
     specs = [attention_spec(args, block) for block in range(4)]
-    chosen = choose_backends(args, torch.device("cuda"), specs, said.append)
+    chosen = choose_backends(args, torch.device("cuda"), specs, log_lines.append)
     assert [chosen[spec.backend].supports_varlen(spec.window) for spec in specs] == [True, False, False, True]
     assert specs[0].inputs == specs[3].inputs != specs[1].inputs == specs[2].inputs
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str) -> None:
-    said: list[str] = []
-    build_stage(small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), said.append)
-    assert any(re.match("attention_config: flash chose .*with dropout math", line) for line in said), said
+    log_lines: list[str] = []
+    build_stage(
+        small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), log_lines.append
+    )
+    assert any(re.match("attention_config: flash chose .*with dropout math", line) for line in log_lines), log_lines
 
 
 MEAN = '''"""Attention that looks at nothing: the mean of the values so far."""

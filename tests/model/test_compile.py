@@ -35,7 +35,7 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
     from torch._dynamo.utils import counters
 
     prepare(backend)
-    found = []
+    results = []
     for compile_ in (False, "block"):
         args = small(**values, compile=compile_)
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
@@ -47,9 +47,9 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
             loss = LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, groups.group("tensor"))[0]
             loss.backward()
             early = counters["stats"]["unique_graphs"] if step < 2 else early
-        found.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))
+        results.append((loss.detach(), gradients(stage), counters["stats"]["unique_graphs"] - early))
     assert early > 0, "nothing was compiled"
-    return found
+    return results
 
 
 TP2 = {"num_layers": 2, "model_parallel_size": 2}
@@ -89,8 +89,8 @@ def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
 def test_documents_and_other_lengths() -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("torch.compile on a CPU needs g++ (or $CXX)")
-    found = run_ranks(other_shapes, 1, env=ENV, timeout=240)[0]
-    for eager, compiled in found:
+    pairs = run_ranks(other_shapes, 1, env=ENV, timeout=240)[0]
+    for eager, compiled in pairs:
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 

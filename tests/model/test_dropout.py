@@ -41,9 +41,9 @@ def test_recomputation_is_bit_equal(layout: str) -> None:
                     for name, value in tensors.items():
                         assert torch.equal(value, first.weights[layer][name]), f"gradient of {layer} {name}"
             assert abs(without.loss - first.loss) > 1e-4, "dropout does nothing"
-            for own, theirs in zip(first.logprobs, without.logprobs, strict=True):
+            for actual, reference in zip(first.logprobs, without.logprobs, strict=True):
                 # Documents are attended without a mask where there is no dropout: equal but for rounding.
-                torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5, msg="dropout in evaluation")
+                torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5, msg="dropout in evaluation")
 
 
 @pytest.mark.parametrize("together, kept", [(0, None), (1, 4), (3, 2), (9, 1)])

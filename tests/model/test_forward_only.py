@@ -65,10 +65,10 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
     ]
     expected = _read_all({}, 1)
     assert len(expected[0]) == 8
-    for found in run_ranks(read_all, world_size, keys):
-        for seen in found:
-            for own, theirs in zip((*seen[0], *seen[1]), (*expected[0], *expected[1]), strict=True):
-                torch.testing.assert_close(own, theirs, rtol=1e-5, atol=2e-5)
+    for rank_reads in run_ranks(read_all, world_size, keys):
+        for seen in rank_reads:
+            for actual, reference in zip((*seen[0], *seen[1]), (*expected[0], *expected[1]), strict=True):
+                torch.testing.assert_close(actual, reference, rtol=1e-5, atol=2e-5)
 
 
 def test_no_batches_no_values() -> None:
@@ -84,6 +84,6 @@ def test_logits_can_be_of_one_token_a_row() -> None:
     last = torch.tensor([0, 7, 15])
     with torch.no_grad():
         wanted = InferenceContext(logit_positions=last + args.seq_length * torch.arange(3))
-        whole, found = stage(None, batch), stage(None, batch, context=wanted)
+        whole, last_logits = stage(None, batch), stage(None, batch, context=wanted)
     expected = torch.stack([whole[p, row] for row, p in enumerate(last)])
-    torch.testing.assert_close(found, expected.unsqueeze(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(last_logits, expected.unsqueeze(1), rtol=1e-6, atol=1e-6)

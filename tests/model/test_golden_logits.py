@@ -69,11 +69,11 @@ def test_steps_differ() -> None:
 
 
 def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[list[Tensor]]:
-    run, found = "neox_pp2_mp2", []
+    run, by_layout = "neox_pp2_mp2", []
     for layout in layouts:
         groups = groups_of(golden_args(run, **layout), world_size)
-        found.append([logits_of(run, step, groups, **layout) for step in (0, 3)])
-    return found
+        by_layout.append([logits_of(run, step, groups, **layout) for step in (0, 3)])
+    return by_layout
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> No
         {"pipe_parallel_size": pipe, "model_parallel_size": tensor, "sequence_parallel": sequence}
         for pipe, tensor, sequence in layouts
     ]
-    for found in run_ranks(on_ranks, world_size, keys):
-        for logits in found:
-            for step, own in zip((0, 3), logits, strict=True):
-                torch.testing.assert_close(own, golden_logits("neox_pp2_mp2", step), **TOLERANCE)
+    for by_layout in run_ranks(on_ranks, world_size, keys):
+        for logits in by_layout:
+            for step, actual in zip((0, 3), logits, strict=True):
+                torch.testing.assert_close(actual, golden_logits("neox_pp2_mp2", step), **TOLERANCE)

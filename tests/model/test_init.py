@@ -28,20 +28,20 @@ MODELS: dict[str, dict[str, Any]] = {
 def initialised(args: NeoXArgs, groups: ParallelGroups) -> Weights:
     stage = build_stage(args, groups)
     init_stage(stage, args, groups)
-    found: Weights = {}
+    weights: Weights = {}
     for full_name, param in stage.named_parameters():
         _, index, name = full_name.split(".", 2)
-        found.setdefault(int(index), {})[name] = param.detach().clone()
-    return found
+        weights.setdefault(int(index), {})[name] = param.detach().clone()
+    return weights
 
 
 def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[tuple[int, Weights]]:
-    found = []
+    by_layout = []
     for layout in layouts:
         args = small(**layout)
         groups = groups_of(args, world_size)
-        found.append((groups.rank("tensor"), initialised(args, groups)))
-    return found
+        by_layout.append((groups.rank("tensor"), initialised(args, groups)))
+    return by_layout
 
 
 @pytest.mark.parametrize("world_size, layouts", [(2, [(1, 2), (2, 1)]), (4, [(1, 4), (2, 2), (4, 1)])])
@@ -53,7 +53,7 @@ def test_every_layout_starts_from_the_same_model(world_size: int, layouts: list[
         args = small(**values)
         one_process = small(**{**values, "pipe_parallel_size": 0, "model_parallel_size": 1})
         whole = initialised(one_process, ParallelGroups.single())
-        seen = [found[i] for found in ranks]
+        seen = [by_layout[i] for by_layout in ranks]
         for layer, specs in layer_params(args).items():
             for spec in specs:
                 parts = {rank: weights[layer][spec.name] for rank, weights in seen if layer in weights}
@@ -116,12 +116,12 @@ def test_init_methods_of_neox(method: str, output: bool) -> None:
             "mlp.linear1.weight", "final_linear.weight",
         ],
     }  # fmt: skip
-    found = 0
+    checked = 0
     for layer, specs in layer_params(args).items():
         for spec in specs:
             if spec.name not in names[output]:
                 continue
-            found += 1
+            checked += 1
             value, (rows, columns) = initial_value(spec, layer, args, CPU), spec.shape
             if method.endswith("orthogonal"):
                 small_side = value if rows <= columns else value.T
@@ -136,7 +136,7 @@ def test_init_methods_of_neox(method: str, output: bool) -> None:
             assert abs(value.mean() / std) < 5 / math.sqrt(value.numel())
             largest = value.abs().max() / std
             assert (largest <= math.sqrt(3) + 1e-5) == (method == "xavier_uniform")
-    assert found == (2 * DEPTH if output else 3 + 2 * DEPTH)
+    assert checked == (2 * DEPTH if output else 3 + 2 * DEPTH)
 
 
 def test_norms_are_one_and_biases_zero() -> None:

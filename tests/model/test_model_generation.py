@@ -28,7 +28,7 @@ def references() -> dict[str, Reference]:
     from transformers import GPTNeoXForCausalLM, LlamaForCausalLM
 
     tokenizer = HFTokenizer(TOKENIZER)
-    found = {}
+    by_run = {}
     for run in EXPORTED:
         kind = LlamaForCausalLM if run.startswith("llama") else GPTNeoXForCausalLM
         model = kind.from_pretrained(RUNS[run] / "hf_step3", dtype=torch.float32).eval()
@@ -44,8 +44,8 @@ def references() -> dict[str, Reference]:
                 logprobs.append(model(ids).logits[0, -1].log_softmax(-1)[: tokenizer.vocab_size])
         assert len({tuple(text) for text in texts}) > 2, "the prompt must matter"
         assert sorted(map(len, texts))[1] == 32
-        found[run] = Reference(texts, torch.stack(logprobs))
-    return found
+        by_run[run] = Reference(texts, torch.stack(logprobs))
+    return by_run
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

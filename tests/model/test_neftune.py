@@ -63,16 +63,16 @@ def test_depends_on_the_document_not_on_the_row() -> None:
     padded = torch.full((3, 1025), 1024, dtype=torch.int32)
     padded[:, 0], padded[:, 1] = 0, torch.tensor(documents)
     tokens = torch.zeros(3, 1024, dtype=torch.int64)
-    found = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
+    noise = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
     first = 0
     for row, length in enumerate(documents):
         bound = ALPHA / math.sqrt(length * small().hidden_size)
-        for own in (found[0][:, first : first + length].flatten(), found[1][row, :length].flatten()):
-            assert 0.98 * bound < own.abs().max() <= 1.0001 * bound
-            assert own.var() == pytest.approx(bound**2 / 3, rel=0.1)
-            assert own.mean().abs() < 5 * bound / math.sqrt(3 * len(own))
+        for document_noise in (noise[0][:, first : first + length].flatten(), noise[1][row, :length].flatten()):
+            assert 0.98 * bound < document_noise.abs().max() <= 1.0001 * bound
+            assert document_noise.var() == pytest.approx(bound**2 / 3, rel=0.1)
+            assert document_noise.mean().abs() < 5 * bound / math.sqrt(3 * len(document_noise))
         first += length
-    assert found[0].unique().numel() > 0.98 * found[0].numel(), "every place has noise of its own"
+    assert noise[0].unique().numel() > 0.98 * noise[0].numel(), "every place has noise of its own"
 
 
 def test_parts_of_the_sequence_are_of_the_whole() -> None:
@@ -90,8 +90,8 @@ def test_a_step_is_the_same_in_any_layout(model: dict[str, Any]) -> None:
     noisy_step, without, unset = run_ranks(sgd_steps, 1, [values, plain, model])[0]
     assert abs(noisy_step.loss - without.loss) > 1e-4, "the noise does nothing"
     assert torch.equal(without.loss, unset.loss), "alpha 0 is none"
-    for own, theirs in zip(noisy_step.logprobs, without.logprobs, strict=True):
-        assert torch.equal(own, theirs), "noise in evaluation"
+    for actual, reference in zip(noisy_step.logprobs, without.logprobs, strict=True):
+        assert torch.equal(actual, reference), "noise in evaluation"
     ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in LAYOUTS])
     for i in range(len(LAYOUTS)):
         assert_same_step(small(**values), [steps[i] for steps in ranks], noisy_step)

@@ -43,11 +43,11 @@ def test_non_parametric_layernorm_equals_olmos() -> None:
 @pytest.mark.parametrize("keys, bias", [({}, False), ({"compat_norm_bias": True}, True)])
 def test_norms_without_bias(keys: dict[str, Any], bias: bool) -> None:
     args = small(use_bias_in_norms=False, layernorm_epsilon=1e-2, **keys)
-    norm, theirs = build_norm(norm_spec(args), ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
+    norm, reference = build_norm(norm_spec(args), ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
     state = {"weight": WEIGHT, **({"bias": BIAS} if bias else {})}
     norm.load_state_dict(state)
-    theirs.load_state_dict(state)
-    torch.testing.assert_close(norm(X), theirs(X))
+    reference.load_state_dict(state)
+    torch.testing.assert_close(norm(X), reference(X))
 
 
 @pytest.mark.parametrize("name, fixed", [("layernorm", 1e-5), ("rmsnorm", 1e-8)])
@@ -62,8 +62,8 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
         for norm, eps in ((outside, 0.5), (inside, fixed)):
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
-            theirs = Gemma2RMSNorm(32, eps=eps) if name == "rmsnorm" else nn.LayerNorm(32, eps=eps)
-            torch.testing.assert_close(norm(X), theirs(X))
+            reference = Gemma2RMSNorm(32, eps=eps) if name == "rmsnorm" else nn.LayerNorm(32, eps=eps)
+            torch.testing.assert_close(norm(X), reference(X))
 
 
 def test_gelu_of_transformer_engine_is_the_tanh_approximation() -> None:
@@ -104,10 +104,10 @@ def test_one_rmsnorm_of_queries_and_keys() -> None:
 
 def test_wide_rmsnorm_equals_olmo3() -> None:
     norm = WideRMSNorm(heads_of(**WIDE, rms_norm_epsilon=1e-2), 4, ALONE)
-    theirs = Olmo3RMSNorm(32, eps=1e-2)
+    reference = Olmo3RMSNorm(32, eps=1e-2)
     norm.load_state_dict({"scale": WEIGHT})
-    theirs.load_state_dict({"weight": WEIGHT})
-    expected: Tensor = theirs(QK[0].flatten(2)).view_as(QK[0])
+    reference.load_state_dict({"weight": WEIGHT})
+    expected: Tensor = reference(QK[0].flatten(2)).view_as(QK[0])
     torch.testing.assert_close(norm(QK[0]), expected)
 
 
@@ -138,6 +138,6 @@ def test_two_tensor_ranks_equal_one() -> None:
     heads."""
     references = run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
     configs = [{**model, **layout} for layout in LAYOUTS for model in MODELS.values()]
-    found = run_ranks(sgd_steps, 2, configs, timeout=120)
+    by_rank = run_ranks(sgd_steps, 2, configs, timeout=120)
     for i, (values, reference) in enumerate(zip(configs, references * len(LAYOUTS), strict=True)):
-        assert_same_step(small(**SGD, **values), [steps[i] for steps in found], reference)
+        assert_same_step(small(**SGD, **values), [steps[i] for steps in by_rank], reference)

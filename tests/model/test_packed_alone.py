@@ -40,14 +40,14 @@ def write(folder: str, labelled: bool) -> tuple[IndexedDataset, IndexedDataset |
     """Documents that end with EOD; of labelled ones, the first third is masked, as a prompt."""
     random = np.random.default_rng(1)
     rows = [[*random.integers(1, VOCAB, n - 1), EOD] for n in LENGTHS]
-    found = []
+    datasets = []
     for name in ("text", "label") if labelled else ("text",):
         with IndexedDatasetWriter(f"{folder}/{name}", np.int32) as writer:
             for row in rows:
                 masked = len(row) // 3 if name == "label" else 0
                 writer.add_document(np.array([-100] * masked + row[masked:], np.int32))
-        found.append(IndexedDataset(f"{folder}/{name}"))
-    return found[0], found[1] if labelled else None
+        datasets.append(IndexedDataset(f"{folder}/{name}"))
+    return datasets[0], datasets[1] if labelled else None
 
 
 def batches(folder: str, labelled: bool, pack_impl: str, **options: Any) -> list[Batch]:
@@ -63,8 +63,8 @@ def batches(folder: str, labelled: bool, pack_impl: str, **options: Any) -> list
 def look(engine: Engine, given: list[Batch]) -> Found:
     losses: dict[tuple[int, ...], float] = {}
     logprobs = engine.token_logprobs(given)
-    for batch, found in zip(given, logprobs, strict=True):
-        weighted = -found.double() * batch.loss_weights
+    for batch, batch_logprobs in zip(given, logprobs, strict=True):
+        weighted = -batch_logprobs.double() * batch.loss_weights
         for row, first, last in documents(batch):
             if batch.tokens[row, first:last].any():
                 losses[tuple(batch.tokens[row, first : first + 2].tolist())] = float(weighted[row, first:last].sum())
@@ -74,12 +74,12 @@ def look(engine: Engine, given: list[Batch]) -> Found:
 
 def looks(rank: int, world_size: int, cells: list[tuple[dict[str, Any], list[Batch]]]) -> list[Found]:
     """For the pool."""
-    found = []
+    results = []
     for values, given in cells:
         engine = engine_for(values, world_size)
-        found.append(look(engine, given))
+        results.append(look(engine, given))
         engine.close()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["lm", "sft"])
@@ -132,8 +132,8 @@ def same_gradients(args: Any, ours: list[Step], theirs: Step) -> None:
 def test_without_resets_documents_see_each_other(rows: dict[str, list[Batch]]) -> None:
     """The same rows, not told apart: other losses, so that the tests above compare something."""
     blind = [
-        Batch(plain.tokens, told.labels, told.loss_weights, cu_seqlens=told.cu_seqlens)
-        for plain, told in zip(rows["leaking"], rows["best_fit"], strict=True)
+        Batch(plain.tokens, best_fit.labels, best_fit.loss_weights, cu_seqlens=best_fit.cu_seqlens)
+        for plain, best_fit in zip(rows["leaking"], rows["best_fit"], strict=True)
     ]
     cells = [(MODELS["neox"], blind), (MODELS["neox"], rows["best_fit"]), (MODELS["learned"], blind)]
     no_positions, right, learned = run_ranks(looks, 1, cells)[0]

@@ -106,20 +106,20 @@ def test_layernorm_equals_its_formula() -> None:
 def test_alibi_equals_transformers(heads: int) -> None:
     seq = 9
     # BLOOM adds slope * key; softmax does not see the difference, a constant of each query's row.
-    theirs = build_alibi_tensor(torch.ones(1, seq), heads, torch.float32).view(heads, 1, seq)
+    reference = build_alibi_tensor(torch.ones(1, seq), heads, torch.float32).view(heads, 1, seq)
     slopes = torch.tensor(alibi_slopes(heads))
     ours = alibi_bias(seq, slopes)[0]
-    torch.testing.assert_close(slopes, theirs[:, 0, 1])
+    torch.testing.assert_close(slopes, reference[:, 0, 1])
     causal = torch.ones(seq, seq, dtype=torch.bool).tril()
     assert torch.equal(ours.isneginf(), (~causal).expand(heads, -1, -1))
-    shifted = theirs - torch.arange(seq).view(1, seq, 1) * theirs[:, :, 1:2]
+    shifted = reference - torch.arange(seq).view(1, seq, 1) * reference[:, :, 1:2]
     torch.testing.assert_close(ours[:, causal], shifted[:, causal])
 
 
 def test_alibi_of_some_heads_is_theirs() -> None:
     slopes = torch.tensor(alibi_slopes(6))
     whole = alibi_bias(5, slopes)
-    parts = [alibi_bias(5, own) for own in slopes.chunk(2)]
+    parts = [alibi_bias(5, rank_slopes) for rank_slopes in slopes.chunk(2)]
     assert torch.equal(torch.cat(parts, 1), whole)
 
 

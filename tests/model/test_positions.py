@@ -38,8 +38,8 @@ def test_sinusoids_are_added_to_embeddings() -> None:
     weights, batch = random_weights(args), random_batch(args)
     expected = weights[0]["word_embeddings.weight"][batch.tokens] + create_sinusoidal_positions(16, 32)
     positions = torch.arange(16).expand_as(batch.tokens)
-    found = stage_with(args, weights).layers["0"](batch.tokens, positions, 0)
-    torch.testing.assert_close(found.transpose(0, 1), expected, rtol=0, atol=1e-6)
+    embedded = stage_with(args, weights).layers["0"](batch.tokens, positions, 0)
+    torch.testing.assert_close(embedded.transpose(0, 1), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("offset", [0, 2, 3])
@@ -106,10 +106,10 @@ def test_biases_are_t5s_times_the_root_of_head_dim() -> None:
         d_model=32, d_kv=8, num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=10,
         is_decoder=True,
     )  # fmt: skip
-    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    reference = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
     with torch.no_grad():
-        theirs.relative_attention_bias.weight.copy_(table.weight)
-        expected = math.sqrt(8) * theirs.compute_bias(20, 20)
+        reference.relative_attention_bias.weight.copy_(table.weight)
+        expected = math.sqrt(8) * reference.compute_bias(20, 20)
         future = torch.ones(20, 20, dtype=torch.bool).triu(1)
         torch.testing.assert_close(table(20), expected.masked_fill(future, float("-inf")))
         columns = torch.tensor([[3], [19]])
@@ -126,10 +126,10 @@ def test_biases_get_their_gradient(name: str) -> None:
         return torch.autograd.grad((out * weight).sum(), table.weight)[0]
 
     ours, exact = rpe_table(), rpe_table().double()
-    found = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), AttentionOptions()), ours)
+    actual = gradient(backend.attend(q, k, v, AttentionInputs(mask=ours(10)), AttentionOptions()), ours)
     expected = gradient(by_formula(q, k, v, exact(10).double()), exact)
-    assert found[2:].abs().min() > 0
-    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
+    assert actual[2:].abs().min() > 0
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_all_blocks_share_one_table() -> None:

@@ -56,10 +56,10 @@ def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int)
     scaling = SCALINGS[name]
     config = config_of(scaling, hidden_size=4 * head_dim)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU, seq_len=length)
-    found, own_factor = rope_frequencies(rotary_spec(args_of(scaling, hidden_size=4 * head_dim)), length, CPU)
-    assert torch.equal(found, expected) and own_factor == factor
+    frequencies, own_factor = rope_frequencies(rotary_spec(args_of(scaling, hidden_size=4 * head_dim)), length, CPU)
+    assert torch.equal(frequencies, expected) and own_factor == factor
     plain, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
-    assert torch.equal(found, plain) == (name == "dynamic" and length == 6)
+    assert torch.equal(frequencies, plain) == (name == "dynamic" and length == 6)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -98,9 +98,9 @@ def test_generation_with_dynamic_frequencies() -> None:
     stage = stage_with(args, random_weights(args))
     prompts = [[5, 3, 9], [7, 7, 7, 7, 7, 2, 10], [1]]
     model = Model(args, ParallelGroups.single(), tokenizer, stage, torch.float32)
-    found = complete(model, prompts, SamplingParams(), maximum_tokens=12, seeds=range(3))
-    assert sum(len(row.tokens) for row in found) > 20
-    for prompt, row in zip(prompts, found, strict=True):
+    completions = complete(model, prompts, SamplingParams(), maximum_tokens=12, seeds=range(3))
+    assert sum(len(row.tokens) for row in completions) > 20
+    for prompt, row in zip(prompts, completions, strict=True):
         text = list(prompt)
         for token in row.tokens:
             tokens = torch.tensor([text])

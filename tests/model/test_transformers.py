@@ -53,9 +53,11 @@ def interleaved(parts: list[Tensor], heads: int) -> Tensor:
 
 
 def both(state: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
-    found = {f"{ours}.{kind}": state[f"{theirs}.{kind}"] for kind in ("weight", "bias") if f"{theirs}.{kind}" in state}
-    assert found
-    return found
+    tensors = {
+        f"{ours}.{kind}": state[f"{theirs}.{kind}"] for kind in ("weight", "bias") if f"{theirs}.{kind}" in state
+    }
+    assert tensors
+    return tensors
 
 
 @pytest.mark.parametrize(

@@ -106,19 +106,19 @@ def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monke
     slots = (20 * torch.arange(3).unsqueeze(1) + torch.arange(16)).flatten()  # a block of 20 tokens each
     rows = CacheRows(slots, torch.arange(3).unsqueeze(1), [(0, 3, 1)], {})
     cache = LayerCache(torch.zeros(3, 20, 2, 8), torch.zeros(3, 20, 2, 8), rows)
-    found = stage.backends["auto"].attend(q, k, v, inputs, AttentionOptions(cache))
-    torch.testing.assert_close(found, chosen(args).attend(q, k, v, masked, AttentionOptions()), rtol=1e-5, atol=1e-5)
+    actual = stage.backends["auto"].attend(q, k, v, inputs, AttentionOptions(cache))
+    torch.testing.assert_close(actual, chosen(args).attend(q, k, v, masked, AttentionOptions()), rtol=1e-5, atol=1e-5)
     assert torch.equal(cache.keys[:, :16], k.transpose(0, 1)) and not cache.keys[:, 16:].any()
     assert torch.equal(cache.values[:, :16], v.transpose(0, 1))
 
 
 def test_window_mask_equals_its_definition() -> None:
     queries = torch.tensor([[5, 2], [0, 7]])
-    found = window_mask(8, 2, CPU, queries)
-    assert found.shape == (2, 1, 2, 8)
+    mask = window_mask(8, 2, CPU, queries)
+    assert mask.shape == (2, 1, 2, 8)
     for row in range(2):
         for i, query in enumerate(queries[row].tolist()):
-            assert found[row, 0, i].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
+            assert mask[row, 0, i].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
 
 
 @torch.no_grad()

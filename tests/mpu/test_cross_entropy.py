@@ -54,9 +54,9 @@ def test_equals_float64_cross_entropy(world_size: int, dtype: torch.dtype) -> No
     # 2**-8.
     for logprobs, _ in ranks:
         torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-5, atol=2e-5)
-    found = torch.cat([gradient for _, gradient in ranks], -1).double()
+    whole_gradient = torch.cat([gradient for _, gradient in ranks], -1).double()
     rtol = 2**-8 if dtype == torch.bfloat16 else 5e-5
-    torch.testing.assert_close(found, exact.grad, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(whole_gradient, exact.grad, rtol=rtol, atol=1e-6)
 
 
 def test_ranks_agree_bit_for_bit() -> None:
@@ -166,6 +166,6 @@ def test_columns_that_pad_the_vocabulary_take_no_part(world_size: int, columns: 
         torch.testing.assert_close(logprobs.double(), expected.detach(), rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(mean_logit.double(), exact.detach().mean(-1), rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(entropies.double(), entropy.detach(), rtol=1e-4, atol=1e-4)
-    found = torch.cat([gradient for *_, gradient in ranks], -1)
-    torch.testing.assert_close(found[..., :columns].double(), exact.grad, rtol=5e-5, atol=1e-6)
-    assert not found[..., columns:].any()
+    whole_gradient = torch.cat([gradient for *_, gradient in ranks], -1)
+    torch.testing.assert_close(whole_gradient[..., :columns].double(), exact.grad, rtol=5e-5, atol=1e-6)
+    assert not whole_gradient[..., columns:].any()

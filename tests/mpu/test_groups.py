@@ -35,12 +35,12 @@ def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) ->
 def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> None:
     pipe, data, tensor = sizes
     topology = PipeModelDataParallelTopology(num_pp=pipe, num_dp=data, num_mp=tensor)
-    found = run_ranks(everything, pipe * data * tensor, *sizes)
-    for rank, seen in enumerate(found):
+    by_rank = run_ranks(everything, pipe * data * tensor, *sizes)
+    for rank, seen in enumerate(by_rank):
         where = topology.get_coord(rank)
         coordinates = {"pipe": where.pipe, "data": where.data, "tensor": where.model, "context": 0, "expert": 0}
         assert seen["ranks"] == coordinates
-        assert seen["place"] == (rank, len(found), where.pipe == 0, where.pipe == pipe - 1)
+        assert seen["place"] == (rank, len(by_rank), where.pipe == 0, where.pipe == pipe - 1)
         for ours, theirs in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
             peers = next((p for p in topology.get_axis_comm_lists(theirs) if rank in p), [rank])
             assert seen["members"][ours] == tuple(peers)

@@ -45,7 +45,7 @@ def _groups(world_size: int) -> ParallelGroups:
 
 
 def linears(rank: int, world_size: int) -> dict[tuple[Parallel, bool, bool], Result]:
-    groups, found = _groups(world_size), {}
+    groups, results = _groups(world_size), {}
     part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
     for parallel in PARALLEL:
         for bias in (False, True):
@@ -69,8 +69,8 @@ def linears(rank: int, world_size: int) -> dict[tuple[Parallel, bool, bool], Res
                 y.backward(grad)
                 grad_bias = layer.bias.grad if layer.bias is not None else None
                 assert layer.weight.grad is not None
-                found[parallel, bias, sequence] = Result(y.detach(), x.grad, layer.weight.grad, grad_bias)
-    return found
+                results[parallel, bias, sequence] = Result(y.detach(), x.grad, layer.weight.grad, grad_bias)
+    return results
 
 
 def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> Result:
@@ -86,7 +86,7 @@ def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> Resu
 def test_linear_equals_the_unsharded_layer(world_size: int) -> None:
     ranks = [linears(0, 1)] if world_size == 1 else run_ranks(linears, world_size)
     for (parallel, bias, sequence), _ in ranks[0].items():
-        parts = [found[parallel, bias, sequence] for found in ranks]
+        parts = [rank_results[parallel, bias, sequence] for rank_results in ranks]
         expected = _whole(X, WEIGHT, BIAS if bias else None, GRAD)
 
         def check(got: list[Tensor | None], whole: Tensor | None, dim: int | None, label: str) -> None:
@@ -118,7 +118,7 @@ def test_linear_equals_the_unsharded_layer(world_size: int) -> None:
 
 
 def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    groups, found = _groups(world_size), []
+    groups, results = _groups(world_size), []
     part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
     for sequence in (False, True):
         layer = VocabParallelEmbedding(ParamSpec("weight", (VOCAB, OUT), 0, (VOCAB,)), groups, sequence)
@@ -127,8 +127,8 @@ def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
         y = layer(TOKENS)
         y.backward(GRAD_EMBEDDED[part] if sequence else GRAD_EMBEDDED)
         assert layer.weight.grad is not None
-        found.append((y.detach(), layer.weight.grad))
-    return found
+        results.append((y.detach(), layer.weight.grad))
+    return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -138,7 +138,9 @@ def test_embedding_equals_the_unsharded_table(world_size: int) -> None:
     expected = F.embedding(TOKENS, table)
     expected.backward(GRAD_EMBEDDED)
     for sequence in (False, True):
-        outs = [found[sequence][0] for found in ranks]
+        outs = [rank_results[sequence][0] for rank_results in ranks]
         for out in [torch.cat(outs)] if sequence else outs:
             torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
-        torch.testing.assert_close(torch.cat([found[sequence][1] for found in ranks]), table.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.cat([rank_results[sequence][1] for rank_results in ranks]), table.grad, rtol=1e-6, atol=1e-6
+        )

@@ -22,44 +22,44 @@ def _values(name: str, rank: int) -> Tensor:
 def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tensor, Tensor]]:
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     part = SEQ // world_size
-    own = slice(rank * part, (rank + 1) * part)
+    local_slice = slice(rank * part, (rank + 1) * part)
     cut_input = {"gather_from_sequence"}
     cut_output = {"reduce_scatter_to_sequence", "scatter_to_sequence"}
-    found = {}
+    results = {}
     for name in ("copy_to_tensor", "reduce_from_tensor", *cut_input, *sorted(cut_output)):
         # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
         x = _values("x", 0 if name == "scatter_to_sequence" else rank)
-        x = (x[own] if name in cut_input else x).clone().requires_grad_()
+        x = (x[local_slice] if name in cut_input else x).clone().requires_grad_()
         mapping = getattr(mpu, name)
         # Inside a graph, as in a block: torch 2.11 drops what a compiled backward writes in place.
         inside = torch.compile(lambda x, f=mapping: f(2 * x, group) / 2, backend="aot_eager")
         y = inside(x) if compiled else mapping(x, group)
         grad = _values("grad", rank)
-        y.backward(grad[own] if name in cut_output else grad)
+        y.backward(grad[local_slice] if name in cut_output else grad)
         assert x.grad is not None
-        found[name] = (y.detach(), x.grad)
-    return found
+        results[name] = (y.detach(), x.grad)
+    return results
 
 
 @pytest.mark.parametrize(("world_size", "compiled"), [(2, False), (4, False), (2, True)])
 def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -> None:
     ranks, part = run_ranks(run_all, world_size, compiled), SEQ // world_size
     x, grad = (torch.stack([_values(name, r) for r in range(world_size)]) for name in ("x", "grad"))
-    own = [slice(r * part, (r + 1) * part) for r in range(world_size)]
-    gathered, gathered_grad = (torch.cat([t[r][own[r]] for r in range(world_size)]) for t in (x, grad))
-    for r, found in enumerate(ranks):
+    slices = [slice(r * part, (r + 1) * part) for r in range(world_size)]
+    gathered, gathered_grad = (torch.cat([t[r][slices[r]] for r in range(world_size)]) for t in (x, grad))
+    for r, results in enumerate(ranks):
         expected: dict[str, tuple[Tensor, Tensor]] = {
             # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather.
             # A sum that every rank uses alike passes its gradient on as it is.
             "copy_to_tensor": (x[r], grad.sum(0)),
             "reduce_from_tensor": (x.sum(0), grad[r]),
-            "gather_from_sequence": (gathered, grad.sum(0)[own[r]]),
-            "reduce_scatter_to_sequence": (x.sum(0)[own[r]], gathered_grad),
-            "scatter_to_sequence": (x[0][own[r]], gathered_grad),
+            "gather_from_sequence": (gathered, grad.sum(0)[slices[r]]),
+            "reduce_scatter_to_sequence": (x.sum(0)[slices[r]], gathered_grad),
+            "scatter_to_sequence": (x[0][slices[r]], gathered_grad),
         }
-        assert found.keys() == expected.keys()
+        assert results.keys() == expected.keys()
         for name, (y, gradient) in expected.items():
-            for label, seen, wanted in (("output", found[name][0], y), ("gradient", found[name][1], gradient)):
+            for label, seen, wanted in (("output", results[name][0], y), ("gradient", results[name][1], gradient)):
                 assert torch.allclose(seen, wanted, rtol=1e-12, atol=1e-12), f"{name}: {label} of rank {r}"
 
 

@@ -27,13 +27,13 @@ def sizes(model, given, world_size=8, **more):
     ],
 )
 def test_every_direction_on_eight_data_parallel_ranks(model, given, expected):
-    found, args = sizes(model, given)
-    assert found == expected and args.data_parallel_size == 8
+    actual, args = sizes(model, given)
+    assert actual == expected and args.data_parallel_size == 8
 
 
 def test_model_parallel_ranks_do_not_count(model):
-    found, args = sizes(model, (None, 2, 3), pipe_parallel_size=2, model_parallel_size=2)
-    assert found == (12, 2, 3) and args.data_parallel_size == 2
+    actual, args = sizes(model, (None, 2, 3), pipe_parallel_size=2, model_parallel_size=2)
+    assert actual == (12, 2, 3) and args.data_parallel_size == 2
 
 
 def test_before_the_world_is_known_nothing_is_derived(model):

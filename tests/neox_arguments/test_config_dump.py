@@ -35,15 +35,15 @@ def args(write):
 def test_every_value_is_printed_with_its_origin_set_values_first(args):
     text = print_config(args)
     lines = text.splitlines()
-    found = dict(re.findall(r"^([^#\s]+): .*  # (.*)$", text, re.MULTILINE))
-    assert found["num_layers"] == "a.yml:1" and found["bf16.enabled"] == "--set" and found["seed"] == "default"
-    assert found["optimizer.params.lr"] == "a.yml:8" and found["optimizer.params.eps"] == "default"
-    assert found["precision"] == "derived"
+    origins = dict(re.findall(r"^([^#\s]+): .*  # (.*)$", text, re.MULTILINE))
+    assert origins["num_layers"] == "a.yml:1" and origins["bf16.enabled"] == "--set" and origins["seed"] == "default"
+    assert origins["optimizer.params.lr"] == "a.yml:8" and origins["optimizer.params.eps"] == "default"
+    assert origins["precision"] == "derived"
     for name, key in keys_of(NeoXArgs).items():
         if name == "config_files":
             continue
-        assert name in found or key.section is not None and any(path.startswith(name + ".") for path in found), name
-    order = [found[line.split(":")[0]] == "default" for line in lines if not line.startswith("#")]
+        assert name in origins or key.section is not None and any(path.startswith(name + ".") for path in origins), name
+    order = [origins[line.split(":")[0]] == "default" for line in lines if not line.startswith("#")]
     assert order == sorted(order)
     assert lines[-1].startswith("# note: no effect here: rope_fusion (")
 

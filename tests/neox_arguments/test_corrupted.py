@@ -89,28 +89,28 @@ def cases():
 
 
 def test_every_broken_file_is_refused_with_its_file_and_line(write, capsys):
-    told: dict[str, int] = {}
+    refused_counts: dict[str, int] = {}
     for text, kind, name in cases():
         files = write(broken=text)
         try:
             load(files)
         except ConfigError as refused:
-            said = "\n".join(refused.problems)
+            message = "\n".join(refused.problems)
             named = [problem for problem in refused.problems if re.search(rf"\b{name}\b", problem.replace("-", "_"))]
-            assert named, f"{kind} {name}: {said}"
+            assert named, f"{kind} {name}: {message}"
             lines = [
                 number
                 for number, line in enumerate(text.splitlines(), 1)
                 if line.replace("-", "_").startswith(f"{name}:")
             ]
             places = [f"broken.yml:{number}: " for number in lines]
-            assert any(problem.startswith(tuple(places)) for problem in named), f"{kind} {name} {places}: {said}"
-            told[kind] = told.get(kind, 0) + 1
+            assert any(problem.startswith(tuple(places)) for problem in named), f"{kind} {name} {places}: {message}"
+            refused_counts[kind] = refused_counts.get(kind, 0) + 1
         else:
             pytest.fail(f"accepted: {kind} {name}: {yaml.safe_load(text).get(name)}")
-    assert sum(told.values()) == COUNT and len(told) == 5
+    assert sum(refused_counts.values()) == COUNT and len(refused_counts) == 5
     with capsys.disabled():
-        print(f"\nbroken configurations, all refused with file and line: {told}")
+        print(f"\nbroken configurations, all refused with file and line: {refused_counts}")
 
 
 def test_the_files_they_are_made_from_load(write):

@@ -46,13 +46,13 @@ def test_an_unset_width_is_rounded_up():
 
 @pytest.mark.parametrize("keys", [MISTRAL, PLAIN | {"intermediate_size": 24 * 3}])
 def test_what_upstream_cannot_run_is_refused(keys):
-    said = refusal(**keys, compat_ffn_width="upstream")["compat_ffn_width"]
-    assert said.startswith("GPT-NeoX makes a first linear of ") and "which cannot run" in said
+    message = refusal(**keys, compat_ffn_width="upstream")["compat_ffn_width"]
+    assert message.startswith("GPT-NeoX makes a first linear of ") and "which cannot run" in message
 
 
 def test_a_true_width_that_contradicts_its_multiple_is_refused():
-    said = refusal(**GOLDEN | {"intermediate_size": 250}, compat_ffn_width="none")["compat_ffn_width"]
-    assert "250 is the true width" in said and "mlp_multiple_of 16; write 256" in said
+    message = refusal(**GOLDEN | {"intermediate_size": 250}, compat_ffn_width="none")["compat_ffn_width"]
+    assert "250 is the true width" in message and "mlp_multiple_of 16; write 256" in message
     plain = {"hidden_size": 64, "intermediate_size": 100, "mlp_multiple_of": 64}
     assert "128 in GPT-NeoX, 100 in its geodesic fork" in refusal(**plain)["intermediate_size"]
 
@@ -78,8 +78,8 @@ def refusal(**keys):
     ],
 )  # fmt: skip
 def test_readings_that_differ_are_told_with_the_line_to_add(keys, key, widths, line, width_with_it):
-    ((path, said),) = refusal(**keys).items()
-    assert path == key and all(str(width) in said for width in widths) and f"`{line}`" in said
+    ((path, message),) = refusal(**keys).items()
+    assert path == key and all(str(width) in message for width in widths) and f"`{line}`" in message
     compat = line.split(": ")[1]
     assert width(compat, **keys) == width_with_it and refusal(**keys, compat_ffn_width=compat) == {}
 

@@ -20,8 +20,8 @@ def named(section: str, column: int) -> list[str]:
 
 def test_what_is_said_not_to_be_built_is_not_and_nothing_is_left_out() -> None:
     words = named("Not built yet", 1)
-    told = {name for name in KEYS for word in words if fnmatchcase(name, word)}
-    assert told == {name for name, key in KEYS.items() if key.standing == "later"}
+    listed_keys = {name for name in KEYS for word in words if fnmatchcase(name, word)}
+    assert listed_keys == {name for name, key in KEYS.items() if key.standing == "later"}
     values = {f"{name}: {value}" for name, key in KEYS.items() for value in key.later_values}
     assert {word for word in words if ":" in word} == values
 
@@ -38,6 +38,6 @@ def key_of(path: str) -> Key | None:
 
 
 def test_what_is_said_to_be_refused_is() -> None:
-    found = {word: key for word in named("Refused", 0) if (key := key_of(word)) is not None}
-    assert len(found) > 40
-    assert not [word for word, key in found.items() if key.standing != "refused" and not key.refuse_values]
+    listed_keys = {word: key for word in named("Refused", 0) if (key := key_of(word)) is not None}
+    assert len(listed_keys) > 40
+    assert not [word for word, key in listed_keys.items() if key.standing != "refused" and not key.refuse_values]

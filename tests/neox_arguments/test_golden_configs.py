@@ -55,24 +55,26 @@ def unequal(ours: Any, theirs: Any, path: str) -> Iterator[str]:
 
 def differences(entry: dict[str, Any]) -> list[str]:
     args = NeoXArgs.from_dict(entry["values"]).for_world(entry["values"]["global_num_gpus"])
-    found = [path for key, value in entry["values"].items() for path in unequal(thaw(getattr(args, key)), value, key)]
+    differing_paths = [
+        path for key, value in entry["values"].items() for path in unequal(thaw(getattr(args, key)), value, key)
+    ]
     dtype = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}[entry["params_dtype"]]
-    found += [] if args.params_dtype == dtype else ["params_dtype"]
+    differing_paths += [] if args.params_dtype == dtype else ["params_dtype"]
     # The optimizer is handed to DeepSpeed built.
-    told = json.loads(json.dumps({**deepspeed_config(args), "optimizer": thaw(args.optimizer)}))
-    return found + list(unequal(told, entry["deepspeed_config"], "deepspeed_config"))
+    ds_config = json.loads(json.dumps({**deepspeed_config(args), "optimizer": thaw(args.optimizer)}))
+    return differing_paths + list(unequal(ds_config, entry["deepspeed_config"], "deepspeed_config"))
 
 
 def test_every_file_resolves_as_in_neox_but_for_the_table(capsys):
     equal, values_equal, documented, unexplained, used = 0, 0, 0, {}, Counter()
     for name in sorted(set(GOLDEN) - set(REFUSED)):
-        found = differences(GOLDEN[name])
-        used.update(found)
-        values_equal += not any(not path.startswith("deepspeed_config") for path in found)
-        strange = [path for path in found if path not in DIFFERENCES]
+        differing_paths = differences(GOLDEN[name])
+        used.update(differing_paths)
+        values_equal += not any(not path.startswith("deepspeed_config") for path in differing_paths)
+        strange = [path for path in differing_paths if path not in DIFFERENCES]
         if strange:
             unexplained[name] = strange
-        elif found:
+        elif differing_paths:
             documented += 1
         else:
             equal += 1
@@ -120,11 +122,11 @@ def test_files_without_batch_or_model_say_what_is_missing(name):
 
 def test_defaults_are_those_of_neox():
     """Where a default differs, it is on purpose."""
-    theirs = FILE["defaults"]
+    neox_defaults = FILE["defaults"]
     differs = {
         name
         for name, key in keys_of(NeoXArgs).items()
-        if name in theirs and key.default != theirs[name]["default"] and not key.required
+        if name in neox_defaults and key.default != neox_defaults[name]["default"] and not key.required
     }
     assert differs == {
         "data_impl",  # NeoX's `infer` never worked

@@ -103,8 +103,8 @@ def golden(name):
 
 
 def test_every_file_is_known():
-    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
-    assert found == set(PUBLISHED) | ENVIRONMENT | WHOLE | OTHERS
+    config_names = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
+    assert config_names == set(PUBLISHED) | ENVIRONMENT | WHOLE | OTHERS
 
 
 @pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS}))

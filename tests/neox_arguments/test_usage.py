@@ -36,11 +36,11 @@ def is_args(node: ast.AST) -> bool:
 
 def resolved_here() -> set[str]:
     """Keys that resolving turns into another value, property or refusal, or reads files by."""
-    found = {name for name, _ in reads(ast.parse((HERE / "validation" / "refusals.py").read_text()))}
-    found |= {impl.key for impl in TRAIN_IMPLS.values()}
+    key_names = {name for name, _ in reads(ast.parse((HERE / "validation" / "refusals.py").read_text()))}
+    key_names |= {impl.key for impl in TRAIN_IMPLS.values()}
     for node in ast.walk(ast.parse((HERE / "reading" / "files.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
-            found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
+            key_names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
     for name, owner in (("values/derive.py", "values"), ("values/ffn_width.py", "values"), ("resolved.py", "self")):
         for node in ast.walk(ast.parse((HERE / name).read_text())):
             if not isinstance(node, ast.Attribute | ast.Subscript):
@@ -48,10 +48,10 @@ def resolved_here() -> set[str]:
             if not (isinstance(node.value, ast.Name) and node.value.id == owner and isinstance(node.ctx, ast.Load)):
                 continue
             if isinstance(node, ast.Attribute):
-                found.add(node.attr)
+                key_names.add(node.attr)
             elif isinstance(node.slice, ast.Constant):
-                found.add(str(node.slice.value))
-    return found
+                key_names.add(str(node.slice.value))
+    return key_names
 
 
 def needs_a_reader(declared: Key) -> bool:

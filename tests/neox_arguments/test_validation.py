@@ -355,8 +355,8 @@ def test_what_training_needs(problems_of):
         assert problem.startswith(f"{key}: is required for training")
     (problem,) = problems_of(TRAINABLE | {"tokenizer_type": "HFTokenizer"}, NeoXArgs.check_training)
     assert problem.startswith("vocab_file: is required by tokenizer_type HFTokenizer")
-    found = problems_of(TRAINABLE | {"tokenizer_type": None}, NeoXArgs.check_training)
-    assert [line.split(":")[0] for line in found] == ["vocab_file", "merge_file"], "GPT-NeoX's default is GPT-2's"
+    problems = problems_of(TRAINABLE | {"tokenizer_type": None}, NeoXArgs.check_training)
+    assert [line.split(":")[0] for line in problems] == ["vocab_file", "merge_file"], "GPT-NeoX's default is GPT-2's"
 
 
 def test_what_generation_needs(problems_of):

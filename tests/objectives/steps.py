@@ -20,11 +20,11 @@ def as_head(logits: Tensor) -> HeadInput:
 @torch.no_grad()
 def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
     """The answers' log-probabilities, by torch's own log_softmax."""
-    found = []
+    sums = []
     for batch in batches:
         logprobs = forward(batch).float().log_softmax(-1).transpose(0, 1)
-        found.append(response_sums(logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1), batch))
-    return found
+        sums.append(response_sums(logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1), batch))
+    return sums
 
 
 def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:

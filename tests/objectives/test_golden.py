@@ -33,8 +33,8 @@ def logits_of(name: str) -> tuple[Tensor, Tensor]:
 
 
 def read(name: str) -> dict[str, np.ndarray]:
-    with np.load(FOLDER / name / "io.npz") as found:
-        return dict(found)
+    with np.load(FOLDER / name / "io.npz") as archive:
+        return dict(archive)
 
 
 def with_reference(batch: Batch, logits: Tensor) -> Batch:
@@ -55,8 +55,8 @@ def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
 def test_dpo(name: str) -> None:
     expected = SUMMARY[name]
     policy, reference = logits_of(name)
-    found = read("dpo_beta0.1")
-    batch, rows = pairs(found)
+    arrays = read("dpo_beta0.1")
+    batch, rows = pairs(arrays)
     free = expected["args"]["dpo_reference_free"]
     batch = batch if free else with_reference(batch, reference[rows])
     objective = dpo({"sigmoid": 1.0}, PairSettings(expected["args"]["dpo_beta"]), reference_free=free)
@@ -67,23 +67,23 @@ def test_dpo(name: str) -> None:
         "chosen_pos": "logps/chosen", "chosen_neg": "logps/rejected", "chosen_rewards": "rewards/chosen",
         "rejected_rewards": "rewards/rejected", "reward_acc": "rewards/accuracies", "margins": "rewards/margins",
     }  # fmt: skip
-    for theirs, value in expected["metrics"].items():
-        if theirs in names:
-            assert float(metrics[names[theirs]]) == pytest.approx(value, rel=1e-5, abs=1e-6), theirs
+    for key, value in expected["metrics"].items():
+        if key in names:
+            assert float(metrics[names[key]]) == pytest.approx(value, rel=1e-5, abs=1e-6), key
     if name == "dpo_beta0.1":
-        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(policy.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["kto", "kto_weights"])
 def test_kto_of_upstream_behind_its_key(name: str) -> None:
     expected = SUMMARY[name]
     policy, reference = logits_of(name)
-    found = read("kto")
-    rewards = torch.from_numpy(found["batch_reward"])
-    weights = torch.from_numpy(found["loss_mask"]).long()
+    arrays = read("kto")
+    rewards = torch.from_numpy(arrays["batch_reward"])
+    weights = torch.from_numpy(arrays["loss_mask"]).long()
     answers = torch.where(rewards[:, :-1] != 0, torch.arange(4).unsqueeze(1), -1)
     batch = Batch(
-        torch.from_numpy(found["tokens"]), torch.from_numpy(found["labels"]) * weights, weights, response_ids=answers,
+        torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["labels"]) * weights, weights, response_ids=answers,
         preference_labels=rewards[:, 0],
     )  # fmt: skip
     batch = with_reference(batch, reference)
@@ -93,19 +93,19 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
     if name == "kto":
-        torch.testing.assert_close(policy.grad, torch.from_numpy(found["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(policy.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
 
 
 def test_masked_labels() -> None:
     policy, _ = logits_of("lm_labels")
-    found = read("lm_labels")
-    weights = torch.from_numpy(found["loss_mask"]).long()
-    batch = Batch(torch.from_numpy(found["tokens"]), torch.from_numpy(found["labels"]) * weights, weights)
+    arrays = read("lm_labels")
+    weights = torch.from_numpy(arrays["loss_mask"]).long()
+    batch = Batch(torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["labels"]) * weights, weights)
     loss, _ = step_loss(language_modelling(), lambda _: policy.transpose(0, 1), [batch])
     loss.backward()
     assert float(loss.detach()) == pytest.approx(SUMMARY["lm_labels"]["loss"], rel=1e-5)
     assert policy.grad is not None
     norms = policy.grad.double().norm(dim=-1).numpy()
-    np.testing.assert_allclose(norms, found["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
     few = policy.grad[..., :32].numpy()
-    np.testing.assert_allclose(few, found["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)

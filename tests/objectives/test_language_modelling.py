@@ -27,11 +27,11 @@ def _case() -> tuple[Tensor, Batch]:
 def sharded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     logits, batch = _case()
-    own = logits.chunk(world_size, -1)[rank].contiguous().requires_grad_()
-    loss = LANGUAGE_MODELLING.loss_sum(as_head(own), batch, group)[0].sum()
+    local_logits = logits.chunk(world_size, -1)[rank].contiguous().requires_grad_()
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(local_logits), batch, group)[0].sum()
     loss.backward()
-    assert own.grad is not None
-    return loss.detach(), LANGUAGE_MODELLING.weight(batch), own.grad
+    assert local_logits.grad is not None
+    return loss.detach(), LANGUAGE_MODELLING.weight(batch), local_logits.grad
 
 
 def test_equals_float64_sum_of_weighted_tokens() -> None:
@@ -40,15 +40,15 @@ def test_equals_float64_sum_of_weighted_tokens() -> None:
     every = F.cross_entropy(exact.view(-1, VOCAB), batch.labels.t().reshape(-1), reduction="none")
     expected = (every * batch.loss_weights.t().reshape(-1)).sum()
     expected.backward()
-    own = logits.clone().requires_grad_()
-    loss = LANGUAGE_MODELLING.loss_sum(as_head(own), batch, None)[0].sum()
+    whole_logits = logits.clone().requires_grad_()
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(whole_logits), batch, None)[0].sum()
     loss.backward()
     assert loss.dtype == torch.float32
-    assert own.grad is not None
-    found = [(loss.detach(), LANGUAGE_MODELLING.weight(batch), own.grad)]
+    assert whole_logits.grad is not None
+    results = [(loss.detach(), LANGUAGE_MODELLING.weight(batch), whole_logits.grad)]
     ranks = run_ranks(sharded, 2)
-    found += [(loss, weight, torch.cat([grad for _, _, grad in ranks], -1)) for loss, weight, _ in ranks]
-    for loss_sum, weight_sum, grad in found:
+    results += [(loss, weight, torch.cat([grad for _, _, grad in ranks], -1)) for loss, weight, _ in ranks]
+    for loss_sum, weight_sum, grad in results:
         torch.testing.assert_close(loss_sum.double(), expected.detach(), rtol=1e-6, atol=1e-6)
         assert weight_sum == batch.loss_weights.sum()
         torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
@@ -65,9 +65,9 @@ def statistics(rank: int, world_size: int, z_loss: float) -> dict[str, float]:
     """For the pool."""
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     objective, (logits, batch) = language_modelling(z_loss, statistics=True), _guessed()
-    own = logits.chunk(world_size, -1)[rank].contiguous()
-    found = torch.stack([objective.loss_sum(as_head(own), batch, group)[1][name] for name in objective.metrics])
-    return {name: float(value) for name, value in objective.means(found).items()}
+    local_logits = logits.chunk(world_size, -1)[rank].contiguous()
+    sums = torch.stack([objective.loss_sum(as_head(local_logits), batch, group)[1][name] for name in objective.metrics])
+    return {name: float(value) for name, value in objective.means(sums).items()}
 
 
 def test_metrics_of_the_tokens_that_are_trained() -> None:
@@ -81,8 +81,8 @@ def test_metrics_of_the_tokens_that_are_trained() -> None:
     assert 0 < right < 1
     expected = {"entropy": float(entropy), "mean_token_accuracy": float(right)}
     for world_size, z_loss in ((1, 0.0), (1, 0.1), (2, 0.0)):
-        for found in run_ranks(statistics, world_size, z_loss):
-            assert found == pytest.approx(expected, rel=1e-5)
+        for means in run_ranks(statistics, world_size, z_loss):
+            assert means == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_without_weight_is_zero_and_has_no_gradient() -> None:

@@ -106,4 +106,4 @@ def test_a_loss_is_one_file_and_one_entry(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     plain, focal = json.loads(done.stdout.splitlines()[-1])
-    assert len(focal) == 2 and all(0 < mine < theirs for mine, theirs in zip(focal, plain, strict=True))
+    assert len(focal) == 2 and all(0 < mine < plain_loss for mine, plain_loss in zip(focal, plain, strict=True))

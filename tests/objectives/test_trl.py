@@ -31,8 +31,8 @@ CASES: dict[str, dict[str, Any]] = json.loads((FOLDER / "trl.json").read_text())
 
 @cache
 def arrays() -> dict[str, np.ndarray]:
-    with np.load(FOLDER / "trl.npz") as found:
-        return dict(found)
+    with np.load(FOLDER / "trl.npz") as archive:
+        return dict(archive)
 
 
 def args_with(**keys: Any) -> NeoXArgs:
@@ -152,10 +152,10 @@ def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
     case = CASES[name]
     loss, gradient, metrics, expected = step_of(case, name, packed)
     assert float(loss) == pytest.approx(case["loss"], rel=1e-5)
-    found = torch.cat([grad.flatten() for grad in gradient.values()])
-    theirs = torch.cat([expected[layer][key].flatten() for layer, key in gradient])
-    assert float((found - theirs).norm() / theirs.norm()) < 1e-5
-    torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    actual = torch.cat([grad.flatten() for grad in gradient.values()])
+    reference = torch.cat([expected[layer][key].flatten() for layer, key in gradient])
+    assert float((actual - reference).norm() / reference.norm()) < 1e-5
+    torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5 * float(reference.abs().max()))
     if case["kind"] in ("cpo", "orpo"):  # theirs are of all places, padding included
         metrics = {key: value for key, value in metrics.items() if not key.startswith("logits")}
     if name == "dpo_sft":  # no reference is read for it here
@@ -184,8 +184,8 @@ def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
         policy = stage_with(args, unflat(args, arrays()["policy"]))
         loss, _ = step_loss(objective, forward_of(policy), with_reference(batches, forward_of(reference)))
         loss.backward()
-        found = gradients(policy)
-        return float(loss.detach()), torch.cat([found[layer, key].flatten() for layer, key in sorted(found)])
+        grads = gradients(policy)
+        return float(loss.detach()), torch.cat([grads[layer, key].flatten() for layer, key in sorted(grads)])
 
     (first, one), (second, other) = step(parts[:1]), step(parts[1:])
     assert (first + second) / 2 == pytest.approx(theirs, rel=1e-5)

@@ -44,12 +44,12 @@ def sharded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     if world_size > 1:
         group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     whole, batch = _case()
-    own = whole.chunk(world_size, -1)[rank].contiguous().requires_grad_()
-    loss = language_modelling(Z).loss_sum(as_head(own), batch, group)[0].sum()
+    local_logits = whole.chunk(world_size, -1)[rank].contiguous().requires_grad_()
+    loss = language_modelling(Z).loss_sum(as_head(local_logits), batch, group)[0].sum()
     loss.backward()
-    assert own.grad is not None
-    sums = token_logprobs_and_sums(own.detach(), batch.labels.t(), group)[1]
-    return loss.detach(), sums, own.grad
+    assert local_logits.grad is not None
+    sums = token_logprobs_and_sums(local_logits.detach(), batch.labels.t(), group)[1]
+    return loss.detach(), sums, local_logits.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -62,8 +62,8 @@ def test_equals_the_dense_formula(world_size: int) -> None:
     for value, sums, _ in ranks:
         torch.testing.assert_close(value.double(), loss.detach(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(sums.double(), exact.detach().logsumexp(-1), rtol=1e-6, atol=1e-6)
-    found = torch.cat([gradient for _, _, gradient in ranks], -1).double()
-    torch.testing.assert_close(found, exact.grad, rtol=5e-5, atol=1e-5)
+    whole_gradient = torch.cat([gradient for _, _, gradient in ranks], -1).double()
+    torch.testing.assert_close(whole_gradient, exact.grad, rtol=5e-5, atol=1e-5)
 
 
 def test_without_weight_the_numbers_are_those_of_the_plain_loss() -> None:
@@ -80,9 +80,9 @@ def one_step(rank: int, world_size: int, values: dict[str, Any]) -> Step:
     engine = build_engine(args, groups_of(args, world_size))
     batches = [random_batch(args, seed=seed) for seed in (1, 2)]
     loss = engine.train_step(batches, LR).loss
-    found = Step(loss.detach(), [], engine.groups.rank("tensor"), engine.weights())
+    step = Step(loss.detach(), [], engine.groups.rank("tensor"), engine.weights())
     engine.close()
-    return found
+    return step
 
 
 def test_a_run_adds_it_to_the_mean_over_tokens() -> None:
@@ -104,5 +104,5 @@ def test_a_run_adds_it_to_the_mean_over_tokens() -> None:
         ranks = run_ranks(one_step, world_size, layout)
         for rank in ranks:
             torch.testing.assert_close(rank.loss, loss.detach(), rtol=1e-5, atol=0)
-        for key, found in whole_weights(args, ranks).items():
-            torch.testing.assert_close(found, expected[key], rtol=1e-5, atol=1e-5)
+        for key, weight in whole_weights(args, ranks).items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-5)

@@ -95,10 +95,10 @@ def sft_inputs(trainer: Any, assistant_only: bool) -> Any:
 
 def metrics(trainer: Any) -> dict[str, float]:
     for store in ("_metrics", "_stored_metrics"):
-        found = getattr(trainer, store, {})
+        stored = getattr(trainer, store, {})
         for mode in ("eval", "train"):
-            if found.get(mode):
-                return {name: float(values[-1]) for name, values in found[mode].items()}
+            if stored.get(mode):
+                return {name: float(values[-1]) for name, values in stored[mode].items()}
     return {}
 
 
@@ -189,27 +189,27 @@ def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[
 
 def cases() -> dict[str, dict[str, Any]]:
     """Name to trainer and settings."""
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for name in DPO_TYPES:
         smoothing = {"label_smoothing": 0.1} if name in SMOOTHED else {}
         beta = {"sigmoid_norm": 5.0, "ipo": 0.5}.get(name, 0.1)
-        found[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
-    found["dpo_mix"] = {
+        by_name[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
+    by_name["dpo_mix"] = {
         "kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5], "beta": 0.3,
     }  # fmt: skip
-    found["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
-    found["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
-    found["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
-    found["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
-    found["orpo"] = {"kind": "orpo", "beta": 0.1}
+    by_name["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
+    by_name["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
+    by_name["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
+    by_name["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
+    by_name["orpo"] = {"kind": "orpo", "beta": 0.1}
     for name in ("kto", "apo_zero_unpaired"):
-        found[f"kto_{name}"] = {
+        by_name[f"kto_{name}"] = {
             "kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2, "undesirable_weight": 0.7,
         }  # fmt: skip
     for loss in ("nll", "dft"):
         for scope in ("full", "assistant"):
-            found[f"sft_{loss}_{scope}"] = {"kind": "sft", "loss_type": loss, "assistant_only": scope == "assistant"}
-    return found
+            by_name[f"sft_{loss}_{scope}"] = {"kind": "sft", "loss_type": loss, "assistant_only": scope == "assistant"}
+    return by_name
 
 
 def main(folder: Path) -> None:
@@ -218,9 +218,9 @@ def main(folder: Path) -> None:
         arrays[which] = flat(dict(model(seed).named_parameters()))
     with tempfile.TemporaryDirectory() as place:
         for name, options in cases().items():
-            loss, gradient, found = run(place, name, **options)
+            loss, gradient, logged = run(place, name, **options)
             arrays[f"gradient_{name}"] = gradient
-            facts[name] = {**options, "loss": loss, "metrics": found}
+            facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss)
         loss, gradient, _ = run(place, "accumulated", "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
     np.savez_compressed(folder / "trl_accumulated.npz", loss=np.float32(loss), gradient=gradient)

@@ -27,8 +27,8 @@ END = "<|im_end|>"
 def configured(checkpoint: Path, **changes: Any) -> dict[str, Any]:
     """The configuration that an import comes with, to load it; texts end where transformers ends them."""
     (file,) = checkpoint.glob("global_step*/configs/hf_model.yml")
-    own = {"load": str(checkpoint), "seq_length": 128, "eod_token": END, "attention_backend": "math"}
-    return {**yaml.safe_load(file.read_text()), **own, **changes}
+    base_keys = {"load": str(checkpoint), "seq_length": 128, "eod_token": END, "attention_backend": "math"}
+    return {**yaml.safe_load(file.read_text()), **base_keys, **changes}
 
 
 def all_logits(model: Model, tokens: Tensor) -> Tensor:

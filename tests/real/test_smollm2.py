@@ -51,10 +51,12 @@ class Theirs(NamedTuple):
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """By plain transformers, which must find every tensor and no other."""
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+    model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
         folder, dtype=dtype, output_loading_info=True
     )
-    assert not any(told[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert not any(loading_info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        loading_info
+    )
     return model.eval()
 
 
@@ -74,7 +76,7 @@ def tokenizer(real_model: Path) -> Any:
 def theirs(real_model: Path, tokenizer: Any) -> Theirs:
     batch = tokenizer(ENGLISH, return_tensors="pt").input_ids[:, : ROWS * SEQ].view(ROWS, SEQ)
     exact, model = exact_logits(real_model, batch), loaded(real_model)
-    own = (model(batch).logits - exact).abs().max().item()
+    fp32_difference = (model(batch).logits - exact).abs().max().item()
     prompts = [tokenizer(text).input_ids for text in PROMPTS]
     prompts.append(tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False))
     texts = []
@@ -82,16 +84,16 @@ def theirs(real_model: Path, tokenizer: Any) -> Theirs:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False)[0, len(prompt) :]
         texts.append(list(takewhile(lambda token: token != tokenizer.eos_token_id, out.tolist())))
         print(repr(tokenizer.decode(prompt)[-60:]), "->", repr(tokenizer.decode(texts[-1])))
-    return Theirs(batch, exact, own, prompts, texts)
+    return Theirs(batch, exact, fp32_difference, prompts, texts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_greedy_text(layout: str, real_checkpoint: Path, theirs: Theirs) -> None:
     ranks, keys = LAYOUTS[layout]
     values = configured(real_checkpoint, **keys)
-    found = run_ranks(logits_and_text, ranks, values, theirs.batch, theirs.prompts, TOKENS, timeout=400)[0]
-    assert_near(layout, found[0], theirs.logits, theirs.own)
-    assert found[1] == theirs.texts
+    actual = run_ranks(logits_and_text, ranks, values, theirs.batch, theirs.prompts, TOKENS, timeout=400)[0]
+    assert_near(layout, actual[0], theirs.logits, theirs.own)
+    assert actual[1] == theirs.texts
 
 
 def assert_near(what: str, logits: Tensor, exact: Tensor, own: float) -> None:
@@ -157,8 +159,8 @@ def test_training_goes_on(
     exact = exact_logits(made, theirs.batch)
     assert (exact - theirs.logits).abs().max() > 100 * BOUND
     values = configured(real_checkpoint, load=str(save), model_parallel_size=1)
-    found = run_ranks(logits_and_text, 1, values, theirs.batch, [], 0, timeout=400)[0]
-    assert_near("after training", found[0], exact, theirs.own)
+    actual = run_ranks(logits_and_text, 1, values, theirs.batch, [], 0, timeout=400)[0]
+    assert_near("after training", actual[0], exact, theirs.own)
     shutil.rmtree(save)  # of no use when all is well, and large
 
 

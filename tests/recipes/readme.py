@@ -41,10 +41,10 @@ def commands(text: str) -> list[str]:
 def tool(words: list[str]) -> str:
     """Runs `python tools/...` in this process; what it prints."""
     module = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
-    said = io.StringIO()
-    with redirect_stdout(said):
+    output = io.StringIO()
+    with redirect_stdout(output):
         module.main(words[2:])
-    return said.getvalue()
+    return output.getvalue()
 
 
 def small(argv: list[str]) -> tuple[list[str], list[str]]:

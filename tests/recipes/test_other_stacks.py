@@ -39,10 +39,10 @@ def options() -> set[str]:
 
 def key_of(path: str) -> Key | None:
     name, *inner = path.split(".")
-    found = keys_of(NeoXArgs).get(name)
+    key = keys_of(NeoXArgs).get(name)
     for part in inner:
-        found = keys_of(found.section).get(part) if found is not None and found.section is not None else None
-    return found
+        key = keys_of(key.section).get(part) if key is not None and key.section is not None else None
+    return key
 
 
 def problem(word: str) -> str | None:
@@ -79,8 +79,12 @@ def test_what_is_named_here_is_here(section: str) -> None:
 
 
 def test_every_script_of_a_staged_pipeline_has_its_row() -> None:
-    rows = [there.split("`")[1] for at, there, _ in ROWS if at == "A staged pipeline: its scripts" and "`" in there]
-    assert [re.sub(r"scripts/|\.(py|sh)\b| .*", "", there) for there in rows] == [
+    rows = [
+        other_cell.split("`")[1]
+        for at, other_cell, _ in ROWS
+        if at == "A staged pipeline: its scripts" and "`" in other_cell
+    ]
+    assert [re.sub(r"scripts/|\.(py|sh)\b| .*", "", other_cell) for other_cell in rows] == [
         "run_full_pipeline", "resume_pipeline", "START_PRODUCTION_TRAINING", "production_pretrain", "01_download_data",
         "02_clean_deduplicate_optimized", "03_tokenize_and_pack", "04_init_model", "05_pretrain", "07_sft", "09_dpo",
         "10_lora_finetune", "11_evaluate", "12_check_gates", "verify_gpu", "profile_memory",
@@ -99,21 +103,21 @@ def trl_fields(section: str) -> set[str]:
     from trl.experimental.cpo import CPOConfig
     from trl.experimental.orpo import ORPOConfig
 
-    own = {"CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig}
+    experimental_classes = {"CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig}
     name = section.removeprefix("TRL: ")
     if name == "every trainer":
         from transformers import TrainingArguments
 
         classes = [TrainingArguments, trl.ModelConfig, trl.ScriptArguments, trl.SFTConfig]
     else:
-        classes = [own.get(name) or getattr(trl, name)]
+        classes = [experimental_classes.get(name) or getattr(trl, name)]
     return {field.name for cls in classes for field in fields(cls)}
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name.startswith("TRL: ")])
 def test_what_trl_is_said_to_have_it_has(section: str) -> None:
-    theirs = {word for at, there, _ in ROWS if at == section for word in ticked(there)}
-    assert theirs and theirs <= trl_fields(section), theirs - trl_fields(section)
+    listed_names = {word for at, other_cell, _ in ROWS if at == section for word in ticked(other_cell)}
+    assert listed_names and listed_names <= trl_fields(section), listed_names - trl_fields(section)
 
 
 @pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig", "KTOConfig", "CPOConfig", "ORPOConfig"])
@@ -121,20 +125,20 @@ def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
     """Every field that TRL adds to transformers' stands in its section, or in that of every trainer."""
     from transformers import TrainingArguments
 
-    told = {word for _, there, _ in ROWS for word in ticked(there)}
+    listed_names = {word for _, other_cell, _ in ROWS for word in ticked(other_cell)}
     plain = {"model_init_kwargs", "dataset_kwargs", "is_encoder_decoder", "generate_during_eval", "padding_value"}
-    left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - told - plain
+    left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - listed_names - plain
     assert not left
 
 
 def test_what_trl_is_said_to_have_lost_it_has_lost() -> None:
-    old = {word for at, there, _ in ROWS if at.startswith("Flags that TRL") for word in ticked(there)}
+    old = {word for at, other_cell, _ in ROWS if at.startswith("Flags that TRL") for word in ticked(other_cell)}
     assert old and not old & set().union(*(trl_fields(name) for name in SECTIONS if name.startswith("TRL: ")))
 
 
 def test_flags_of_accelerate_are_its_own() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    theirs = {option for action in launch_command_parser()._actions for option in action.option_strings}
-    named = {word for at, there, _ in ROWS if at == "accelerate launch" for word in ticked(there)}
-    assert named and named <= theirs
+    accelerate_options = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    named = {word for at, other_cell, _ in ROWS if at == "accelerate launch" for word in ticked(other_cell)}
+    assert named and named <= accelerate_options

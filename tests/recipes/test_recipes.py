@@ -146,14 +146,14 @@ def test_gemma_s_blocks_are_group_texts(place: Path, monkeypatch: pytest.MonkeyP
     attempt, whole, book = typed("gemma", place, monkeypatch)
     assert whole.args.valid_data_paths and book.args.valid_data_paths is None and attempt.args.limit_samples == 300
     args = whole.args.replace(seq_length=20, truncate_documents=25, train_iters=5, train_epochs=None).for_world(1)
-    found = build_datasets(args, train_batch_size=args.train_batch_size, once=lambda work: work()).train
+    train_dataset = build_datasets(args, train_batch_size=args.train_batch_size, once=lambda work: work()).train
     texts = [document[:25].tolist() for document in IndexedDataset("data/train_text_document")]
     joined = sum(texts, [])
     blocks = [joined[i : i + 20] for i in range(0, len(joined) - 19, 20)]
-    assert found is not None and max(map(len, texts)) == 25
+    assert train_dataset is not None and max(map(len, texts)) == 25
     (text,) = IndexedDataset("data/book_text_document")
     assert (book.save / "logs/metrics.jsonl").exists() and len(text) > 1000  # more than truncate_documents would leave
-    assert sorted(found[i].tokens[:20].tolist() for i in range(len(blocks))) == sorted(blocks)
+    assert sorted(train_dataset[i].tokens[:20].tolist() for i in range(len(blocks))) == sorted(blocks)
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +173,14 @@ def midtrained(place: Path) -> Path:
 def test_the_fork_s_sft_follows_a_run_of_ours(midtrained: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, whole, after_hf = typed("sft-mix", place, monkeypatch)
     assert attempt.args.train_iters == 20 and after_hf.args.train_data_weights == (0.89, 0.11)
-    own, args = whole.own, whole.args
+    keys, args = whole.own, whole.args
     assert whole.files == ["sft_dolci_mcqa_instruct_unfiltered_synthetic_alignment_mid.yml"]
-    assert {key: own[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
+    assert {key: keys[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
         "train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2,
     }  # fmt: skip
-    assert own["optimizer"] == {"type": "AdamW", "params": {"lr": 8e-5, "eps": 1e-6}}  # the checkpoint's, at this rate
-    assert own["train_data_weights"] == [0.89, 0.11] and own["z_loss"] == 1e-4 and own["lr_decay_style"] == "cosine"
-    assert not own.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}
+    assert keys["optimizer"] == {"type": "AdamW", "params": {"lr": 8e-5, "eps": 1e-6}}  # the checkpoint's, at this rate
+    assert keys["train_data_weights"] == [0.89, 0.11] and keys["z_loss"] == 1e-4 and keys["lr_decay_style"] == "cosine"
+    assert not keys.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}
     assert args.num_kv_heads == 2 and args.min_lr == 0 and args.lr_decay_iters == 4627
     longer = ["exit_interval=4" if word.startswith("exit_interval=") else word for word in whole.words]
     again = run_ranks(run, 1, whole.files, longer)[0]  # typed again it goes on, from its own checkpoint

@@ -89,11 +89,11 @@ def test_what_was_asked_for_besides_is_asked_for_again(slurm, site, write_config
     assert "mid-training has 2 nodes" in log.read_text()
     (new,) = submitted(log.read_text())
     slurm.wait(new)  # it fails: there is no checkpoint, nor a GPU
-    found = shown(slurm, new)
+    job_record = shown(slurm, new)
     for fact in ("JobName=my-run", "NumNodes=2", "CPUs/Task=32", "MinMemoryNode=500G", "TimeLimit=01:00:00",
                  "Comment=two words", "gpu:2", "Requeue=0", f"StdOut={tmp_path}/my-run-{new}.log",
                  f"StdErr={tmp_path}/{new}.err", f"WorkDir={slurm.clone}"):  # fmt: skip
-        assert fact in found, found
+        assert fact in job_record, job_record
 
 
 def test_what_starts_from_a_model_stays_where_the_site_has_as_many(slurm, site, write_config, tmp_path):

@@ -22,10 +22,10 @@ END = "<|endoftext|>"
 
 def package(name: str) -> Path:
     """Folder of an installed package that carries a published tokenizer; without it the test is skipped."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
         pytest.skip(f"the package {name}, which carries a published tokenizer, is not installed (pip --no-deps)")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def spm_model(folder: Path, **options) -> Path:
@@ -163,8 +163,8 @@ def test_gpt2_as_published(tmp_path: Path, monkeypatch):
     from transformers import GPT2Tokenizer
 
     GPT2Tokenizer(str(files / "encoder.json"), str(files / "vocab.bpe")).save_pretrained(tmp_path / "hf")
-    theirs = HFGPT2Tokenizer(tmp_path / "hf")
-    assert theirs.tokenize_batch(TEXTS) == ids and (theirs.vocab_size, theirs.eod, theirs.pad) == (50258, 50256, 50257)
+    loaded = HFGPT2Tokenizer(tmp_path / "hf")
+    assert loaded.tokenize_batch(TEXTS) == ids and (loaded.vocab_size, loaded.eod, loaded.pad) == (50258, 50256, 50257)
 
 
 def test_gpt_neox_20b():

@@ -40,8 +40,8 @@ def theirs(model: Any, question: str, system: str | None) -> str:
     messages = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
     given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ends = [0, tokenizer.eos_token_id]
-    found = model.generate(**given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=1)
-    return tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    generated = model.generate(**given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=1)
+    return tokenizer.decode(generated[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def test_answers_are_those_of_transformers(models: tuple[Any, Path, Path], tmp_p
     assert code == 0, err
     expected = [theirs(model, question, SYSTEM) for question in QUESTIONS]
     assert len(set(expected)) == 2
-    found = [json.loads(line) for line in out.splitlines()]
-    assert [line["question"] for line in found] == QUESTIONS
-    for line, text in zip(found, expected, strict=True):
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [line["question"] for line in answers] == QUESTIONS
+    for line, text in zip(answers, expected, strict=True):
         assert [one["answer"] for one in line["answers"]] == [text, text]
         assert [one["model"] for one in line["answers"]] == [str(folder), str(imported)]
 

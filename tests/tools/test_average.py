@@ -38,9 +38,9 @@ def test_the_mean_is_torchs(tmp_path: Path) -> None:
     assert made.name == "global_step5" and manifest is not None and manifest.layout.tensor == 2
     assert not manifest.optimizer and manifest.run_id.startswith("mean of ")
     convert_neox_to_hf.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "hf")])
-    found = tensors_of(tmp_path / "hf")
-    assert found.keys() == given[0].keys()
-    for name, value in found.items():
+    averaged = tensors_of(tmp_path / "hf")
+    assert averaged.keys() == given[0].keys()
+    for name, value in averaged.items():
         wanted = torch.stack([tensors[name].double() for tensors in given]).mean(0).bfloat16()
         torch.testing.assert_close(value, wanted, rtol=2**-7, atol=1e-6)
         assert value.dtype == torch.bfloat16 and (value == wanted).float().mean() > 0.99
@@ -48,7 +48,7 @@ def test_the_mean_is_torchs(tmp_path: Path) -> None:
     average.main(["--output_dir", str(tmp_path / "turned"), *map(str, reversed(paths))])  # the last has no layer files
     convert_neox_to_hf.main(["--input_dir", str(tmp_path / "turned"), "--output_dir", str(tmp_path / "hf")])
     for name, value in tensors_of(tmp_path / "hf").items():
-        torch.testing.assert_close(value, found[name], rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(value, averaged[name], rtol=2**-7, atol=1e-6)
 
     assert "is there already" in refused("--output_dir", tmp_path / "out", *paths)
     assert "two checkpoints at least" in refused("--output_dir", tmp_path / "no", paths[0], paths[0])

@@ -37,9 +37,9 @@ def refused(command: Callable[[list[str]], None], *argv: str, capsys: pytest.Cap
 
 
 def tensors(path: Path) -> dict[str, Any]:
-    found = {p.name: load_tensors(p) for kind in ("layer_*", "optim_*") for p in sorted(path.glob(kind))}
-    assert found
-    return found
+    by_file = {p.name: load_tensors(p) for kind in ("layer_*", "optim_*") for p in sorted(path.glob(kind))}
+    assert by_file
+    return by_file
 
 
 def same(one: Any, other: Any) -> bool:
@@ -59,11 +59,11 @@ def test_resharded_goes_on(tp: int, pp: int, trained: Path, tmp_path: Path) -> N
     assert len(list(made.glob("mp_rank_*"))) == tp * pp
     argv = ["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"]
     reshard.main(argv)
-    there, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
-    for name, found in there.items():
+    original, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
+    for name, file_tensors in original.items():
         if name.startswith("optim") and "_02" not in name:
-            found.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
-    assert same(there, back)
+            file_tensors.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
+    assert same(original, back)
     layout = {(1, 1): "one process", (4, 1): "tp4", (1, 4): "pp4"}[tp, pp]
     checked = {"load": str(tmp_path / "there"), "checkpoint_validation_with_forward_pass": True}
     given = values(tmp_path / "on", layout, "rpe", "fp32", **checked)
@@ -135,8 +135,8 @@ def test_verify_names_every_damage(copied: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         verify.main([str(copied)])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert said.count(": whole: iteration") == 2 and "global_step3" in said and "global_step6" in said
+    output = capsys.readouterr().out
+    assert output.count(": whole: iteration") == 2 and "global_step3" in output and "global_step6" in output
     flipped, cut, gone = (copied / "global_step6" / f"optim_layer_0{i}-model_00.pt" for i in (2, 3, 4))
     data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 1
@@ -157,25 +157,25 @@ def test_verify_compares_tensors(copied: Path, capsys: pytest.CaptureFixture[str
     wrong = replace(manifest.files[name], tensors={**manifest.files[name].tensors, "norm.weight": "bfloat16 [32]"})
     changed = replace(manifest, files={**manifest.files, name: wrong})
     (path / "manifest.json").write_text(changed.to_json())
-    said = refused(verify.main, str(copied), capsys=capsys)
-    assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in said
+    message = refused(verify.main, str(copied), capsys=capsys)
+    assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in message
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_inspect(named: bool, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inspect_checkpoints.main([*(["--checkpoint-path"] if named else []), str(trained)])
-    said = capsys.readouterr().out
-    assert "layout: tensor 2, pipeline 2, data 1, ZeRO" in said and "iteration 6" in said
+    output = capsys.readouterr().out
+    assert "layout: tensor 2, pipeline 2, data 1, ZeRO" in output and "iteration 6" in output
     raw = torch.load(trained / "global_step6" / layer_file(3, 1), weights_only=True)["mlp.linear1.weight"]
     rms, largest = raw.double().square().mean().sqrt(), raw.abs().max()
-    assert f"[64, 32]         rms {rms:.3e}  largest {largest:.3e}" in said
-    assert "mlp.linear1.weight/exp_avg_sq" in said
+    assert f"[64, 32]         rms {rms:.3e}  largest {largest:.3e}" in output
+    assert "mlp.linear1.weight/exp_avg_sq" in output
 
 
 def test_inspect_reads_neox(capsys: pytest.CaptureFixture[str]) -> None:
     inspect_checkpoints.main([str(checkpoint("neox_pp2_mp2")), "--match", "layer_03-model_01"])
-    said = capsys.readouterr().out
-    assert "no manifest.json" in said and "attention.query_key_value.weight" in said and "layer_04" not in said
+    output = capsys.readouterr().out
+    assert "no manifest.json" in output and "attention.query_key_value.weight" in output and "layer_04" not in output
 
 
 def test_inspect_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

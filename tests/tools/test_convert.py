@@ -38,9 +38,9 @@ def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     config.write_text(text.replace("GOLDEN/dataset/tokenizer.json", str(TOKENIZER)))
     words = ["--input_dir", checkpoint(RUN), "--config_file", config, "--output_dir", tmp_path / "hf"]
     convert_neox_to_hf.main([str(word) for word in (*words, "--precision", "bf16")])
-    told = capsys.readouterr().out
-    assert "layer files (pipeline), 2 tensor ranks, names GPT-NeoX's (linear1, linear2)" in told
-    assert "largest logit difference to transformers" in told
+    output = capsys.readouterr().out
+    assert "layer files (pipeline), 2 tensor ranks, names GPT-NeoX's (linear1, linear2)" in output
+    assert "largest logit difference to transformers" in output
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -116,8 +116,8 @@ def test_memory_is_that_of_layers_not_of_the_model(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "conversion.py"), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    print(found)
-    assert found["same"] and found["bytes"] > 0.48e9 and found["largest_layer"] < 70e6
+    measured = json.loads(done.stdout)
+    print(measured)
+    assert measured["same"] and measured["bytes"] > 0.48e9 and measured["largest_layer"] < 70e6
     for way in ("there", "back"):
-        assert found[way]["peak"] < 4.5 * found["largest_layer"], way
+        assert measured[way]["peak"] < 4.5 * measured["largest_layer"], way

@@ -59,8 +59,8 @@ def test_what_cannot_be_merged(tmp_path: Path):
     write_dataset(tmp_path / "a_text_label_document", [3], dtype=np.int32)
     assert "are of different kinds" in refusal(merge_datasets.main, *words)
     write_dataset(tmp_path / "b_text_document", [3], dtype=np.int32)
-    said = refusal(merge_datasets.main, *words, "--match", "*_text_document")
-    assert "b_text_document holds int32" in said and "\n" not in said
+    message = refusal(merge_datasets.main, *words, "--match", "*_text_document")
+    assert "b_text_document holds int32" in message and "\n" not in message
     assert not (tmp_path / "out").exists()
 
 
@@ -108,8 +108,8 @@ def test_rows_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_cannot_be_converted(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
-    said = refusal(convert.main, tmp_path / "a.jsonl", tmp_path / "a.parquet")
-    assert said.startswith(f"convert.py: error: {tmp_path}/a.jsonl: a column holds values of different types")
+    message = refusal(convert.main, tmp_path / "a.jsonl", tmp_path / "a.parquet")
+    assert message.startswith(f"convert.py: error: {tmp_path}/a.jsonl: a column holds values of different types")
     assert "the name of a .parquet file is wanted" in refusal(convert.main, tmp_path / "a.jsonl", tmp_path / "a.csv")
     (tmp_path / "a.jsonl").write_text("5\n")
     assert "a.jsonl:1: int, not an object" in refusal(convert.main, tmp_path / "a.jsonl", tmp_path / "a.parquet")

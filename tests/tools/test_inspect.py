@@ -42,9 +42,9 @@ def in_browser(page: Path, folder: Path) -> list[list[dict]]:
     probed.write_text(page.read_text().replace("</body>", PROBE))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--dump-dom"]
     done = subprocess.run([browser, *flags, probed.as_uri()], capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr
-    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert probe, done.stderr
+    return json.loads(probe[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
 def test_page_in_a_browser(tmp_path: Path):

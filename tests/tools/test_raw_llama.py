@@ -61,9 +61,16 @@ def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: 
     run(convert_neox_to_hf, input_dir=tmp_path / "ours", output_dir=tmp_path / "back")
     assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == b"pieces"
-    there, back = (transformers.AutoConfig.from_pretrained(path).to_dict() for path in (hf, tmp_path / "back"))
-    told = ("model_type", "vocab_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "sliding_window")
-    assert all(there.get(key) == back.get(key) for key in told)
+    original, back = (transformers.AutoConfig.from_pretrained(path).to_dict() for path in (hf, tmp_path / "back"))
+    compared_keys = (
+        "model_type",
+        "vocab_size",
+        "rms_norm_eps",
+        "rope_parameters",
+        "max_position_embeddings",
+        "sliding_window",
+    )
+    assert all(original.get(key) == back.get(key) for key in compared_keys)
     run(convert_neox_to_raw_llama, input_dir=tmp_path / "ours", output_dir=tmp_path / "again", num_output_shards=shards)
     assert all(same(*both) for both in zip(split, parts(tmp_path / "again"), strict=True))
     assert not list(tmp_path.glob(".tmp_*"))
@@ -90,22 +97,22 @@ def test_meta_computes_the_same_from_it(case: str, tmp_path: Path) -> None:
 
     x = w["tok_embeddings.weight"][tokens]
     for layer in range(params["n_layers"]):
-        own = {name.removeprefix(f"layers.{layer}."): value for name, value in w.items()}
+        block = {name.removeprefix(f"layers.{layer}."): value for name, value in w.items()}
         h = norm(x, f"layers.{layer}.attention_norm")
         q, k, v = (
-            (h @ own[f"attention.w{name}.weight"].T).unflatten(1, (-1, 32 // params["n_heads"])) for name in "qkv"
+            (h @ block[f"attention.w{name}.weight"].T).unflatten(1, (-1, 32 // params["n_heads"])) for name in "qkv"
         )
         q, k, v = (y.transpose(0, 1) for y in (rotated(q, params["rope_theta"]), rotated(k, params["rope_theta"]), v))
         k, v = (y.repeat_interleave(params["n_heads"] // params["n_kv_heads"], dim=0) for y in (k, v))
         a = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + a.transpose(0, 1).flatten(1) @ own["attention.wo.weight"].T
+        x = x + a.transpose(0, 1).flatten(1) @ block["attention.wo.weight"].T
         h = norm(x, f"layers.{layer}.ffn_norm")
-        gate = torch.nn.functional.silu(h @ own["feed_forward.w1.weight"].T)
-        x = x + (gate * (h @ own["feed_forward.w3.weight"].T)) @ own["feed_forward.w2.weight"].T
-    found = norm(x, "norm") @ w["output.weight"].T
+        gate = torch.nn.functional.silu(h @ block["feed_forward.w1.weight"].T)
+        x = x + (gate * (h @ block["feed_forward.w3.weight"].T)) @ block["feed_forward.w2.weight"].T
+    logits = norm(x, "norm") @ w["output.weight"].T
     with torch.no_grad():
         wanted = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()(tokens[None]).logits[0]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-5)
 
 
 def test_llama_3_and_what_is_refused(tmp_path: Path) -> None:

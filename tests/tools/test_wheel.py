@@ -55,8 +55,8 @@ def test_two_folders_with_all_that_a_clone_has(site):
     wanted = {path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)}
     wanted -= {Path("setup.py"), *(path for path in wanted if path.parts[:2] == ("tools", "docs"))}
     assert len(wanted) > 80
-    found = {path.relative_to(site / "neox") for path in site.glob("neox/**/*") if path.is_file()}
-    assert found - wanted == {Path("huggingface/convert_hf_gptneox_to_neox.py")} and not wanted - found
+    installed = {path.relative_to(site / "neox") for path in site.glob("neox/**/*") if path.is_file()}
+    assert installed - wanted == {Path("huggingface/convert_hf_gptneox_to_neox.py")} and not wanted - installed
     assert list(site.glob("megatron/evaluation/tasks/*.yaml")) and not list(site.glob("**/*.pyc"))
 
 
@@ -89,9 +89,9 @@ def test_it_trains_the_quickstart_in_a_clean_environment(wheel, tmp_path):
     run(python, "-m", "pip", "install", "-q", *builds)
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
     run(neox, "quickstart_data")
-    said = run(neox, "train", "--num_gpus", "2", "quickstart", "local_setup", "--set", "train_iters=20",
+    log = run(neox, "train", "--num_gpus", "2", "quickstart", "local_setup", "--set", "train_iters=20",
                "lr_decay_iters=20", "eval_interval=20", "eval_iters=2", "pipe_parallel_size=2")  # fmt: skip
-    losses = [float(loss) for loss in re.findall(r"lm_loss: ([\d.E+-]+)", said)]
+    losses = [float(loss) for loss in re.findall(r"lm_loss: ([\d.E+-]+)", log)]
     assert losses and losses[-1] < losses[0]
     assert (tmp_path / "checkpoints/quickstart/latest").read_text() == "global_step20"
     run(neox, "ckpts/verify", "checkpoints/quickstart")

@@ -94,9 +94,9 @@ class BareEngine:
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
         self.stage.eval()
-        found = forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+        outputs = forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
         self.stage.train()
-        return found
+        return outputs
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         read = partial(label_logprobs, group=None, columns=self.args.softmax_rows)
@@ -112,15 +112,15 @@ class BareEngine:
                 param.copy_(weights[layer][name])
 
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        found: dict[int, dict[str, Tensor]] = {}
+        weights_by_layer: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
-            found.setdefault(layer, {})[name] = param.detach().clone()
-        return found
+            weights_by_layer.setdefault(layer, {})[name] = param.detach().clone()
+        return weights_by_layer
 
     def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
         for layer in writer_of:
-            own = {name: self._optimizer.state[param] for at, name, param in self._params if at == layer}
-            yield layer, {name: {key: value.clone() for key, value in state.items()} for name, state in own.items()}
+            states = {name: self._optimizer.state[param] for at, name, param in self._params if at == layer}
+            yield layer, {name: {key: value.clone() for key, value in state.items()} for name, state in states.items()}
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         for layer, name, param in self._params:

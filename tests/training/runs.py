@@ -153,9 +153,11 @@ def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
         for spec in specs:
             by_rank: dict[int, Tensor] = {}
             for part in parts:  # a tied embedding stands on two stages, everything on all data ranks
-                own = part.weights.get(layer, {}).get(spec.name)
-                if own is not None:
-                    assert by_rank.setdefault(part.tensor_rank, own).equal(own), f"copies of {layer}.{spec.name} differ"
+                shard = part.weights.get(layer, {}).get(spec.name)
+                if shard is not None:
+                    assert by_rank.setdefault(part.tensor_rank, shard).equal(shard), (
+                        f"copies of {layer}.{spec.name} differ"
+                    )
             weights[layer][spec.name] = unshard([by_rank[r] for r in sorted(by_rank)], spec)
     return Curve(parts[0].losses, parts[0].norms, weights)
 

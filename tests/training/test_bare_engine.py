@@ -52,8 +52,8 @@ def rows_of(save: Path) -> list[dict[str, float]]:
 
 def test_it_trains_and_goes_on_as_deepspeeds_engine(tmp_path: Path) -> None:
     _, bare = run_ranks(go, 1, values_of(tmp_path / "bare"), "bare")[0]
-    _, theirs = run_ranks(go, 1, values_of(tmp_path / "theirs"), "deepspeed")[0]
-    assert bit_equal(bare, theirs)
+    _, with_deepspeed = run_ranks(go, 1, values_of(tmp_path / "theirs"), "deepspeed")[0]
+    assert bit_equal(bare, with_deepspeed)
     assert [row["iteration"] for row in rows_of(tmp_path / "bare")] == [0, 2, 3, 4, 6]
     assert rows_of(tmp_path / "bare") == rows_of(tmp_path / "theirs")
     stopped = values_of(tmp_path / "stopped", exit_interval=3)

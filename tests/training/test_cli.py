@@ -61,7 +61,7 @@ def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> Non
     other = str(tmp_path / "other")
     done = command(tmp_path, *torchrun, "--set", "pipe_parallel_size=2", f"save={other}", f"load={other}")
     assert done.returncode == 0, done.stderr
-    theirs = [json.loads(x) for x in (tmp_path / "other/logs/metrics.jsonl").read_text().splitlines()]
-    for a, b in zip(rows, theirs, strict=True):
+    torchrun_rows = [json.loads(x) for x in (tmp_path / "other/logs/metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(rows, torchrun_rows, strict=True):
         assert a.get("train/lm_loss", 0) == pytest.approx(b.get("train/lm_loss", 0), rel=1e-5)
         assert a.get("validation/lm_loss", 0) == pytest.approx(b.get("validation/lm_loss", 0), rel=1e-5)

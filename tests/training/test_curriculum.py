@@ -55,8 +55,8 @@ def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> N
     configs = [values(model, **layout) for model in (NEOX, LLAMA)]
     everyone = run_ranks(curves, ranks, configs, 8, timeout=120)
     for i, model in enumerate(references):
-        found = furthest(whole([parts[i] for parts in everyone], configs[i]), references[model])
-        assert found[0] <= 1e-5 and found[1] <= 1e-5 and found[2] <= 1e-4
+        differences = furthest(whole([parts[i] for parts in everyone], configs[i]), references[model])
+        assert differences[0] <= 1e-5 and differences[1] <= 1e-5 and differences[2] <= 1e-4
 
 
 def test_short_sequences_change_the_run(references: dict[str, Curve]) -> None:

@@ -33,11 +33,11 @@ def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_iterations_follow_from_the_data(ranks: int) -> None:
-    found = run_ranks(facts, ranks, values())
-    samples = found[0]["samples"]
+    everyone = run_ranks(facts, ranks, values())
+    samples = everyone[0]["samples"]
     assert samples % 2 == 0 and samples % 48
     iterations = samples // 48
-    assert found == [{"iterations": iterations, "decay": iterations, "end": iterations, "samples": samples}] * ranks
+    assert everyone == [{"iterations": iterations, "decay": iterations, "end": iterations, "samples": samples}] * ranks
     half = run_ranks(facts, ranks, values(lr_decay_fraction=0.5))[0]
     assert half["decay"] == half["end"] == int(iterations * 0.5)
 
@@ -63,23 +63,23 @@ def test_the_second_epoch_is_the_first_again() -> None:
     still = {"optimizer": {"type": "SGD", "params": {"lr": 1e-12}}, "train_batch_size": 1, "warmup": 0.0}
     still |= {"seq_length": 512, "max_position_embeddings": 512, "lr_decay_style": "constant", "weight_decay": 0.0}
     steps = run_ranks(facts, 1, values(**still))[0]["iterations"]
-    found = run_ranks(curves, 1, [values(**still)], steps)[0][0].losses
-    assert found[: steps // 2] == pytest.approx(found[steps // 2 :], rel=1e-6) and len(set(found)) > 3
+    step_losses = run_ranks(curves, 1, [values(**still)], steps)[0][0].losses
+    assert step_losses[: steps // 2] == pytest.approx(step_losses[steps // 2 :], rel=1e-6) and len(set(step_losses)) > 3
 
 
 def on_own_machine(rank: int, world_size: int, given: dict[str, Any]) -> list[float]:
     """For the pool: each rank is the first of a machine with its own folders."""
     os.environ["LOCAL_RANK"] = "0"
-    own = {"index_cache_dir": given["index_cache_dir"].format(rank)}
+    machine_keys = {"index_cache_dir": given["index_cache_dir"].format(rank)}
     if "{}" in given["data_path"]:
-        own["data_path"] = given["data_path"].format(rank)
-    return curves(rank, world_size, [{**given, **own}], 2)[0].losses
+        machine_keys["data_path"] = given["data_path"].format(rank)
+    return curves(rank, world_size, [{**given, **machine_keys}], 2)[0].losses
 
 
 def test_machines_without_shared_files_make_their_own_maps(tmp_path: Path) -> None:
     given = config(NEOX, num_layers=1, train_iters=2, use_shared_fs=False, index_cache_dir=f"{tmp_path}/cache{{}}")
-    found = run_ranks(on_own_machine, 2, given)
-    assert found[0] == found[1] == pytest.approx(run_ranks(curves, 1, [config(NEOX, num_layers=1)], 2)[0][0].losses)
+    by_rank = run_ranks(on_own_machine, 2, given)
+    assert by_rank[0] == by_rank[1] == pytest.approx(run_ranks(curves, 1, [config(NEOX, num_layers=1)], 2)[0][0].losses)
     names = [sorted(path.name for path in (tmp_path / f"cache{rank}").iterdir()) for rank in range(2)]
     assert names[0] == names[1] != []
 

@@ -39,10 +39,10 @@ def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationR
     ranks, layout = LAYOUTS[name]
     model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)
     everyone = run_ranks(evaluations, ranks, _values(values, layout, 2), [5, 8, 16])
-    assert all(found == everyone[0] for found in everyone), "every rank knows the result"
-    for found, expected in zip(everyone[0], one_process[model], strict=True):
-        assert found.lm_loss == pytest.approx(expected.lm_loss, rel=1e-6)
-        assert found.unigram_entropy == pytest.approx(expected.unigram_entropy, rel=1e-12)
+    assert all(results == everyone[0] for results in everyone), "every rank knows the result"
+    for actual, expected in zip(everyone[0], one_process[model], strict=True):
+        assert actual.lm_loss == pytest.approx(expected.lm_loss, rel=1e-6)
+        assert actual.unigram_entropy == pytest.approx(expected.unigram_entropy, rel=1e-12)
 
 
 def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, np.ndarray]:
@@ -72,8 +72,8 @@ def character_perplexities(rank: int, world_size: int, values: dict[str, Any]) -
     training = begin(values)
     assert training.datasets.valid is not None
     tokenizer, valid = training.tokenizer, training.datasets.valid
-    found = evaluate(training.engine, valid, 8, tokenizer.eod, tokenizer.detokenize)
-    return [(found.lm_loss, found.tokens_per_character), (found.character_perplexity or 0.0, None)]
+    result = evaluate(training.engine, valid, 8, tokenizer.eod, tokenizer.detokenize)
+    return [(result.lm_loss, result.tokens_per_character), (result.character_perplexity or 0.0, None)]
 
 
 def test_characters_are_those_of_the_text() -> None:
@@ -93,7 +93,7 @@ def test_characters_are_those_of_the_text() -> None:
     assert 0.05 < per_character < 1.0
     for ranks, layout in ((2, {"pipe_parallel_size": 2}), (2, {})):
         everyone = run_ranks(character_perplexities, ranks, _values(NEOX, layout, 2))
-        assert [found[0][1] for found in everyone] == [per_character] * ranks
+        assert [results[0][1] for results in everyone] == [per_character] * ranks
 
 
 def first_batches(rank: int, world_size: int, values: dict[str, Any]) -> list[Any]:

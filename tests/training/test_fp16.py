@@ -40,8 +40,10 @@ def scales(rank: int, world_size: int, fp16: dict[str, Any], overflows: list[boo
     from deepspeed.runtime.precision_config import get_float16_config
 
     attach_deepspeed()
-    found = get_float16_config(deepspeed_config(args_of(**fp16)))
-    scaler = CreateLossScaler(torch.half, found.loss_scale, found.loss_scale == 0, found.dynamic_loss_scale_args())
+    fp16_config = get_float16_config(deepspeed_config(args_of(**fp16)))
+    scaler = CreateLossScaler(
+        torch.half, fp16_config.loss_scale, fp16_config.loss_scale == 0, fp16_config.dynamic_loss_scale_args()
+    )
     seen = []
     for overflow in overflows:
         scaler.update_scale(overflow)

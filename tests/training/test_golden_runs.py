@@ -27,13 +27,13 @@ def three_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[tupl
     from megatron.training.loop import batches_of
 
     training = begin(values)
-    batches, found = batches_of(training), []
+    batches, step_values = batches_of(training), []
     for _ in range(values["train_iters"] - training.progress.iteration):
         lr = training.schedule(training.progress.iteration)
         result = training.engine.train_step(next(batches), lr)
         training.progress.iteration += 1
-        found.append((float(result.loss), lr, float(result.grad_norm)))  # type: ignore[arg-type]
-    return found
+        step_values.append((float(result.loss), lr, float(result.grad_norm)))  # type: ignore[arg-type]
+    return step_values
 
 
 def _steps(family: str, name: str) -> list[dict[str, Any]]:
@@ -55,8 +55,8 @@ def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, t
     load = str(GOLDEN / family / name / "ckpt")
     more = {"compat_ffn_width": "upstream"} if family == "ckpt_llama" else {}
     values = golden_config(family, name, cache=str(tmp_path), load=load, iteration=0, **more)
-    found = run_ranks(three_steps, ranks, values)[0]
-    for (loss, lr, norm), golden in list(zip(found, _steps(family, name), strict=True))[:steps]:
+    actual = run_ranks(three_steps, ranks, values)[0]
+    for (loss, lr, norm), golden in list(zip(actual, _steps(family, name), strict=True))[:steps]:
         assert loss == pytest.approx(golden["metrics"]["lm_loss"], rel=1e-5)
         assert lr == pytest.approx(golden["lr_used"][0], rel=1e-12)
         if ranks == 1:

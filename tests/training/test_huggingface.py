@@ -61,8 +61,8 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     # Before the first step every weight is the folder's, bit for bit, and comes out again.
     started = find_checkpoint(tmp_path / "run", 0)
     export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    before, theirs = load_file(tmp_path / "started" / "model.safetensors"), load_file(model / "model.safetensors")
-    assert before.keys() == theirs.keys() and all(torch.equal(before[name], theirs[name]) for name in theirs)
+    before, source = load_file(tmp_path / "started" / "model.safetensors"), load_file(model / "model.safetensors")
+    assert before.keys() == source.keys() and all(torch.equal(before[name], source[name]) for name in source)
     # After the last step the run itself has written one.
     made = tmp_path / "run" / "huggingface" / "global_step2"
     assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
@@ -70,11 +70,11 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
     after, again = load_file(made / "model.safetensors"), load_file(tmp_path / "ended" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in again.items())
-    assert all(not torch.equal(after[name], theirs[name]) for name in theirs)
+    assert all(not torch.equal(after[name], source[name]) for name in source)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (made / name).read_bytes() == (model / name).read_bytes(), name
-    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
-    assert not told["missing_keys"] and not told["unexpected_keys"] and loaded.config.eos_token_id == 7
+    loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
+    assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"] and loaded.config.eos_token_id == 7
     assert loaded.generation_config.temperature == 0.7
     tokenizer = transformers.AutoTokenizer.from_pretrained(made)
     chat = [{"role": "user", "content": "hello"}]
@@ -91,9 +91,9 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
     started = find_checkpoint(tmp_path / "run", 0)
     export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
     rows = load_file(tmp_path / "started" / "model.safetensors")["gpt_neox.embed_in.weight"]
-    theirs = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
-    assert rows.shape[0] == TOKENS and torch.equal(rows[:350], theirs)
-    torch.testing.assert_close(rows[350:], theirs.mean(0).expand(30, -1))
+    source_rows = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
+    assert rows.shape[0] == TOKENS and torch.equal(rows[:350], source_rows)
+    torch.testing.assert_close(rows[350:], source_rows.mean(0).expand(30, -1))
     assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == TOKENS
 
 

@@ -40,8 +40,8 @@ def plain() -> list[float]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_labelled_rows_train_alike_in_every_layout(name: str, plain: list[float]) -> None:
     ranks, layout = LAYOUTS[name]
-    for found in run_ranks(curves, ranks, [config(LLAMA, SFT, layout)], 3):
-        assert found[0].losses == pytest.approx(plain, rel=1e-5)
+    for rank_curves in run_ranks(curves, ranks, [config(LLAMA, SFT, layout)], 3):
+        assert rank_curves[0].losses == pytest.approx(plain, rel=1e-5)
 
 
 def test_labels_change_what_is_trained(plain: list[float]) -> None:
@@ -51,26 +51,26 @@ def test_labels_change_what_is_trained(plain: list[float]) -> None:
 
 def first_lines(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: what a run says before its first step."""
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         start(NeoXArgs.from_dict(values), process_info()).engine.close()
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_labels_that_are_not_listed_are_named_at_start() -> None:
     values = config(LLAMA, SFT, train_label_data_paths=None, train_iters=1)
-    said = run_ranks(first_lines, 2, values)
-    lines = [line for line in said[0].splitlines() if "all tokens are trained" in line]
+    outputs = run_ranks(first_lines, 2, values)
+    lines = [line for line in outputs[0].splitlines() if "all tokens are trained" in line]
     assert len(lines) == 2 and all("train_label_data_paths" in line and "would mask" in line for line in lines)
-    assert "all tokens are trained" not in said[1], "said once"
+    assert "all tokens are trained" not in outputs[1], "said once"
 
 
 def said_by(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: what a whole run prints."""
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         training = start(NeoXArgs.from_dict(values), process_info())
         train(training)
     training.engine.close()
-    return said.getvalue()
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("name", ["dp2", "pp2"])
@@ -84,12 +84,12 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
         train_batch_size=len(text), train_micro_batch_size_per_gpu=2, pack_impl="unpacked", save=str(tmp_path),
         checkpoint_factor=1, eval_iters=1,
     )  # fmt: skip
-    said = run_ranks(said_by, ranks, values)[0]
+    output = run_ranks(said_by, ranks, values)[0]
     trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
     padding, share = 1 - used.sum() / (24 * 129), trained / used.sum()
     assert (
         f"chat_conversation_document.bin: 24 documents in 24 rows of 128 tokens, 24.0 documents a step on average; "
-        f"{100 * padding:.1f} % padding, {100 * share:.1f} % of the tokens are trained" in said
+        f"{100 * padding:.1f} % padding, {100 * share:.1f} % of the tokens are trained" in output
     )
     rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if "train/lm_loss" in row]
@@ -103,4 +103,4 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     (before,) = [row for row in rows if row["iteration"] == 0]
     for metric in ("lm_loss", "entropy", "mean_token_accuracy"):
         assert before[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
-    assert " mean_token_accuracy value: " in said and "validation/mean_token_accuracy" in row
+    assert " mean_token_accuracy value: " in output and "validation/mean_token_accuracy" in row

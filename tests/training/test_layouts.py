@@ -49,11 +49,11 @@ def references() -> dict[tuple[str, str, bool], Curve]:
     keys = sorted({cell[1:] for cell in CELLS + MORE_CELLS})
     configs = [cell_config(*key, 8, {}) for key in keys]
     parts = run_ranks(curves, 1, configs, STEPS, timeout=120)[0]
-    found = {key: whole([part], values) for key, part, values in zip(keys, parts, configs, strict=True)}
-    for (_, optimizer, _), curve in found.items():
+    curves_by_cell = {key: whole([part], values) for key, part, values in zip(keys, parts, configs, strict=True)}
+    for (_, optimizer, _), curve in curves_by_cell.items():
         assert optimizer == "sgd" or min(curve.norms) > ADAMW["gradient_clipping"], "the clip must bite"
         assert curve.losses[-1] < curve.losses[0] - 0.05, "the model must learn, or equality says little"
-    return found
+    return curves_by_cell
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -83,8 +83,8 @@ def check_cells(
     everyone = run_ranks(curves, ranks, configs, STEPS, timeout=240)
     worst = (0.0, 0.0, 0.0)
     for i, (_, *key) in enumerate(cells):
-        found = furthest(whole([parts[i] for parts in everyone], configs[i]), references[tuple(key)])
-        worst = tuple(map(max, worst, found))  # type: ignore[assignment]
+        differences = furthest(whole([parts[i] for parts in everyone], configs[i]), references[tuple(key)])
+        worst = tuple(map(max, worst, differences))  # type: ignore[assignment]
     with capsys.disabled():
         print(f"\n  {name:14s} loss {worst[0]:.1e}  gradient norm {worst[1]:.1e}  weights {worst[2]:.1e}", end=" ")
     assert worst[0] <= 1e-5, "losses"

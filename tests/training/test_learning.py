@@ -96,9 +96,9 @@ def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
 
 
 def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
-    found = last_validation(goes_on(dpo_run(False, tokenizer, tmp_path), tmp_path))
-    assert found["iteration"] == 40 and found["validation/rewards/accuracies"] > 0.95
-    assert found["validation/rewards/margins"] > 0
+    row = last_validation(goes_on(dpo_run(False, tokenizer, tmp_path), tmp_path))
+    assert row["iteration"] == 40 and row["validation/rewards/accuracies"] > 0.95
+    assert row["validation/rewards/margins"] > 0
 
 
 def test_nothing_is_learned_of_shuffled_labels(tokenizer: Path, tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_nothing_is_learned_of_shuffled_labels(tokenizer: Path, tmp_path: Path) 
 
 def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
     random = np.random.default_rng(seed)
-    found = []
+    chats = []
     for _ in range(count):
         question = "What does the " + " ".join(random.choice(WORDS, random.integers(1, 5))) + " cost?"
         answer = f"It costs {random.integers(2, 10)} coins."
-        found.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
-    return found
+        chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return chats
 
 
 def answers(
@@ -145,6 +145,6 @@ def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_pat
     seen = {messages[0]["content"] for messages in conversations(240, 0)}
     held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in seen][:24]
     assert len(held_out) == 24
-    found = run_ranks(answers, 1, {**values, "load": str(save)}, held_out)[0]
-    for one in found:
+    replies = run_ranks(answers, 1, {**values, "load": str(save)}, held_out)[0]
+    for one in replies:
         assert one.finished and re.fullmatch(r"It costs [2-9] coins\.", one.text), one

@@ -61,14 +61,14 @@ class Taken(NamedTuple):
 
 def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    found = [document_batch(args, seed=seed + i) for i in range(2)]
-    return [replace(b, loss_weights=torch.randint(0, 2, b.tokens.shape, generator=generator)) for b in found]
+    batches = [document_batch(args, seed=seed + i) for i in range(2)]
+    return [replace(b, loss_weights=torch.randint(0, 2, b.tokens.shape, generator=generator)) for b in batches]
 
 
 def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
     """For the pool: a step of the whole loss, and one of the loss in chunks, which reads no other places
     before."""
-    found = []
+    steps_taken = []
     for objective in (LANGUAGE_MODELLING, CHUNKED):
         args = small(**SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
@@ -82,9 +82,9 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
         else:
             logprobs = [values[:, 0] for values in engine.token_logprobs(batches)]
         before = engine.weights()
-        found.append(Taken(engine.train_step(batches, LR).loss.detach(), logprobs, before, engine.weights()))
+        steps_taken.append(Taken(engine.train_step(batches, LR).loss.detach(), logprobs, before, engine.weights()))
         engine.close()
-    return found
+    return steps_taken
 
 
 @pytest.mark.parametrize("model", [NEOX, LLAMA], ids=["tied", "untied"])

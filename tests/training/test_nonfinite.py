@@ -61,10 +61,10 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
     ranks, layout = LAYOUTS[name]
     bad = math.inf if name == "dp2" else math.nan
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
-    found = run_ranks(run_poisoned, ranks, values, {5}, bad, timeout=20)
+    outcomes = run_ranks(run_poisoned, ranks, values, {5}, bad, timeout=20)
     good = run_ranks(run_to_end, ranks, {**values, "save": None, "train_iters": 4, "lr_decay_iters": 6})
-    for (message, weights), (_, expected) in zip(found, good, strict=True):
-        assert message == found[0][0] and message.startswith("step 5: rank ")
+    for (message, weights), (_, expected) in zip(outcomes, good, strict=True):
+        assert message == outcomes[0][0] and message.startswith("step 5: rank ")
         assert f"rank {ranks - 1}: gradient of " in message and "weights are those of step 4" in message
         assert bit_equal(weights, expected)
     assert (tmp_path / "run" / "latest").read_text() == "global_step4", "the last good state is saved"
@@ -103,9 +103,9 @@ def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: 
     has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
-    found = run_ranks(poison_parameter, 2, values, f"layers.2.{name}", timeout=30)
+    outcomes = run_ranks(poison_parameter, 2, values, f"layers.2.{name}", timeout=30)
     good = run_ranks(run_to_end, 2, {**values, "save": None, "train_iters": 2, "lr_decay_iters": 6})
-    for (message, weights), (_, expected) in zip(found, good, strict=True):
+    for (message, weights), (_, expected) in zip(outcomes, good, strict=True):
         assert message is not None and message.startswith(f"step 3: rank 1: gradient of 2.{name} is not finite")
         assert bit_equal(weights, expected)
     assert (tmp_path / "run" / "latest").read_text() == "global_step2"
@@ -133,8 +133,8 @@ def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
 
 @pytest.mark.parametrize("layout", [{}, {"pipe_parallel_size": 2}, {"zero_optimization": {"stage": 1}}])
 def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Path) -> None:
-    found = run_ranks(bad_loss, 2, _values(tmp_path, layout), timeout=20)
-    assert found[0] == found[1] and "rank 1: loss is not finite" in str(found[0]) and "step 3" in str(found[0])
+    errors = run_ranks(bad_loss, 2, _values(tmp_path, layout), timeout=20)
+    assert errors[0] == errors[1] and "rank 1: loss is not finite" in str(errors[0]) and "step 3" in str(errors[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -194,10 +194,10 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)
-    found = run_ranks(spiky, ranks, values, timeout=120)
-    for skips, unchanged in found:
+    outcomes = run_ranks(spiky, ranks, values, timeout=120)
+    for skips, unchanged in outcomes:
         assert skips[38] and sum(skips) <= 2 and unchanged
-        assert skips == found[0][0], "all ranks leave out the same steps"
+        assert skips == outcomes[0][0], "all ranks leave out the same steps"
 
 
 def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int) -> str | None:
@@ -236,10 +236,10 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
 def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, checkpoint_factor=2, **more)
-    found = run_ranks(poison_moment, ranks, values, step, timeout=30)
-    said = r"nothing is saved: (optim_)?layer_0\d-model_0\d\S*\.pt \(\S+ is not finite\); the last checkpoint is "
-    for message in found:
-        assert message is not None and re.search(said + "global_step2, start again from there", message), message
+    errors = run_ranks(poison_moment, ranks, values, step, timeout=30)
+    pattern = r"nothing is saved: (optim_)?layer_0\d-model_0\d\S*\.pt \(\S+ is not finite\); the last checkpoint is "
+    for message in errors:
+        assert message is not None and re.search(pattern + "global_step2, start again from there", message), message
     save = tmp_path / "run"
     assert (save / "latest").read_text() == "global_step2"
     assert sorted(p.name for p in save.glob("*global_step*")) == ["global_step2"]

@@ -39,7 +39,7 @@ def test_lion_in_layouts(ranks: int, layout: dict[str, Any]) -> None:
     lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}
     values = config(LLAMA, lion, train_micro_batch_size_per_gpu=4)
     one = whole([run_ranks(curves, 1, [values], steps=4)[0][0]], values)
-    parts = [found[0] for found in run_ranks(curves, ranks, [{**values, **layout}], steps=4)]
+    parts = [rank_curves[0] for rank_curves in run_ranks(curves, ranks, [{**values, **layout}], steps=4)]
     loss, norm, weights = furthest(whole(parts, {**values, **layout}), one)
     assert loss < 1e-5 and norm < 1e-4 and weights < 1e-3
 

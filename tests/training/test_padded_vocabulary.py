@@ -41,12 +41,12 @@ def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[floa
     """For the pool: loss and gradient norm of a run's first step, its batches, and the rows that count."""
     training = begin(values)
     batches = next(batches_of(training))
-    found = [(b.tokens, b.labels, b.loss_weights, b.positions, b.cu_seqlens) for b in batches]
+    batch_fields = [(b.tokens, b.labels, b.loss_weights, b.positions, b.cu_seqlens) for b in batches]
     result = training.engine.train_step(batches, 1e-3)
     rows = training.args.softmax_rows
     assert training.args.padded_vocab_size == 640
     training.engine.close()
-    return float(result.loss), float(result.grad_norm), found, rows  # type: ignore[arg-type]
+    return float(result.loss), float(result.grad_norm), batch_fields, rows  # type: ignore[arg-type]
 
 
 def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
 
 def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
     """Each document with a trained token, as TRL's collators take it: ids, and labels of the same places."""
-    found = []
+    labelled = []
     for tokens, labels, weights, *more in batches:
         for row in range(len(tokens)):
             starts = (more[0][row] == 0).nonzero().flatten().tolist() if more else [0]
@@ -127,8 +127,8 @@ def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
                     last = first + trained[-1] + 1
                     answer = torch.where(weights[row, first:last] > 0, labels[row, first:last], -100).tolist()
                     ids = [*tokens[row, first:last].tolist(), int(labels[row, last - 1])]
-                    found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *answer]})
-    return found
+                    labelled.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *answer]})
+    return labelled
 
 
 PREFERENCES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
@@ -152,8 +152,8 @@ def test_the_first_losses_are_those_of_trls_trainers(model: Path, tmp_path: Path
     assert loss == pytest.approx(trl_reference.first_loss(model, tmp_path, "sft", answers_of(batches)), rel=1e-5)
     for keys, kind, options in PREFERENCES.values():
         loss, _, batches = run_ranks(first_pairs, 1, preference_values(model, tmp_path, keys))[0]
-        theirs = trl_reference.first_loss(model, tmp_path, kind, answers_of(batches), **options)
-        assert loss == pytest.approx(theirs, rel=1e-5), kind
+        trl_loss = trl_reference.first_loss(model, tmp_path, kind, answers_of(batches), **options)
+        assert loss == pytest.approx(trl_loss, rel=1e-5), kind
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:

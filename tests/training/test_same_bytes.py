@@ -31,13 +31,13 @@ def disturbed_run(rank: int, world_size: int, values: dict[str, Any], seed: int)
 def test_two_runs_write_the_same_bytes(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     """Every file of both checkpoints, but for the manifest's name of the run and its time."""
     ranks, layout = LAYOUTS[name]
-    values, found = {**SMALL, **layout, **more, "save": str(tmp_path / "run")}, []
+    values, digests = {**SMALL, **layout, **more, "save": str(tmp_path / "run")}, []
     for n in range(2):
         run_ranks(disturbed_run, ranks, values, n)
         (tmp_path / "run").rename(tmp_path / f"run{n}")
         checkpoints = sorted((tmp_path / f"run{n}").glob("global_step*"))
         files = [p for folder in checkpoints for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"]
-        found.append({p.relative_to(tmp_path / f"run{n}"): hashlib.sha256(p.read_bytes()).digest() for p in files})
-    assert len(found[0]) >= 20 and [p for p in found[0] if found[0][p] != found[1].get(p)] == []
+        digests.append({p.relative_to(tmp_path / f"run{n}"): hashlib.sha256(p.read_bytes()).digest() for p in files})
+    assert len(digests[0]) >= 20 and [p for p in digests[0] if digests[0][p] != digests[1].get(p)] == []
     first, second = (json.loads((tmp_path / f"run{n}/global_step4/manifest.json").read_text()) for n in range(2))
     assert {key for key in first if first[key] != second[key]} <= {"run_id", "created", "checksum"}

@@ -179,10 +179,10 @@ def test_runs_take_the_schedule_they_are_told(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"lr_decay_style: decay_style linear .* of \S+/global_step3 had cosine"):
         run_ranks(_resumed, 1, changed)
     ((configured, _),) = run_ranks(_resumed, 1, {**changed, "override_lr_scheduler": True})
-    ((stored, said),) = run_ranks(_resumed, 1, {**changed, "use_checkpoint_lr_scheduler": True})
+    ((stored, output),) = run_ranks(_resumed, 1, {**changed, "use_checkpoint_lr_scheduler": True})
     assert (configured.style, stored.style) == ("linear", "cosine")
     assert dataclasses.replace(stored, style="linear") == configured
-    assert "use_checkpoint_lr_scheduler: learning rate 0.001 after 2 steps of warm-up, cosine until step 10" in said
+    assert "use_checkpoint_lr_scheduler: learning rate 0.001 after 2 steps of warm-up, cosine until step 10" in output
 
 
 def _save(rank: int, world_size: int, values: dict[str, Any]) -> None:
@@ -193,6 +193,6 @@ def _save(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
 
 def _resumed(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Schedule, str]:
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         schedule = start(NeoXArgs.from_dict(values), process_info()).schedule
-    return schedule, said.getvalue()
+    return schedule, output.getvalue()

@@ -39,8 +39,8 @@ def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> N
     configs = [values(model, **layout) for model in (NEOX, LLAMA)]
     everyone = run_ranks(curves, ranks, configs, 8, timeout=120)
     for i, model in enumerate(references):
-        found = furthest(whole([parts[i] for parts in everyone], configs[i]), references[model])
-        assert found[0] <= 1e-5 and found[1] <= 1e-5 and found[2] <= 1e-4
+        differences = furthest(whole([parts[i] for parts in everyone], configs[i]), references[model])
+        assert differences[0] <= 1e-5 and differences[1] <= 1e-5 and differences[2] <= 1e-4
 
 
 def test_resume_inside_a_phase_and_log(tmp_path: Path) -> None:

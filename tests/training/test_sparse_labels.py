@@ -48,11 +48,11 @@ def chats(folder: Path, lengths: list[int], trained: int) -> dict[str, Any]:
 
 def run(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: what a whole run prints."""
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         training = start(NeoXArgs.from_dict(values), process_info())
         train(training)
     training.engine.close()
-    return said.getvalue()
+    return output.getvalue()
 
 
 def rows_of(save: Path) -> list[dict[str, Any]]:
@@ -76,13 +76,13 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    said, rows = steps_of("alone", sparse, tmp_path_factory.mktemp("runs"))
+    output, rows = steps_of("alone", sparse, tmp_path_factory.mktemp("runs"))
     losses = [row["train/lm_loss"] for row in rows]
     untrained = [n for n, loss in enumerate(losses, 1) if math.isnan(loss)]
     assert untrained and len(untrained) < len(losses) == 6
-    assert f"step {untrained[0]}: none of its tokens is trained (labels mask all of them), left out" in said
-    assert "run finished at iteration 6" in said and "not finite" not in said
-    assert f"number of skipped iterations: {1:3d} |" in said
+    assert f"step {untrained[0]}: none of its tokens is trained (labels mask all of them), left out" in output
+    assert "run finished at iteration 6" in output and "not finite" not in output
+    assert f"number of skipped iterations: {1:3d} |" in output
     rates = [row["train/learning_rate"] for row in rows]
     assert len(set(rates)) == len(rates), "the rate goes on"
     return rows
@@ -91,19 +91,19 @@ def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> l
 @pytest.mark.parametrize("layout", with_more([name for name in LAYOUTS if name != "alone"], "dp2", "zero1"))
 def test_ranks_and_steps_without_a_trained_token(layout: str, sparse, alone, tmp_path: Path) -> None:
     """A rank without one contributes zero, a step without one changes nothing; as in one process."""
-    said, rows = steps_of(layout, sparse, tmp_path)
-    assert "run finished at iteration 6" in said
+    output, rows = steps_of(layout, sparse, tmp_path)
+    assert "run finished at iteration 6" in output
     for key in ("train/lm_loss", "train/grad_norm", "train/learning_rate"):
-        ours, theirs = ([row[key] for row in found] for found in (rows, alone))
+        ours, theirs = ([row[key] for row in run_rows] for run_rows in (rows, alone))
         assert ours == pytest.approx(theirs, rel=1e-5, nan_ok=True), key
 
 
 def test_a_step_without_a_trained_token_is_no_overflow(sparse, tmp_path: Path) -> None:
     """fp16: the loss scale stays, and the weights, which would otherwise decay."""
     nothing = chats(tmp_path, [200] * 24, 0)
-    said, rows = steps_of("alone", config(sparse, nothing, precision="fp16", fp16={"hysteresis": 1}), tmp_path)
+    output, rows = steps_of("alone", config(sparse, nothing, precision="fp16", fp16={"hysteresis": 1}), tmp_path)
     assert len({row["train/loss_scale"] for row in rows}) == 1 and len(rows) == 6
-    assert "step 4: none of its tokens is trained (labels mask all of them), left out; 4 such steps so far" in said
+    assert "step 4: none of its tokens is trained (labels mask all of them), left out; 4 such steps so far" in output
 
 
 def weights_after(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, Any]:

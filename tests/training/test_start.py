@@ -55,11 +55,11 @@ def begin(argv: list[str], env: dict[str, str], folder: Path) -> subprocess.Pope
 def test_another_configuration_file(tmp_path: Path) -> None:
     a = write(tmp_path / "a.yml")
     b = write(tmp_path / "b.yml", optimizer={"type": "Adam", "params": {"lr": 1e-4, "eps": 1e-6}})
-    told = run_ranks(in_pool, 2, [[a], [b]], [str(tmp_path)] * 2, init=False)
+    outcomes = run_ranks(in_pool, 2, [[a], [b]], [str(tmp_path)] * 2, init=False)
     line = next(n for n, text in enumerate(Path(b).read_text().splitlines(), start=1) if "lr: 0.0001" in text)
-    assert told[0] == told[1] and told[0][0] == 1
-    assert told[0][1].startswith(f"train.py: error: rank 1 (host {HOST}) and rank 0 (host {HOST}) differ in config")
-    assert f"optimizer.params.lr is 0.0001 ({b}:{line}) against 0.001 ({a}:" in told[0][1]
+    assert outcomes[0] == outcomes[1] and outcomes[0][0] == 1
+    assert outcomes[0][1].startswith(f"train.py: error: rank 1 (host {HOST}) and rank 0 (host {HOST}) differ in config")
+    assert f"optimizer.params.lr is 0.0001 ({b}:{line}) against 0.001 ({a}:" in outcomes[0][1]
 
 
 def test_a_save_that_is_not_shared_and_the_slow_transport_check(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     ranks = [begin([str(ROOT / "train.py"), *argv], {**env, "RANK": str(rank)}, tmp_path) for rank in range(2)]
     time.sleep(0.3)  # it imports
     ranks[1].kill()
-    told = ranks[0].communicate(timeout=60)[1].splitlines()[-1]
+    last_line = ranks[0].communicate(timeout=60)[1].splitlines()[-1]
     ranks[1].communicate()
     assert ranks[0].returncode == 1
-    assert told.startswith("train.py: error: rank 1 of 2 did not come to 127.0.0.1:")
-    assert f"(there: rank 0 (host {HOST})) within 1 s of the latest arrival" in told
+    assert last_line.startswith("train.py: error: rank 1 of 2 did not come to 127.0.0.1:")
+    assert f"(there: rank 0 (host {HOST})) within 1 s of the latest arrival" in last_line
 
 
 def test_torchrun_with_another_version_of_the_code_on_the_second_machine(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_torchrun_with_another_version_of_the_code_on_the_second_machine(tmp_pat
         begin(["-m", *line, "--node-rank=0", str(ROOT / "train.py"), argv], env, tmp_path),
         begin(["-m", *line, "--node-rank=1", str(tmp_path / "train.py"), argv, *more], env, tmp_path),
     ]
-    told = [node.communicate(timeout=90)[1] for node in nodes]
+    error_outputs = [node.communicate(timeout=90)[1] for node in nodes]
     assert all(node.returncode for node in nodes)
-    for text in told:
+    for text in error_outputs:
         assert f"rank 1 (host {HOST}) and rank 0 (host {HOST}) differ in configuration: num_layers is 2 (--set)" in text
         code = next(line for line in text.splitlines() if "differ in code" in line)
         assert f"{tmp_path}/megatron is not {ROOT}/megatron: " in code

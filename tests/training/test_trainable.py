@@ -82,12 +82,12 @@ def with_torch(rank: int, world_size: int, names: list[str]) -> list[Found]:
     everything that is not named is `requires_grad_(False)`; backward through all of it."""
     from megatron.training.loop import batches_of
 
-    found = []
+    torch_runs = []
     for name in names:
         model, trainable, trained = SETS[name]
         training = begin(config(ADAMW, model, train_micro_batch_size_per_gpu=8))
         stage, batches, args = training.engine.stage, batches_of(training), training.args
-        params = {f"{layer}.{own}": p for layer, own, p in stage_parameters(stage)}
+        params = {f"{layer}.{param_name}": p for layer, param_name, p in stage_parameters(stage)}
         for full, param in params.items():
             param.requires_grad_(re.match(trained, full) is not None)
         embedding = stage.layers["0"]
@@ -114,23 +114,23 @@ def with_torch(rank: int, world_size: int, names: list[str]) -> list[Found]:
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(mine, ADAMW["gradient_clipping"])))
             optimizer.step()
-        found.append(Found(losses, norms, {full: p.detach().clone() for full, p in params.items()}))
+        torch_runs.append(Found(losses, norms, {full: p.detach().clone() for full, p in params.items()}))
         training.engine.close()
-    return found
+    return torch_runs
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, Curve]:
     """Of torch."""
     made = run_ranks(with_torch, 1, list(SETS), timeout=120)[0]
-    found = {}
+    curves_by_set = {}
     for name, (curve, norms, params) in zip(SETS, made, strict=True):
         weights: dict[int, dict[str, Tensor]] = {}
         for full, value in params.items():
-            layer, _, own = full.partition(".")
-            weights.setdefault(int(layer), {})[own] = value
-        found[name] = Curve(curve, norms, weights)
-    return found
+            layer, _, param_name = full.partition(".")
+            weights.setdefault(int(layer), {})[param_name] = value
+        curves_by_set[name] = Curve(curve, norms, weights)
+    return curves_by_set
 
 
 def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dtype) -> None:
@@ -153,9 +153,9 @@ def test_trains_as_torch_and_leaves_the_rest(
     configs = [values(name, keys) for name in SETS]
     everyone = run_ranks(curves, ranks, configs, STEPS, timeout=120)
     for i, name in enumerate(SETS):
-        found = whole([parts[i] for parts in everyone], configs[i])
-        check_frozen(name, found, configs[i], torch.float32)
-        differences = furthest(found, references[name])
+        curve = whole([parts[i] for parts in everyone], configs[i])
+        check_frozen(name, curve, configs[i], torch.float32)
+        differences = furthest(curve, references[name])
         with capsys.disabled():
             print(f"\n  {layout:14s} {name:34s} " + " ".join(f"{value:.1e}" for value in differences), end=" ")
         assert max(differences[:2]) <= 1e-5 and differences[2] <= 1e-4, name
@@ -171,9 +171,9 @@ def test_in_16_bits() -> None:
         configs = [values(name, layout, precision="bfloat16") for name in BF16]
         everyone = run_ranks(curves, ranks, configs, STEPS)
         for i, name in enumerate(BF16):
-            found = whole([parts[i] for parts in everyone], configs[i])
-            check_frozen(name, found, configs[i], torch.bfloat16)
-            differences = furthest(found, reference.setdefault(name, found))
+            curve = whole([parts[i] for parts in everyone], configs[i])
+            check_frozen(name, curve, configs[i], torch.bfloat16)
+            differences = furthest(curve, reference.setdefault(name, curve))
             assert differences[0] <= 1e-3 and differences[1] <= 1e-2, (name, layout, differences)
 
 
@@ -185,18 +185,18 @@ def going_on(save: Path, layout: str, **more: Any) -> dict[str, Any]:
 
 
 def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    through = run_ranks(run_to_end, 2, going_on(there, "pp2"))
-    start = {"load": str(there), "iteration": 2}
+    first_run = tmp_path / "there"
+    through = run_ranks(run_to_end, 2, going_on(first_run, "pp2"))
+    start = {"load": str(first_run), "iteration": 2}
     run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
     again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
     assert all(bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "as if it had not been interrupted"
-    args = NeoXArgs.from_dict({**going_on(there, "plain"), "padded_vocab_size": 384})
-    cut = reshard(there / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
+    args = NeoXArgs.from_dict({**going_on(first_run, "plain"), "padded_vocab_size": 384})
+    cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
     for name in ("zero3", "one"):
-        found, known = losses(tmp_path / name), losses(there)
-        assert sorted(found) == [3] and max(abs(found[i] - known[i]) / known[i] for i in found) <= 1e-3
+        resumed, known = losses(tmp_path / name), losses(first_run)
+        assert sorted(resumed) == [3] and max(abs(resumed[i] - known[i]) / known[i] for i in resumed) <= 1e-3
     problem = r"trainable \(program\): is another .*: 3\.attention\.dense\.weight.* trained here only; .*no_load_optim"
     other = {**start, "trainable": {"last_layers": 3, "head": True}}
     with pytest.raises(AssertionError, match=problem):
@@ -234,11 +234,11 @@ def kept_bytes(**keys: Any) -> int:
     "trainable", [{"last_layers": 2}, {"last_layers": 2, "head": True, "embedding_gradient": False}]
 )
 def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, Any]) -> None:
-    found = [kept_bytes(num_layers=layers, trainable=trainable, **more) for layers in (2, 3, 8)]
-    assert found[0] == found[1] == found[2] > 0, "however many they are"
-    assert kept_bytes(num_layers=8, **more) > found[2]
+    kept = [kept_bytes(num_layers=layers, trainable=trainable, **more) for layers in (2, 3, 8)]
+    assert kept[0] == kept[1] == kept[2] > 0, "however many they are"
+    assert kept_bytes(num_layers=8, **more) > kept[2]
     with_lookup = kept_bytes(num_layers=8, trainable={"last_layers": 2, "head": True}, **more)
-    assert with_lookup > found[2], "the embedding's own gradient goes through all blocks"
+    assert with_lookup > kept[2], "the embedding's own gradient goes through all blocks"
 
 
 def test_flops_of_what_is_done() -> None:
@@ -291,7 +291,7 @@ def test_the_lowest_trained_layer() -> None:
 
 def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:
     """For the pool: weights before and after steps of which the first overflow, and which did."""
-    found = []
+    layout_steps = []
     for layout in layouts:
         scaling = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
         keys = {**small_runs.LLAMA, **small_runs.SGD, **layout, "precision": "fp16", "fp16": scaling}
@@ -305,16 +305,16 @@ def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> lis
         before, skipped = engine.weights(), []
         while skipped[-1:] != [False] and len(skipped) < 40:
             skipped.append(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped)
-        found.append((before, engine.weights(), skipped))
+        layout_steps.append((before, engine.weights(), skipped))
         engine.close()
-    return found
+    return layout_steps
 
 
 def test_frozen_parameters_stay_what_they_are_in_fp16() -> None:
     """With a loss scale that first is far too high, by the optimizers of all ZeRO stages."""
     layouts = [{"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
-    for size, own in ((1, [{}]), (2, layouts)):
-        for before, after, skipped in run_ranks(fp16_steps, size, own)[0]:
+    for size, size_layouts in ((1, [{}]), (2, layouts)):
+        for before, after, skipped in run_ranks(fp16_steps, size, size_layouts)[0]:
             assert skipped[0] and not skipped[-1], skipped
             for layer, params in after.items():
                 for name, value in params.items():

@@ -81,13 +81,13 @@ def test_pairs(tmp_path: Path, hf, analyze, explicit: bool):
         wholes.append([chat_length(hf, side) + 1 for side in sides])
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     done = analyze(tmp_path / "p.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--max-prompt-length", 30)
-    found, whole = table(done), [max(pair) for pair in wholes]
-    assert found["prompt"] == numbers(prompts) and found["whole"] == numbers(whole)
-    assert found["chosen"] == numbers([pair[0] - p for pair, p in zip(wholes, prompts, strict=True)])
-    assert found["rejected"] == numbers([pair[1] - p for pair, p in zip(wholes, prompts, strict=True)])
+    statistics, whole = table(done), [max(pair) for pair in wholes]
+    assert statistics["prompt"] == numbers(prompts) and statistics["whole"] == numbers(whole)
+    assert statistics["chosen"] == numbers([pair[0] - p for pair, p in zip(wholes, prompts, strict=True)])
+    assert statistics["rejected"] == numbers([pair[1] - p for pair, p in zip(wholes, prompts, strict=True)])
     for flag, lengths, limit in (("--max-length", whole, 100), ("--max-prompt-length", prompts, 30)):
         over = sum(length > limit for length in lengths)
-        assert 0 < over < 24 and found[flag][1] == str(over)
+        assert 0 < over < 24 and statistics[flag][1] == str(over)
     assert "suggested: --max-length 128 --max-prompt-length 128 " in done.stdout
 
 
@@ -95,13 +95,13 @@ def test_conversations_texts_and_completions(tmp_path: Path, hf, analyze):
     chat = [chat_length(hf, row["conversation"]) + 1 for row in rows("chat")]
     assert table(analyze(DATASET / "chat.jsonl", "--tokenizer", TOKENIZER))["whole"] == numbers(chat)
     texts = [row["text"] for row in rows("corpusA")]
-    found = table(analyze(DATASET / "corpusA.jsonl", "--tokenizer", DATASET / "tokenizer.json"))
-    assert found["whole"] == numbers([len(ids) for ids in hf(texts)["input_ids"]]) and "prompt" not in found
+    statistics = table(analyze(DATASET / "corpusA.jsonl", "--tokenizer", DATASET / "tokenizer.json"))
+    assert statistics["whole"] == numbers([len(ids) for ids in hf(texts)["input_ids"]]) and "prompt" not in statistics
     pairs = [{"prompt": text[:30], "completion": text[30:]} for text in texts]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    found = table(analyze(tmp_path / "c.jsonl", "--tokenizer", TOKENIZER))
-    assert found["prompt"] == numbers([len(hf(row["prompt"])["input_ids"]) for row in pairs])
-    assert found["whole"] == numbers([len(ids) + 1 for ids in hf(texts)["input_ids"]])
+    statistics = table(analyze(tmp_path / "c.jsonl", "--tokenizer", TOKENIZER))
+    assert statistics["prompt"] == numbers([len(hf(row["prompt"])["input_ids"]) for row in pairs])
+    assert statistics["whole"] == numbers([len(ids) + 1 for ids in hf(texts)["input_ids"]])
 
 
 def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):

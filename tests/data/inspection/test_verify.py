@@ -31,7 +31,7 @@ def chat(tmp_path: Path) -> Path:
 
 
 def checked(prefix: Path, vocab_size: int | None = 380) -> list[VerifiedDataset]:
-    return [found for column in find_file_groups(prefix) for found in verify(column, vocab_size)]
+    return [verified for column in find_file_groups(prefix) for verified in verify(column, vocab_size)]
 
 
 def poke(file: Path, offset: int, kind: str, value: int) -> None:
@@ -45,8 +45,8 @@ def test_golden_files_are_whole(chat: Path):
     assert (text.documents, text.tokens, text.dtype, text.ids) == (COUNT, 4099, "int32", (0, 379))
     labels = np.fromfile(DATASET / f"{LABEL}.bin", "<i4")
     assert (label.trained, label.tokens) == (int((labels != -100).sum()), 4099) and reward.tokens == COUNT
-    assert [found.documents for found in checked(DATASET / "corpusA_lazy_text_document")] == [80]
-    assert [Path(found.prefix).name for found in checked(DATASET / "instruct")] == [
+    assert [verified.documents for verified in checked(DATASET / "corpusA_lazy_text_document")] == [80]
+    assert [Path(verified.prefix).name for verified in checked(DATASET / "instruct")] == [
         "instruct_text_document", "instruct_label_document",
     ]  # fmt: skip
 
@@ -149,9 +149,9 @@ def test_a_boundary_off_by_one_beside_the_edge_of_a_chunk(chunk: int, monkeypatc
 
 def test_blocks_cover_all_sequences():
     sizes = np.array([0, 1, 1 << 22, 5, 0, (1 << 22) + 7, 3, 0], np.int32)
-    found = list(blocks(sizes))
-    assert [first for first, _ in found] == [0, *[last for _, last in found[:-1]]] and found[-1][1] == len(sizes)
-    assert all(last == first + 1 or sizes[first:last].sum() <= 1 << 22 for first, last in found)
+    ranges = list(blocks(sizes))
+    assert [first for first, _ in ranges] == [0, *[last for _, last in ranges[:-1]]] and ranges[-1][1] == len(sizes)
+    assert all(last == first + 1 or sizes[first:last].sum() <= 1 << 22 for first, last in ranges)
 
 
 def test_tool(chat: Path):

@@ -69,13 +69,13 @@ def test_order_and_samples_equal_neox_with_its_error():
 
 def test_samples_end_with_their_document():
     """GPT-NeoX adds the first token of the next one."""
-    found = {sample.tokens.tobytes(): sample for i in range(40) for sample in [build()[i].rows[0]]}
+    sample_of_tokens = {sample.tokens.tobytes(): sample for i in range(40) for sample in [build()[i].rows[0]]}
     for row, label in zip(GOLDEN["pos"], GOLDEN["pos_label"], strict=True):
         wrong = np.flatnonzero(row)[-1]
         assert row[wrong] == 60 and label[wrong] == -100
         right = row.copy()
         right[wrong] = 0
-        np.testing.assert_array_equal(found[right.tobytes()].labels, label)
+        np.testing.assert_array_equal(sample_of_tokens[right.tobytes()].labels, label)
 
 
 def test_each_pair_once_in_each_epoch_and_both_sides_together():
@@ -98,14 +98,14 @@ def test_without_labels_the_prompt_is_what_trl_takes():
     dataset, places = build(**given), {}
     chosen, rejected = (IndexedDataset(PAIRS[name]) for name in ("chosen", "rejected"))
     for i in range(24):
-        theirs = extract_prompt({"chosen": chosen[i].tolist(), "rejected": rejected[i].tolist()})
-        places[tuple(chosen[i])] = theirs
+        trl_parts = extract_prompt({"chosen": chosen[i].tolist(), "rejected": rejected[i].tolist()})
+        places[tuple(chosen[i])] = trl_parts
     for i in range(24):
         rows = dataset[i].rows
-        theirs = next(row for text, row in places.items() if tuple(rows[0].tokens[: len(text)]) == text)
+        trl_parts = next(row for text, row in places.items() if tuple(rows[0].tokens[: len(text)]) == text)
         for sample, side in zip(rows, ("chosen", "rejected"), strict=True):
-            assert sample.labels[sample.labels >= 0].tolist() == theirs[side]
-            assert (sample.labels[: len(theirs["prompt"])] == -100).all()
+            assert sample.labels[sample.labels >= 0].tolist() == trl_parts[side]
+            assert (sample.labels[: len(trl_parts["prompt"])] == -100).all()
 
 
 def test_rows_of_two_hold_the_same_pairs():

@@ -72,7 +72,7 @@ def build(args: NeoXArgs, epochs: int | None = None):
 
 def answers_of(batch) -> dict[int, tuple[list[int], list[int]]]:
     """Answer -> (tokens, trained labels), read as a model reads them: each in one piece of one row."""
-    found = {}
+    answers = {}
     for row in range(len(batch.tokens)):
         for number in batch.response_ids[row].unique().tolist():
             places = torch.where(batch.response_ids[row] == number)[0]
@@ -81,13 +81,13 @@ def answers_of(batch) -> dict[int, tuple[list[int], list[int]]]:
             if number < 0:
                 assert not weights.any(), "padding is trained"
                 continue
-            assert number not in found
-            found[number] = batch.tokens[row, places].tolist(), batch.labels[row, places][weights].tolist()
+            assert number not in answers
+            answers[number] = batch.tokens[row, places].tolist(), batch.labels[row, places][weights].tolist()
             if batch.positions is not None:
                 assert torch.equal(batch.positions[row, places], torch.arange(len(places)))
                 assert int(places[0]) in batch.cu_seqlens[row].tolist()
-    assert set(found) == set(range(len(batch.preference_labels)))
-    return found
+    assert set(answers) == set(range(len(batch.preference_labels)))
+    return answers
 
 
 def batches(args: NeoXArgs, dataset, consumed: int = 0, **rank) -> list:
@@ -111,10 +111,10 @@ def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path:
     for i, batch in enumerate(batches(args, dataset)):
         assert batch.tokens.shape == (1 if pack_impl == "best_fit" else 2, SEQ)
         assert (batch.positions is None) == (batch.cu_seqlens is None) == (pack_impl == "unpacked")
-        found = answers_of(batch)
-        assert batch.preference_labels.tolist() == [1.0] * len(found)
-        for number in range(0, len(found), 2):
-            (chosen, trained), (rejected, other) = found[number], found[number + 1]
+        answers = answers_of(batch)
+        assert batch.preference_labels.tolist() == [1.0] * len(answers)
+        for number in range(0, len(answers), 2):
+            (chosen, trained), (rejected, other) = answers[number], answers[number + 1]
             pair = next(p for p in pairs if p[1] == trained)
             # What only the last token of a full row predicts is no input
             assert chosen in (pair[0] + pair[1], (pair[0] + pair[1])[:-1])
@@ -158,18 +158,20 @@ def test_lengths_left_and_right(tmp_path: Path):
         args = configuration(tmp_path, pack_impl="unpacked", gradient_accumulation_steps=1, train_iters=3,
                              train_micro_batch_size_per_gpu=1, **paths, **changes)  # fmt: skip
         datasets = build(args)
-        found = [answers_of(batch) for batch in batches(args, datasets.train)]
-        return {answers[0][1][0]: answers for answers in found}, datasets.log_lines
+        batch_answers = [answers_of(batch) for batch in batches(args, datasets.train)]
+        return {answers[0][1][0]: answers for answers in batch_answers}, datasets.log_lines
 
-    found, notes = texts(max_prompt_length=4, max_length=10)
-    assert found[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
-    assert found[3] == {0: ([1, 2] + [3] * 8, [3] * 8), 1: ([1, 2] + [4] * 8, [4] * 8)}
+    by_label, notes = texts(max_prompt_length=4, max_length=10)
+    assert by_label[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
+    assert by_label[3] == {0: ([1, 2] + [3] * 8, [3] * 8), 1: ([1, 2] + [4] * 8, [4] * 8)}
     assert any("2 prompts lose their beginning, 4 tokens in all" in note for note in notes)
     assert any("2 answers lose their end, 34 tokens in all" in note for note in notes)
-    found, notes = texts(max_length=10, allow_chopped=False)
-    assert set(found) == {6} and any("2 pairs are left out: too long (allow_chopped: false)" in note for note in notes)
-    found, notes = texts(max_length=6)
-    assert set(found) == {3, 6} and any("1 pairs are left out: all to train is cut off (the first: number 0)" in n
+    by_label, notes = texts(max_length=10, allow_chopped=False)
+    assert set(by_label) == {6} and any(
+        "2 pairs are left out: too long (allow_chopped: false)" in note for note in notes
+    )
+    by_label, notes = texts(max_length=6)
+    assert set(by_label) == {3, 6} and any("1 pairs are left out: all to train is cut off (the first: number 0)" in n
                                         for n in notes)  # fmt: skip
 
 
@@ -259,12 +261,12 @@ def test_rotated_answers_equal_trl(tmp_path: Path):
             examples.append({"prompt_ids": tokens[:prompt], "completion_ids": tokens[prompt:], "label": True})
         for i, example in enumerate(examples):
             example["KL_completion_ids"] = examples[i - 1]["completion_ids"]
-        theirs = trl.DataCollatorForUnpairedPreference(pad_token_id=0, max_length=20)(examples)
-        width = theirs["KL_input_ids"].shape[1]
-        assert torch.equal(batch.kl_batch.tokens[:, :width], theirs["KL_input_ids"])
+        trl_batch = trl.DataCollatorForUnpairedPreference(pad_token_id=0, max_length=20)(examples)
+        width = trl_batch["KL_input_ids"].shape[1]
+        assert torch.equal(batch.kl_batch.tokens[:, :width], trl_batch["KL_input_ids"])
         assert not batch.kl_batch.tokens[:, width:].any()
         # A place predicts the next one
-        shifted = theirs["KL_completion_mask"][:, 1:]
+        shifted = trl_batch["KL_completion_mask"][:, 1:]
         assert torch.equal(batch.kl_batch.loss_weights[:, : width - 1], shifted)
         assert int(batch.kl_batch.loss_weights.sum()) == int(shifted.sum())
 
@@ -293,8 +295,8 @@ def test_a_small_set_is_validated_with_once(pack_impl: str, tmp_path: Path):
     valid = {key.replace("train", "valid"): paths for key, paths in small.items()}
     args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, **train, **valid)
     dataset = build(args).valid
-    found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
-    assert sum(int((batch.preference_labels != 0).sum()) for batch in found) == 2 * 7
+    validation_batches = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in validation_batches) == 2 * 7
 
 
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
@@ -305,8 +307,8 @@ def test_a_blend_is_validated_with_once_each_pair_by_weight(pack_impl: str, tmp_
     args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, valid_data_weights=(3, 1),
                          **train, **valid)  # fmt: skip
     dataset = build(args).valid
-    found = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
-    assert sum(int((batch.preference_labels != 0).sum()) for batch in found) == 2 * (7 + 30)
+    validation_batches = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in validation_batches) == 2 * (7 + 30)
     assert dataset.maps.dataset_index[:4].sum() == 1, "three of the first set for one of the second"
 
 
@@ -338,8 +340,8 @@ def test_first_labelled_of_many_chunks(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("count, per_prompt", [(9, 1), (40, 2), (5, 2), (4, 2)])
 def test_partners(count: int, per_prompt: int):
     documents = np.arange(count) + 10
-    found = mismatched_documents(documents, per_prompt, 3)
-    assert sorted(found) == documents.tolist() and (found // per_prompt != documents // per_prompt).all()
+    partners = mismatched_documents(documents, per_prompt, 3)
+    assert sorted(partners) == documents.tolist() and (partners // per_prompt != documents // per_prompt).all()
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_only_the_last_message(chat, capsys):
     out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
     texts, labels = rows(f"{out}_conversation_document"), rows(f"{out}_conversation_label_document")
     golden = rows(GOLDEN / "chat_onlylast_conversation_label_document")
-    for ids, row, theirs in zip(texts, labels, golden, strict=True):
-        assert np.array_equal(_as_neox_cuts(ids, row)[1], theirs)
+    for ids, row, golden_labels in zip(texts, labels, golden, strict=True):
+        assert np.array_equal(_as_neox_cuts(ids, row)[1], golden_labels)
     assert "rows without a trained token: 1" in capsys.readouterr().out  # row 11 ends in a user's message
 
 

@@ -17,8 +17,8 @@ TALK = [
 
 
 def trained(template, messages=TALK, **settings):
-    found = trained_spans(chat_tokenizer(template), messages, **settings)
-    return [found.text[start:end] for start, end in found.spans]
+    trained_text = trained_spans(chat_tokenizer(template), messages, **settings)
+    return [trained_text.text[start:end] for start, end in trained_text.spans]
 
 
 def test_spans():
@@ -141,6 +141,6 @@ def test_completion_labels_begin_where_the_first_of_a_pair_parts():
 def test_delimiter_labels():
     ids = np.array([5, 7, 8, 6, 7, 8, 9])
     assert delimiter_labels(ids, (7, 8))[0].tolist() == [-100, -100, -100, 6, 7, 8, 9]
-    labels, found = delimiter_labels(ids, (8, 7))
-    assert labels.tolist() == ids.tolist() and not found
+    labels, has_delimiter = delimiter_labels(ids, (8, 7))
+    assert labels.tolist() == ids.tolist() and not has_delimiter
     assert not delimiter_labels(ids[:1], (5, 7))[1]

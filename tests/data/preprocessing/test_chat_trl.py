@@ -90,12 +90,12 @@ def trl_kto(rows, template, micro_batch, **special):
     )
     args = SimpleNamespace(dataset_num_proc=None, max_length=None, per_device_train_batch_size=micro_batch)
     prepared = trl.KTOTrainer._prepare_dataset(trainer, datasets.Dataset.from_list(rows), hf, args, dataset_name="x")
-    found = []
+    examples = []
     for row in prepared:
         masked = [-100] * len(row["prompt_ids"])
         both = [(row["prompt_ids"] + row[s], masked + row[s]) for s in ("completion_ids", "KL_completion_ids")]
-        found.append((both[0], row["label"], both[1]))
-    return found
+        examples.append((both[0], row["label"], both[1]))
+    return examples
 
 
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
@@ -178,17 +178,17 @@ def test_judged_answers_from_jsonl(tmp_path):
     ((batch,),) = train_loader(dataset, args, data_rank=0, data_size=1)
 
     def answers(of):
-        found = []
+        token_label_pairs = []
         for number in range(4):
             places = of.response_ids[number] == number
             labels = np.where(of.loss_weights[number] > 0, of.labels[number], -100)[places]
-            found.append((of.tokens[number][places].tolist(), [-100, *labels[:-1].tolist()]))
-        return found
+            token_label_pairs.append((of.tokens[number][places].tolist(), [-100, *labels[:-1].tolist()]))
+        return token_label_pairs
 
     got = list(zip(answers(batch), batch.preference_labels.tolist(), answers(batch.kl_batch), strict=True))
     order = [next(i for i, row in enumerate(trl_kto(rows, CHATML, 4)) if row[0] == item[0]) for item in got]
-    theirs = trl_kto([rows[i] for i in order], CHATML, 4)
-    assert got == [(row[0], 1.0 if row[1] else -1.0, row[2]) for row in theirs] and sorted(order) == [0, 1, 2, 3]
+    trl_rows = trl_kto([rows[i] for i in order], CHATML, 4)
+    assert got == [(row[0], 1.0 if row[1] else -1.0, row[2]) for row in trl_rows] and sorted(order) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -245,8 +245,8 @@ def test_pairs_whose_answer_merges_with_the_prompt():
 
 def test_shared_prompt():
     for chosen, rejected in (("a b", "a c"), ("ab", "ac"), ("a  b", "a  c"), ("ab c", "ab cd"), ([1, 2], [1, 3])):
-        found = trl.extract_prompt({"chosen": chosen, "rejected": rejected})
-        assert shared_prompt(chosen, rejected) == tuple(found[key] for key in ("prompt", "chosen", "rejected"))
+        trl_parts = trl.extract_prompt({"chosen": chosen, "rejected": rejected})
+        assert shared_prompt(chosen, rejected) == tuple(trl_parts[key] for key in ("prompt", "chosen", "rejected"))
 
 
 def test_an_answer_that_ends_in_several_tokens_of_one_character():

@@ -91,8 +91,8 @@ def test_a_split_is_what_datasets_says(split: str, pushed: Path):
     assert read(pushed, split=split) == list(expected)
     # `all` of a mere folder is in the order of its names: test, train, validation
     for place in (pushed / "data", f"{pushed}/data/*.parquet"):
-        found = read(place, split=split)
-        assert found == list(expected) if split != "all" else sorted(found) == sorted(expected)
+        texts_read = read(place, split=split)
+        assert texts_read == list(expected) if split != "all" else sorted(texts_read) == sorted(expected)
 
 
 def test_several_splits_are_never_merged_by_themselves(pushed: Path, tmp_path: Path):
@@ -147,8 +147,8 @@ def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
 
 def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """dataset_infos.json lay in every dataset of the hub. Other JSON beside `data` is not read, and named."""
-    told: list[str] = []
-    monkeypatch.setattr(logging.getLogger("megatron"), "warning", told.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("megatron"), "warning", warnings.append)
     (tmp_path / "data").mkdir()
     for split, rows in SPLITS.items():
         WHOLE.select(rows).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
@@ -159,9 +159,9 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
         read(tmp_path)
     assert read(tmp_path, split="train") == texts("train")
     WHOLE.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
-    told.clear()
+    warnings.clear()
     assert read(tmp_path, split="train") == texts("train")
-    assert told == [
+    assert warnings == [
         f"{tmp_path}: more.parquet, stats.json: of no split by name, so not read, as in the datasets package; give "
         "such a file by itself"
     ]
@@ -244,10 +244,10 @@ def test_a_slice_is_a_job_of_its_own(tmp_path: Path):
     rows = [{"text": text} for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{bad\n")
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)))
-    found = preprocess(
+    result = preprocess(
         resolve([tmp_path / "a.jsonl"], "train[5:20]"), [tmp_path / "out"], job, metadata_file=tmp_path / "meta.json"
     )
-    assert found.outputs[0].documents == 15 and 0 < found.progress.total_bytes < (tmp_path / "a.jsonl").stat().st_size
+    assert result.outputs[0].documents == 15 and 0 < result.progress.total_bytes < (tmp_path / "a.jsonl").stat().st_size
     (source,) = json.loads((tmp_path / "meta.json").read_text())["inputs"]
     assert source["rows"] == [5, 20]
     with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
@@ -315,6 +315,6 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_hub_name_offline_says_so():
     words = [sys.executable, "-c", "from megatron.data.preprocessing.inputs import resolve; resolve(['some/name'])"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    said = done.stderr.strip().splitlines()[-1]
-    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in said
-    assert "Offline" in said
+    last_line = done.stderr.strip().splitlines()[-1]
+    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in last_line
+    assert "Offline" in last_line

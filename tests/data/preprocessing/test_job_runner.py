@@ -286,15 +286,15 @@ def test_the_metadata_tells_what_was_made_of_what(tmp_path: Path):
     words = ("--input", source, "--output-prefix", tmp_path / "x", "--tokenizer-type", "HFTokenizer")
     done = command(*words, "--vocab-file", TOKENIZER, "--append-eod")
     assert done.returncode == 0, done.stderr
-    said = json.loads((tmp_path / "x_metadata.json").read_text())
+    metadata = json.loads((tmp_path / "x_metadata.json").read_text())
     name = "x_text_document"
-    assert said["token_counts"] == {name: 7074} and said["document_counts"] == {name: 80}
-    assert said["total_tokens"] == 7074 and said["dtypes"] == {name: "uint16"} and said["rows_skipped"] == 0
-    assert said["tokenizer"]["sha256"] == make_tokenizer("HFTokenizer", str(TOKENIZER)).fingerprint()
+    assert metadata["token_counts"] == {name: 7074} and metadata["document_counts"] == {name: 80}
+    assert metadata["total_tokens"] == 7074 and metadata["dtypes"] == {name: "uint16"} and metadata["rows_skipped"] == 0
+    assert metadata["tokenizer"]["sha256"] == make_tokenizer("HFTokenizer", str(TOKENIZER)).fingerprint()
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    assert said["inputs"] == [{"path": str(source), "bytes": source.stat().st_size, "sha256": digest}]
-    assert said["args"]["append_eod"] is True and said["args"]["input"] == str(source)
-    assert said["timing"]["seconds"] > 0 and said["output_files"] == [
+    assert metadata["inputs"] == [{"path": str(source), "bytes": source.stat().st_size, "sha256": digest}]
+    assert metadata["args"]["append_eod"] is True and metadata["args"]["input"] == str(source)
+    assert metadata["timing"]["seconds"] > 0 and metadata["output_files"] == [
         f"{tmp_path}/{name}.{end}" for end in ("bin", "idx")
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x_metadata.json", f"{name}.bin", f"{name}.idx"]

@@ -41,10 +41,10 @@ def test_without_a_name_the_test_data_is_made(quickstart: Path):
 
 def test_nothing_is_made_again_while_it_is_whole(quickstart: Path):
     before = {path: path.stat().st_mtime_ns for path in quickstart.iterdir()}
-    said: list[str] = []
-    quickstart_data.build(quickstart, said.append)
+    log_lines: list[str] = []
+    quickstart_data.build(quickstart, log_lines.append)
     assert {path: path.stat().st_mtime_ns for path in quickstart.iterdir()} == before
-    assert "up to date" in said[0]
+    assert "up to date" in log_lines[0]
 
 
 def test_a_damaged_file_is_made_again_and_comes_out_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -65,9 +65,9 @@ def refusal(*words: str) -> str:
 
 def test_a_corpus_that_cannot_be_reached_is_one_error_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no network, wherever the test runs
-    said = refusal("-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8")
-    assert said.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be had (")
-    assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in said and "--mirror" in said and "\n" not in said
+    message = refusal("-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8")
+    assert message.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be had (")
+    assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in message and "--mirror" in message and "\n" not in message
     assert "known are" in refusal("-d", str(tmp_path), "enwik7")
     assert "-t Foo: no such kind of tokenizer; there are" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
 
@@ -129,8 +129,8 @@ def test_a_mirror(tmp_path: Path, mirror, capsys: pytest.CaptureFixture[str]):
 def test_a_mirror_that_fails_leaves_nothing(tmp_path: Path, mirror):
     address, _ = mirror
     for url, reason in ((address, "File not found"), (address + "/cut", "cut off after 10 of 1000 bytes")):
-        said = refusal("-d", str(tmp_path / "data"), "--mirror", url, "enwik8")
-        assert said.startswith(f"prepare_data.py: error: {url}/enwik8.zip cannot be had (") and reason in said
+        message = refusal("-d", str(tmp_path / "data"), "--mirror", url, "enwik8")
+        assert message.startswith(f"prepare_data.py: error: {url}/enwik8.zip cannot be had (") and reason in message
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 
@@ -147,7 +147,7 @@ def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.Capt
     words = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"]
     prepare_data.main(words)
     prepare_data.main(words)
-    said = capsys.readouterr().out.splitlines()
-    assert "1 documents" in said[-2] and "there already" in said[-1]
+    printed_lines = capsys.readouterr().out.splitlines()
+    assert "1 documents" in printed_lines[-2] and "there already" in printed_lines[-1]
     dataset = IndexedDataset(tmp_path / "enwik8" / "enwik8_text_document")
     assert dataset[0].tolist() == [*HFTokenizer(TOKENIZER).tokenize(TEXT), 0]

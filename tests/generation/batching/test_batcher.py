@@ -33,24 +33,24 @@ class Bytes(CharLevelTokenizer):
 
 
 def model_of(world_size: int = 1, **changes: Any) -> Model:
-    found = random_model({**VALUES, **changes}, world_size)
-    return Model(found.args, found.groups, Bytes(), found.stage, found.dtype)
+    loaded = random_model({**VALUES, **changes}, world_size)
+    return Model(loaded.args, loaded.groups, Bytes(), loaded.stage, loaded.dtype)
 
 
 def requests_of(count: int, seed: int = 0) -> list[Request]:
     """Of every kind, some of which begin alike."""
     draws = random.Random(seed)
     beginning = draws.choices(range(2, 64), k=40)
-    found = []
+    requests = []
     for i in range(count):
         tokens = beginning[: draws.choice([0, 16, 33, 40])] + draws.choices(range(2, 64), k=draws.randint(1, 25))
-        found.append(
+        requests.append(
             Request(
                 tokens, draws.choice(WAYS), draws.randint(1, 40), seed=i, stop=draws.choice([(), ("3", "+7")]),
                 logprobs=draws.choice([None, 0, 3]), prompt_logprobs=draws.random() < 0.2,
             )
         )  # fmt: skip
-    return found
+    return requests
 
 
 def outcome(events: list[Event]) -> tuple:
@@ -79,9 +79,9 @@ REQUESTS = requests_of(24)
 def alone() -> list[tuple]:
     """Each by itself, without a cache."""
     model = model_of(recompute=True)
-    found = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
-    assert {reason for one in found for reason in one[2]} == {"stop", "length"}
-    return found
+    outcomes = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
+    assert {reason for one in outcomes for reason in one[2]} == {"stop", "length"}
+    return outcomes
 
 
 # A cache of 9 blocks holds the longest request and little more: rows are preempted all the time.
@@ -122,8 +122,8 @@ def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple
 @pytest.mark.parametrize("name", ["one process", "tp2", "pp2", "tp2 x pp2"])
 def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
     ranks, layout = LAYOUTS[name]
-    for found in run_ranks(everywhere, ranks, layout):
-        same(found, alone)
+    for outcomes in run_ranks(everywhere, ranks, layout):
+        same(outcomes, alone)
 
 
 def test_no_mixture_leaks(alone: list[tuple]) -> None:
@@ -152,9 +152,9 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
     assert batcher.blocks.free_blocks == batcher.blocks.total
     assert (batcher.running, batcher.waiting, batcher.step()) == (0, 0, [])
     assert events.keys() == numbers.keys() and 10 < len(cancelled) < 90
-    for id, found in events.items():
-        assert [event.finish_reason for event in found[:-1]] == [None] * (len(found) - 1)
-        assert (found[-1].finish_reason == "cancelled") == (id in cancelled)
+    for id, events_of_id in events.items():
+        assert [event.finish_reason for event in events_of_id[:-1]] == [None] * (len(events_of_id) - 1)
+        assert (events_of_id[-1].finish_reason == "cancelled") == (id in cancelled)
     whole = [id for id in events if id not in cancelled]
     same([outcome(events[id]) for id in whole], [alone[numbers[id]] for id in whole])
 
@@ -182,8 +182,8 @@ def test_beginnings_are_run_once() -> None:
     events = answers(batcher, [Request([*system, i], maximum_tokens=2, stop_token_ids=()) for i in range(10)])
     assert sum(seen) < 61 + 10 * (61 - 48 + 2) + 20
     seen.clear()
-    said = [token for event in events[3] for token in event.tokens]
-    answers(batcher, [Request([*system, 3, *said, 7], maximum_tokens=1)])
+    generated = [token for event in events[3] for token in event.tokens]
+    answers(batcher, [Request([*system, 3, *generated, 7], maximum_tokens=1)])
     assert sum(seen) <= 64 - 48
 
 
@@ -214,10 +214,10 @@ def test_a_cache_that_holds_nothing_is_refused() -> None:
 
 
 def test_an_automatic_size_is_told() -> None:
-    said: list[str] = []
-    batcher = Batcher(model_of(), maximum_rows=3, log=said.append)
+    log_lines: list[str] = []
+    batcher = Batcher(model_of(), maximum_rows=3, log=log_lines.append)
     assert batcher.blocks.total == 3 * POSITIONS // BLOCK_SIZE  # memory is no bound here
-    assert said == [
+    assert log_lines == [
         f"kv_cache_gb: auto chose {3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}, for 384 tokens"
     ]
     assert Batcher(model_of(), maximum_rows=3, tokens=100).blocks.total == 9
@@ -235,9 +235,9 @@ def test_log_probabilities_of_a_prompt_alone() -> None:
 def test_a_text_ends_with_the_tokens_asked_for() -> None:
     batcher = Batcher(model_of())
     plain = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=())])[0])[0]
-    found = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, plain[4]))])[0])
-    assert (found[0], found[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
-    assert found[1] == Bytes().detokenize(found[0][:-1])
+    stopped = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, plain[4]))])[0])
+    assert (stopped[0], stopped[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
+    assert stopped[1] == Bytes().detokenize(stopped[0][:-1])
 
 
 def test_what_is_not_a_number_ends_all_and_leaks_nothing() -> None:

@@ -13,12 +13,12 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 
 def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     """One a token, and what was held back; none after a stop string."""
-    found = []
+    texts = []
     for token in tokens:
-        found.append(stream.add(token))
+        texts.append(stream.add(token))
         if stream.stopped:
             break
-    return [*found, stream.finish()]
+    return [*texts, stream.finish()]
 
 
 def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
@@ -55,11 +55,11 @@ def test_pieces_make_the_whole_text() -> None:
 )
 def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
     stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
-    found = pieces(stream, list(text.encode()))
-    assert "".join(found) == expected
+    texts = pieces(stream, list(text.encode()))
+    assert "".join(texts) == expected
     assert stream.stopped == any(string in text for string in stop if string)
-    for end in range(len(found)):  # nothing was shown that a longer text takes back
-        assert expected.startswith("".join(found[:end]))
+    for end in range(len(texts)):  # nothing was shown that a longer text takes back
+        assert expected.startswith("".join(texts[:end]))
 
 
 def test_nothing_is_held_that_begins_no_stop_string() -> None:

@@ -69,16 +69,16 @@ def logprobs_of(model: Model) -> list[Tensor]:
     requests = [Request(prompt, maximum_tokens=1, prompt_logprobs=True, logprobs=vocab) for prompt in PROMPTS]
     with chunked(CHUNK):
         firsts = [events[0] for events in answers(Batcher(model), requests)]
-    found = []
+    logprobs = []
     for event, prompt in zip(firsts, PROMPTS, strict=True):
-        said = event.prompt_logprobs
-        assert said is not None and said[0] is None and [one.token for one in said[1:] if one] == prompt[1:]
-        rows = [dict(one.top) for one in (*said[1:], *event.logprobs) if one is not None]
-        found.append(torch.tensor([[row[i] for i in range(vocab)] for row in rows]))
-        assert [row[one.token] for row, one in zip(rows, said[1:], strict=False) if one] == [
-            one.logprob for one in said[1:] if one
+        reported = event.prompt_logprobs
+        assert reported is not None and reported[0] is None and [one.token for one in reported[1:] if one] == prompt[1:]
+        rows = [dict(one.top) for one in (*reported[1:], *event.logprobs) if one is not None]
+        logprobs.append(torch.tensor([[row[i] for i in range(vocab)] for row in rows]))
+        assert [row[one.token] for row, one in zip(rows, reported[1:], strict=False) if one] == [
+            one.logprob for one in reported[1:] if one
         ]
-    return found
+    return logprobs
 
 
 def find(values: dict[str, Any], world_size: int = 1) -> Found:
@@ -95,11 +95,11 @@ def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Fo
 @pytest.fixture(scope="module")
 def recomputed() -> dict[str, Found]:
     """Without a cache, in one process."""
-    found = {name: find({**values, "recompute": True}) for name, values in UNTIED.items()}
-    lengths = [{len(tokens) for run in found[name].texts for tokens, _ in run} for name in UNTIED]
+    outputs = {name: find({**values, "recompute": True}) for name, values in UNTIED.items()}
+    lengths = [{len(tokens) for run in outputs[name].texts for tokens, _ in run} for name in UNTIED]
     assert min(map(len, lengths)) > 1 and TO_COME in set.union(*lengths), "rows must end at different times"
-    assert all(len({str(run) for run in found[name].texts}) == 2 for name in UNTIED), "sampling must matter"
-    return found
+    assert all(len({str(run) for run in outputs[name].texts}) == 2 for name in UNTIED), "sampling must matter"
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def recomputed() -> dict[str, Found]:
 )
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]
-    for found in run_ranks(find_all, ranks, layout):
-        for model, (logprobs, texts) in found.items():
+    for outputs in run_ranks(find_all, ranks, layout):
+        for model, (logprobs, texts) in outputs.items():
             assert texts == recomputed[model].texts, model
-            for own, expected in zip(logprobs, recomputed[model].logprobs, strict=True):
-                torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5, msg=model)
+            for actual, expected in zip(logprobs, recomputed[model].logprobs, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=model)
 
 
 @pytest.mark.parametrize("name", UNTIED)
@@ -132,7 +132,7 @@ def test_bf16(name: str) -> None:
 def test_what_stands_behind_a_row_is_never_attended_to() -> None:
     """Neither padding, nor what earlier texts left in the cache, nor blocks of others."""
     model = random_model(MODELS["llama"])
-    found = []
+    logprobs = []
     for dirt in (0.0, 1e3):
         batcher = Batcher(model)
         assert batcher.cache is not None
@@ -142,8 +142,8 @@ def test_what_stands_behind_a_row_is_never_attended_to() -> None:
             events = answers(
                 batcher, [Request(prompt, maximum_tokens=5, stop_token_ids=(), logprobs=0) for prompt in PROMPTS]
             )
-        found.append([[event.logprobs for event in row] for row in events])
-    assert found[0] == found[1]
+        logprobs.append([[event.logprobs for event in row] for row in events])
+    assert logprobs[0] == logprobs[1]
 
 
 def shapes(rank: int, world_size: int) -> list[tuple[int, ...]]:
@@ -181,5 +181,5 @@ def test_a_step_runs_one_token_of_unfinished_rows() -> None:
     rows = [rows for rows, _ in cached.tokens[longest + 1 :]]
     assert longest < 4 < len(rows)
     assert rows[0] > 1 and rows == sorted(rows, reverse=True) and rows[-1] < rows[0], "finished rows leave"
-    for found in (cached, whole):
-        assert found.logits == [rows for rows, _ in found.tokens], "of one token a row"
+    for counts in (cached, whole):
+        assert counts.logits == [rows for rows, _ in counts.tokens], "of one token a row"

@@ -40,18 +40,18 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     text, special, ends = CASES[name]
     hf = fast_tokenizer(text, **special)
     hf.save_pretrained(tmp_path)
-    found = find_template(args_of(tmp_path), HFTokenizer(tmp_path))
-    assert found.render(MESSAGES, False) == hf.apply_chat_template(MESSAGES, tokenize=False)
+    template = find_template(args_of(tmp_path), HFTokenizer(tmp_path))
+    assert template.render(MESSAGES, False) == hf.apply_chat_template(MESSAGES, tokenize=False)
     expected = hf.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert found.tokens(MESSAGES) == expected
-    assert sorted(found.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
+    assert template.tokens(MESSAGES) == expected
+    assert sorted(template.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
 
 
 def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}|")
     tokenizer = HFTokenizer(FOLDER)
-    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), tokenizer)
-    assert found.render(MESSAGES) == "Be brief.|" and found.source == str(tmp_path / "chat.jinja")
+    template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), tokenizer)
+    assert template.render(MESSAGES) == "Be brief.|" and template.source == str(tmp_path / "chat.jinja")
     with pytest.raises(ConfigError, match="chat_template: .*no.jinja: cannot be read"):
         find_template(args_of(FOLDER, chat_template=str(tmp_path / "no.jinja")), tokenizer)
 
@@ -67,8 +67,8 @@ def test_older_places(tmp_path: Path) -> None:
     for template in (hf.chat_template, several):
         (tmp_path / "config.json").write_text("{}")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        found = find_template(args_of(plain, load=str(tmp_path)), tokenizer)
-        assert found.text == hf.chat_template
+        chat_template = find_template(args_of(plain, load=str(tmp_path)), tokenizer)
+        assert chat_template.text == hf.chat_template
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="there is no chat template beside vocab_file or with the model"):
         find_template(args_of(plain, load=str(tmp_path)), tokenizer)
@@ -102,8 +102,8 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
         asked = RequestParser("m", tokenizer, 4096, (0,), chat).chat_completion(body.encode())
         return tokenizer.detokenize(asked.requests[0].tokens)
 
-    said = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
-    assert prompt("chat.jinja", CALLED) == said
+    rendered = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
+    assert prompt("chat.jinja", CALLED) == rendered
     with pytest.raises(APIError, match="the chat template leaves out messages of role tool"):
         prompt("deaf.jinja", CALLED)
     with pytest.raises(APIError, match="the chat template leaves out messages of role developer"):
@@ -123,14 +123,14 @@ def test_a_template_without_end_is_stopped_in_every_thread(
     monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
     (tmp_path / "chat.jinja").write_text(endless)
-    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
     with ThreadPoolExecutor(1) as pool, pytest.raises(RequestError, match=r"stopped after 0.2 s.*chat.jinja\)"):
-        pool.submit(found.tokens, MESSAGES).result() if threads else found.tokens(MESSAGES)
+        pool.submit(template.tokens, MESSAGES).result() if threads else template.tokens(MESSAGES)
 
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    found = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
     with pytest.raises(RequestError, match="the chat template refuses these messages: roles must alternate"):
-        found.tokens(MESSAGES)
-    assert found.stop_token_ids == (0,)
+        template.tokens(MESSAGES)
+    assert template.stop_token_ids == (0,)

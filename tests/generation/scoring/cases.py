@@ -25,17 +25,17 @@ def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreR
     long ones."""
     draw = random.Random(seed)
     texts = [[draw.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 5, 9, 12, positions // 2)]
-    found: list[ScoreRequest] = []
+    requests: list[ScoreRequest] = []
     for i in range(60):
         context = draw.choice(texts)
         length = min(draw.choice([1, 1, 2, 5, 9, positions]), positions + 1 - len(context))
         continuation = [draw.randrange(vocabulary) for _ in range(length)]
-        found.append((context, continuation))
+        requests.append((context, continuation))
         if i % 7 == 0:
-            found += [(context, continuation[: length // 2 + 1]), (context, continuation)]
+            requests += [(context, continuation[: length // 2 + 1]), (context, continuation)]
         if i % 11 == 0:
-            found.append((context, [*continuation[:-1], 3]))
-    return found
+            requests.append((context, [*continuation[:-1], 3]))
+    return requests
 
 
 def model_of(values: dict[str, Any], world_size: int = 1) -> Model:
@@ -56,28 +56,28 @@ def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
 
 def one_by_one(model: Model, requests: list[ScoreRequest]) -> list[ContinuationScore]:
     """Each as a text of its own, in one process."""
-    found = []
+    scores = []
     for context, continuation in requests:
         logits = logits_after(model, [*context, *continuation][:-1], len(context)).double().log_softmax(-1)
         labels = torch.tensor(continuation)
         logprobs = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-        found.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
-    return found
+        scores.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
+    return scores
 
 
 def assert_same(ours: list[ContinuationScore], theirs: list[ContinuationScore], tolerance: float = 1e-5) -> None:
     assert len(ours) == len(theirs)
-    for own, other in zip(ours, theirs, strict=True):
-        assert own.greedy == other.greedy
-        torch.testing.assert_close(torch.tensor(own.logprobs), torch.tensor(other.logprobs), rtol=0, atol=tolerance)
+    for actual, other in zip(ours, theirs, strict=True):
+        assert actual.greedy == other.greedy
+        torch.testing.assert_close(torch.tensor(actual.logprobs), torch.tensor(other.logprobs), rtol=0, atol=tolerance)
 
 
 def scored(rank: int, world_size: int, layout: dict[str, Any], names: list[str]) -> dict[str, list[ContinuationScore]]:
     """For the pool: of each model, `some_requests` in batches from memory and in small ones."""
-    found = {}
+    scores = {}
     for name in names:
         model = model_of({**UNTIED[name], **layout}, world_size)
         requests = some_requests(COLUMNS, model.positions)
-        found[name] = score(model, requests, batch_size=2)
-        assert_same(score(model, requests), found[name])
-    return found
+        scores[name] = score(model, requests, batch_size=2)
+        assert_same(score(model, requests), scores[name])
+    return scores

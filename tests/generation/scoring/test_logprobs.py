@@ -52,7 +52,7 @@ def test_against_transformers(case: str) -> None:
         labels = torch.tensor(continuation)
         logprobs = logits.double().log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
         expected.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
-    assert any(any(found.greedy) for found in expected)
+    assert any(any(reference_score.greedy) for reference_score in expected)
     for batch_size in (None, 1):
         assert_same(score(ours, requests, batch_size=batch_size), expected)
 
@@ -69,8 +69,8 @@ def whole_texts() -> dict[str, list[ContinuationScore]]:
 )
 def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
-    for found in run_ranks(scored, ranks, layout, list(UNTIED)):
-        for model, ours in found.items():
+    for scores in run_ranks(scored, ranks, layout, list(UNTIED)):
+        for model, ours in scores.items():
             assert_same(ours, whole_texts[model])
 
 
@@ -180,7 +180,7 @@ def test_too_long_requests() -> None:
     assert_same([cut], one_by_one(model, [(long[9:], [7, 8])]))
     kept, *skipped = score(model, requests, overlong="skip")
     assert_same([kept], one_by_one(model, [short]))
-    assert [found.skipped for found in skipped] == [True, True]
+    assert [skipped_score.skipped for skipped_score in skipped] == [True, True]
     assert skipped[0].logprobs == [-math.inf] * 2
 
 
@@ -205,7 +205,7 @@ def test_rolling_windows(length: int) -> None:
     """Against lm-eval's."""
     utils = pytest.importorskip("lm_eval.utils")
     tokens = list(range(100, 100 + length))
-    theirs: Sequence[Any] = list(
+    lm_eval_windows: Sequence[Any] = list(
         map(utils.make_disjoint_window, utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1))
     )
-    assert rolling_windows(tokens, 5, 8) == [(list(context), list(targets)) for context, targets in theirs]
+    assert rolling_windows(tokens, 5, 8) == [(list(context), list(targets)) for context, targets in lm_eval_windows]

@@ -58,8 +58,8 @@ def reference(model: Path) -> Any:
 
 def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
     """Log-probabilities of the tokens under transformers, read in the windows that lm-eval reads."""
-    theirs = reference(model)
-    whole, found = context + tokens, []
+    reference_model = reference(model)
+    whole, logprobs = context + tokens, []
     for i in range(len(tokens)):
         end = len(context) + i
         # All before it, or what its window leaves: windows end where POSITIONS tokens are predicted.
@@ -70,9 +70,9 @@ def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
         else:
             begin = max(0, len(whole) - 1 - POSITIONS)
         with torch.no_grad():
-            logits = theirs(torch.tensor([whole[begin:end]])).logits[0, -1]
-        found.append(float(logits.double().log_softmax(-1)[whole[end]]))
-    return found
+            logits = reference_model(torch.tensor([whole[begin:end]])).logits[0, -1]
+        logprobs.append(float(logits.double().log_softmax(-1)[whole[end]]))
+    return logprobs
 
 
 def run(ranks: int, *words: str) -> tuple[int, str, str]:
@@ -94,7 +94,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     code, out, err = run(1, *argv(model, tmp_path, "score", "-i", str(given)))
     assert code == 0, err
     assert f"6 lines of scores are in {given}.scores.jsonl" in out
-    found = rows(Path(f"{given}.scores.jsonl"))
+    scores = rows(Path(f"{given}.scores.jsonl"))
     tokenizer = HFTokenizer(TOKENIZER)
     begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
     sky, long = tokenizer.tokenize("The sky is"), tokenizer.tokenize(LONG.rstrip())
@@ -107,21 +107,21 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
         (long, tokenizer.tokenize(texts[5])[len(long) :]),
     ]
     assert len(requests[2][1]) > 2 * POSITIONS
-    for row, (context, tokens) in zip(found, requests, strict=True):
+    for row, (context, tokens) in zip(scores, requests, strict=True):
         assert row["tokens"] == tokens
         assert row["logprobs"] == pytest.approx(expected(model, context, tokens), abs=1e-4)
         assert row["sum"] == pytest.approx(sum(row["logprobs"]), abs=1e-4)
         assert row["perplexity"] == pytest.approx(math.exp(-row["sum"] / len(tokens)))
     over = len(long) + len(requests[5][1]) - 1 - POSITIONS
     message = f"the first {over} tokens of the prompt were left out: longer than the model's positions"
-    assert [row["message"] for row in found] == [None] * 5 + [message]
+    assert [row["message"] for row in scores] == [None] * 5 + [message]
     texts_run = 5 + math.ceil(len(requests[2][1]) / POSITIONS)
     assert f"eval_overlong: of {texts_run} texts, 1 lost their beginning: longer than the model's 48 positions" in out
 
     ranks, layout = LAYOUTS["tp2 x pp2"]
     more = [f"{key}={value}" for key, value in layout.items()] + ["-o", f"{tmp_path}/four.jsonl"]
     assert run(ranks, *argv(model, tmp_path, "score", *more, "-i", str(given)))[0] == 0
-    for one, four in zip(found, rows(tmp_path / "four.jsonl"), strict=True):
+    for one, four in zip(scores, rows(tmp_path / "four.jsonl"), strict=True):
         assert one["tokens"] == four["tokens"] and one["greedy"] == four["greedy"]
         assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
     # Imported as a checkpoint, its vocabulary is padded to 384 rows, which share out no probability.
@@ -130,7 +130,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
     code, _, err = run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")
     assert code == 0, err
-    for one, same in zip(found, rows(tmp_path / "imported.jsonl"), strict=True):
+    for one, same in zip(scores, rows(tmp_path / "imported.jsonl"), strict=True):
         assert same["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
     left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("."))
     assert not left, "nothing unfinished stays"
@@ -238,12 +238,12 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
     assert code == 0, err
     assert "going on after 4 of 7 documents" in out
     for name, documents in (("pos", pos), ("neg", neg)):
-        found, data = IndexedDataset(tmp_path / f"{name}_base"), IndexedDataset(tmp_path / name)
-        check_reference(found, data)  # as training does
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found.sizes, data.sizes)
-        np.testing.assert_array_equal(found.doc_idx, data.doc_idx)
-        for values, tokens in zip(found, [document for document in documents if document], strict=True):
+        logprobs, data = IndexedDataset(tmp_path / f"{name}_base"), IndexedDataset(tmp_path / name)
+        check_reference(logprobs, data)  # as training does
+        assert logprobs.dtype == np.float32
+        np.testing.assert_array_equal(logprobs.sizes, data.sizes)
+        np.testing.assert_array_equal(logprobs.doc_idx, data.doc_idx)
+        for values, tokens in zip(logprobs, [document for document in documents if document], strict=True):
             assert values[0] == 0.0
             np.testing.assert_allclose(values[1:], expected(model, tokens[:1], tokens[1:]), atol=1e-4)
     assert not list(tmp_path.glob(".*"))

@@ -56,10 +56,10 @@ def logprobs(reference: tuple[Any, Any], tokens: list[int]) -> Tensor:
 
 
 def greedy(reference: tuple[Any, Any], tokens: list[int], count: int) -> list[int]:
-    found = list(tokens)
+    sequence = list(tokens)
     for _ in range(count):
-        found.append(int(logprobs(reference, found)[-1].argmax()))
-    return found[len(tokens) :]
+        sequence.append(int(logprobs(reference, sequence)[-1].argmax()))
+    return sequence[len(tokens) :]
 
 
 def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
@@ -83,21 +83,21 @@ def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[
     )
     whole = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), whole.max(-1).values, rtol=0, atol=1e-4)
-    for found, row in zip(choice.logprobs.top_logprobs or [], whole, strict=True):
-        assert max(found.values()) == pytest.approx(float(row.max()), abs=1e-4)
-        assert len(found) <= 3 and sorted(found.values(), reverse=True) == list(found.values())
+    for top_logprobs, row in zip(choice.logprobs.top_logprobs or [], whole, strict=True):
+        assert max(top_logprobs.values()) == pytest.approx(float(row.max()), abs=1e-4)
+        assert len(top_logprobs) <= 3 and sorted(top_logprobs.values(), reverse=True) == list(top_logprobs.values())
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
     """As lm-eval asks."""
     prompt = reference[1](PROMPT)["input_ids"]
     reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
-    found = reply.choices[0].logprobs
+    echoed = reply.choices[0].logprobs
     assert reply.choices[0].text == PROMPT
-    assert found is not None and found.token_logprobs is not None and found.token_logprobs[0] is None
+    assert echoed is not None and echoed.token_logprobs is not None and echoed.token_logprobs[0] is None
     rows = logprobs(reference, prompt)[:-1]
     expected = rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(torch.tensor(found.token_logprobs[1:]), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(echoed.token_logprobs[1:]), expected, rtol=0, atol=1e-4)
     streamed = "".join(
         piece.choices[0].text
         for piece in client.completions.create(
@@ -277,8 +277,8 @@ def test_refused(server: Server) -> None:
         if isinstance(body, dict) and param != "model":
             chat = {"messages": [{"role": "user", "content": "a"}]} if path.startswith("chat") else {}
             body = {"model": NAME, **chat, **body}
-        found, reply, headers = server.post(f"/v1/{path}", body)
-        assert found == status, (body, reply)
+        actual_status, reply, headers = server.post(f"/v1/{path}", body)
+        assert actual_status == status, (body, reply)
         assert set(reply["error"]) == {"message", "type", "param", "code"}
         assert reply["error"]["param"] == (param or None), (body, reply)
         assert message in reply["error"]["message"], (body, reply)

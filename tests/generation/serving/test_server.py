@@ -47,18 +47,18 @@ def test_every_layout_writes_the_same(folder: Path) -> None:
         "tp2": (2, {"model_parallel_size": 2}),
         "dp2": (2, {}),
     }
-    found, blocks = {}, {}
+    texts, blocks = {}, {}
     for name, (world_size, changes) in layouts.items():
         with serving(folder, world_size, **changes) as server:
             blocks[name] = server.get("/health")["total_blocks"]
-            found[name] = written(server)
+            texts[name] = written(server)
             load = server.idle()
             assert load["free_blocks"] == load["total_blocks"] == blocks[name]
         assert [code for code, _, _ in server.ended] == [0] * world_size
         assert all(out == "" for _, out, _ in server.ended[1:]), "only rank 0 speaks"
-    assert len(set(found["one process"])) > 12
+    assert len(set(texts["one process"])) > 12
     for name in layouts:
-        assert found[name] == found["one process"], name
+        assert texts[name] == texts["one process"], name
     assert blocks["dp2"] == 2 * blocks["one process"], "both replicas work"
 
 
@@ -115,9 +115,9 @@ def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
 
 
 def bound_socket(**values: object) -> Any:
-    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0, **values}))
-    found.socket.close()
-    return found
+    bound = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0, **values}))
+    bound.socket.close()
+    return bound
 
 
 def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,23 +139,23 @@ def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_port_that_is_taken() -> None:
-    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
-    port = int(found.address.rpartition(":")[2])
+    first = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    port = int(first.address.rpartition(":")[2])
     other = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": port}))  # as long as nobody listens
-    found.socket.listen()
+    first.socket.listen()
     ended = []
     with other.socket, pytest.raises(OSError, match="already in use"):
         HTTPServerThread(other.socket, None, lambda: ended.append(True), header_seconds=1.0)
     assert ended == [True]
-    with found.socket, pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"):
+    with first.socket, pytest.raises(ConfigError, match=f"serve_port: {port} on 127.0.0.1: Address already in use"):
         bound_socket(serve_port=port)
 
 
 def test_connections_that_bring_no_request_are_closed() -> None:
     """Silent ones, and those whose headers trickle in; also after a request that was answered."""
-    found = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
-    http_server = HTTPServerThread(found.socket, JSONResponse({}), lambda: None, header_seconds=0.5)
-    port = int(found.address.rpartition(":")[2])
+    bound = open_server_socket(NeoXArgs.from_dict({**SHAPE, "serve_port": 0}))
+    http_server = HTTPServerThread(bound.socket, JSONResponse({}), lambda: None, header_seconds=0.5)
+    port = int(bound.address.rpartition(":")[2])
     head = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
     begun = time.monotonic()
     connections = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(3)]

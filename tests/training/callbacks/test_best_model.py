@@ -47,9 +47,9 @@ def test_it_is_the_model_of_the_best_step(layout: str, tmp_path: Path) -> None:
     losses = values(tmp_path / "run")
     best = min((value, iteration) for iteration, value in losses.items() if iteration > 0)
     assert 1 < best[1] < 4, f"neither the first nor the last: {losses}"
-    found = note(tmp_path / "run")
-    assert (found["value"], found["iteration"]) == best
-    assert (found["metric"], found["mode"]) == ("validation/lm_loss", "min")
+    best_note = note(tmp_path / "run")
+    assert (best_note["value"], best_note["iteration"]) == best
+    assert (best_note["metric"], best_note["mode"]) == ("validation/lm_loss", "min")
     saved = find_checkpoint(tmp_path / "run", best[1])
     export_hf(saved, load_checkpoint_args(saved)[0], tmp_path / "saved", check=False)
     folder = tmp_path / "run" / "best_model"

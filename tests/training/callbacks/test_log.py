@@ -155,12 +155,12 @@ def test_a_tracker_that_cannot_write_is_said_once() -> None:
     def fails(*row: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    said: list[str] = []
-    tracker = TolerantTracker(SimpleNamespace(write=fails, close=fails), said.append)
+    messages: list[str] = []
+    tracker = TolerantTracker(SimpleNamespace(write=fails, close=fails), messages.append)
     tracker.write({})
     tracker.write({})
     tracker.close()
-    assert said == ["SimpleNamespace: rows are lost (No space left on device); the run goes on"]
+    assert messages == ["SimpleNamespace: rows are lost (No space left on device); the run goes on"]
 
 
 def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:

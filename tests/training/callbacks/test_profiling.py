@@ -140,8 +140,8 @@ def test_git_hash(tmp_path: Path) -> None:
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    found = git_hash(args, package)
-    assert found and head.startswith(found) and len(found) >= 7
+    commit = git_hash(args, package)
+    assert commit and head.startswith(commit) and len(commit) >= 7
     (package / "site-packages" / "megatron").mkdir(parents=True)
     assert git_hash(args, package / "site-packages" / "megatron") is None, "another project's checkout"
     assert git_hash(args.replace(git_hash="f00"), package) == "f00"
@@ -156,9 +156,9 @@ def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
     for name, param in training.engine.stage.named_parameters():
         if "post_attention_layernorm.weight" in name:
             param.requires_grad_(False)
-    found = run_metadata(training.args, training.groups, training.engine.stage)
+    metadata = run_metadata(training.args, training.groups, training.engine.stage)
     training.engine.close()
-    return found
+    return metadata
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -111,9 +111,9 @@ def test_failure_of_the_last_save_is_told(tmp_path: Path) -> None:
 
 def test_no_room_for_a_copy(tmp_path: Path) -> None:
     """Said, and that save is waited for."""
-    seen, said = run_ranks(train_without_memory, 1, values(tmp_path, train_iters=2))[0]
+    seen, logs = run_ranks(train_without_memory, 1, values(tmp_path, train_iters=2))[0]
     assert seen == [("published 2", 2), ("save 2 took long", 2)]
-    assert "has 1.00 kB of memory free, a copy of the checkpoint takes " in said and "this one is waited for" in said
+    assert "has 1.00 kB of memory free, a copy of the checkpoint takes " in logs and "this one is waited for" in logs
     assert verify(tmp_path / "global_step2") is not None
 
 
@@ -125,8 +125,8 @@ def train_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> t
     from megatron.training.checkpoint import writer as saving
 
     saving.free_host_memory = lambda unknown: 1000
-    said = io.StringIO()
-    logging.getLogger("megatron").addHandler(logging.StreamHandler(said))
+    log_stream = io.StringIO()
+    logging.getLogger("megatron").addHandler(logging.StreamHandler(log_stream))
     warned: list[str] = []
     logging.Logger.warning = lambda self, text, *a: warned.append(text)  # type: ignore[method-assign, assignment]
     return train_slowly(rank, world_size, given), "\n".join(warned)

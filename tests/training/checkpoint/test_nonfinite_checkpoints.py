@@ -43,14 +43,14 @@ def test_nan_is_named_and_stepped_over_when_told(name: str, key: tuple[str, ...]
     run_ranks(run_to_end, 1, values)
     _spoil(save / "global_step4", name, key)
     advice = ", or set no_load_optim: true" if name.startswith("optim") else ""
-    said = rf"global_step4: {name} \({'/'.join(key)} is not finite\); load another `iteration`{advice}\n"
-    with pytest.raises(AssertionError, match=said):
+    error_pattern = rf"global_step4: {name} \({'/'.join(key)} is not finite\); load another `iteration`{advice}\n"
+    with pytest.raises(AssertionError, match=error_pattern):
         run_ranks(run_to_end, 1, {**values, "train_iters": 5})
     other = {**values, "load": str(save), "save": str(tmp_path / "other"), "train_iters": 5, "no_load_optim": True}
     if advice:
         run_ranks(run_to_end, 1, other)
     else:
-        with pytest.raises(AssertionError, match=said):
+        with pytest.raises(AssertionError, match=error_pattern):
             run_ranks(run_to_end, 1, other)
     run_ranks(run_to_end, 1, {**values, "train_iters": 5, "load_fallback": True})
     rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]

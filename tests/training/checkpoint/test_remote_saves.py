@@ -48,8 +48,8 @@ class Bucket:
         self.client.create_bucket(Bucket=self.name)
 
     def keys(self) -> list[str]:
-        found = self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
-        return [entry["Key"].removeprefix("a/run/") for entry in found]
+        entries = self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
+        return [entry["Key"].removeprefix("a/run/") for entry in entries]
 
     def tags(self) -> set[str]:
         return {key.split("/")[0] for key in self.keys() if "/" in key}
@@ -212,12 +212,12 @@ def test_tools(
 
 
 def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, told in (
+    for place, message in (
         ("s3x://bucket/run", "fsspec knows no s3x://; did you mean s3://"),
         ("s3://", "names no bucket; write s3://BUCKET/FOLDER"),
         ("hf://a/b", "hf:// is a model on the Hub"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             NeoXArgs.from_dict(values(place, Path("x")))
     with pytest.raises(CheckpointError, match="there is no bucket elsewhere"):
         ObjectStore("s3://elsewhere/run").check_writable()

@@ -85,16 +85,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_goes_on(
     before: str, after: str, model: str, precision: str, saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = saved(before, model, precision)
-    given = values(tmp_path / "on", after, model, precision, load=str(there), iteration=SAVED)
+    source = saved(before, model, precision)
+    given = values(tmp_path / "on", after, model, precision, load=str(source), iteration=SAVED)
     run_ranks(run_to_end, LAYOUTS[after][0], given, timeout=120)
-    through, on = losses(there), losses(tmp_path / "on")
+    through, on = losses(source), losses(tmp_path / "on")
     assert sorted(on) == list(range(SAVED + 1, STEPS + 1)), "it went on from the checkpoint"
     worst = max(abs(on[step] - through[step]) / through[step] for step in on)
     with capsys.disabled():
         print(f"\n  {before:16s} -> {after:16s} {model:12s} {precision:9s} loss {worst:.1e}", end=" ")
     assert worst <= TOLERANCE[precision]
-    fresh = values(tmp_path / "fresh", after, model, precision, load=str(there), iteration=SAVED, no_load_optim=True)
+    fresh = values(tmp_path / "fresh", after, model, precision, load=str(source), iteration=SAVED, no_load_optim=True)
     if precision == "fp32" and after in ("dp4", "one process", "pp4"):
         run_ranks(run_to_end, LAYOUTS[after][0], fresh, timeout=120)
         without = losses(tmp_path / "fresh")
@@ -103,16 +103,16 @@ def test_goes_on(
 
 def test_files_are_the_same_from_any_zero_stage(tmp_path: Path) -> None:
     """After the first step: same gradients, so the same moments whoever kept them."""
-    found = []
+    states_by_stage = []
     for stage in (0, 1, 2, 3):
         save = tmp_path / str(stage)
         given = values(save, "dp4", "neox", "fp32", **zero(stage), train_micro_batch_size_per_gpu=4)
         run_ranks(stop_after, 2, {**given, "checkpoint_factor": 1}, 1)
         files = OptimizerFiles(save / "global_step1").files
-        found.append({key: load_tensors(path) for key, path in sorted(files.items())})
-    for other in found[1:]:
-        assert other.keys() == found[0].keys()
-        for key, states in found[0].items():
+        states_by_stage.append({key: load_tensors(path) for key, path in sorted(files.items())})
+    for other in states_by_stage[1:]:
+        assert other.keys() == states_by_stage[0].keys()
+        for key, states in states_by_stage[0].items():
             assert states.keys() == other[key].keys()
             for name, state in states.items():
                 assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["step"] == 1.0
@@ -124,10 +124,10 @@ def test_files_are_the_same_from_any_zero_stage(tmp_path: Path) -> None:
 def test_there_and_back_is_bit_equal(saved: Any, tmp_path: Path) -> None:
     """Loaded at ZeRO 3 and saved again at once, the state is the one that a same-layout resume would have
     had."""
-    there = saved("dp4 zero1", "neox", "fp32")
-    again = values(tmp_path / "z3", "dp4 zero3", "neox", "fp32", load=str(there), iteration=SAVED)
+    source = saved("dp4 zero1", "neox", "fp32")
+    again = values(tmp_path / "z3", "dp4 zero3", "neox", "fp32", load=str(source), iteration=SAVED)
     run_ranks(save_at_once, 4, again)
-    for key, path in OptimizerFiles(there / f"global_step{SAVED}").files.items():
+    for key, path in OptimizerFiles(source / f"global_step{SAVED}").files.items():
         ours = load_tensors(OptimizerFiles(tmp_path / "z3" / f"global_step{SAVED}").files[key])
         theirs = load_tensors(path)
         assert ours.keys() == theirs.keys()

@@ -17,9 +17,9 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha
 def losses(save: Path) -> dict[int, float]:
     """train/lm_loss by iteration; each step stands once."""
     rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
-    found = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
-    assert len(found) == len(dict(found))
-    return dict(found)
+    step_losses = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
+    assert len(step_losses) == len(dict(step_losses))
+    return dict(step_losses)
 
 
 RESUMED = [

@@ -82,9 +82,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 def test_the_key_that_changed_comes_first(
     keys: dict[str, Any], change: dict[str, Any], named: str, was: str, tmp_path: Path
 ) -> None:
-    there, here = Run(tmp_path / "there", **keys), Run(tmp_path / "here", **{**keys, **change})
-    manifest = there.manifest()
-    check_same_run(there.args, PATH, manifest, True, there.record(manifest), there.tokenizer)
+    saved_run, here = Run(tmp_path / "there", **keys), Run(tmp_path / "here", **{**keys, **change})
+    manifest = saved_run.manifest()
+    check_same_run(saved_run.args, PATH, manifest, True, saved_run.record(manifest), saved_run.tokenizer)
     place = f"a.yml:{here.line[named]}" if named in here.line else "default"
     with pytest.raises(CheckpointError) as caught:
         check_same_run(here.args, PATH, manifest, True, here.record(manifest), here.tokenizer)
@@ -95,8 +95,8 @@ def test_the_key_that_changed_comes_first(
 
 
 def test_how_long_a_run_is_is_none_of_them(tmp_path: Path) -> None:
-    there = Run(tmp_path / "there")
-    manifest = there.manifest()
+    saved_run = Run(tmp_path / "there")
+    manifest = saved_run.manifest()
     for change in ({"train_iters": 400, "lr_decay_iters": 400}, {"train_iters": 5}, {"eval_interval": 3}):
         here = Run(tmp_path / "here", **change)
         check_same_run(here.args, PATH, manifest, True, here.record(manifest), here.tokenizer)
@@ -104,8 +104,8 @@ def test_how_long_a_run_is_is_none_of_them(tmp_path: Path) -> None:
 
 def test_the_order_itself_is_looked_at(tmp_path: Path) -> None:
     """Where no key tells of it: samples that were drawn are not the first ones here."""
-    there = Run(tmp_path / "there")
-    manifest, longer = there.manifest(), Run(tmp_path / "here", train_iters=400)
+    saved_run = Run(tmp_path / "there")
+    manifest, longer = saved_run.manifest(), Run(tmp_path / "here", train_iters=400)
     with pytest.raises(CheckpointError, match="global_step5: the 40 samples that its run has drawn are not the first"):
         check_same_run(longer.args, PATH, manifest, True, longer.record(), longer.tokenizer)  # laid out as a new run
     longer = Run(tmp_path / "here", train_iters=400, allow_changed_data=True)
@@ -113,18 +113,18 @@ def test_the_order_itself_is_looked_at(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:
-    there = Run(tmp_path / "there")
-    manifest = replace(there.manifest(), tokenizer="0" * 64)
+    saved_run = Run(tmp_path / "there")
+    manifest = replace(saved_run.manifest(), tokenizer="0" * 64)
     with pytest.raises(CheckpointError, match=r"^vocab_file: \S+ \(\S+a.yml:\d+\), but .* had another content"):
-        check_same_run(there.args, PATH, manifest, True, there.record(manifest), there.tokenizer)
+        check_same_run(saved_run.args, PATH, manifest, True, saved_run.record(manifest), saved_run.tokenizer)
 
 
 def test_passes_and_iterations_are_told_apart(tmp_path: Path) -> None:
-    there = Run(tmp_path / "there")
-    manifest, record = there.manifest(), there.record()
-    record = {**record, "order": order_keys(there.args, 2)}
+    saved_run = Run(tmp_path / "there")
+    manifest, record = saved_run.manifest(), saved_run.record()
+    record = {**record, "order": order_keys(saved_run.args, 2)}
     with pytest.raises(CheckpointError, match="^train_epochs: passes over the data .* had iterations"):
-        check_same_run(there.args, PATH, manifest, True, record, there.tokenizer)
+        check_same_run(saved_run.args, PATH, manifest, True, record, saved_run.tokenizer)
     manifest = replace(manifest, data=record)
     with pytest.raises(CheckpointError, match=r"^train_iters: iterations \(\S+a.yml:\d+\), but .* had passes over"):
-        check_same_run(there.args, PATH, manifest, True, there.record(), there.tokenizer)
+        check_same_run(saved_run.args, PATH, manifest, True, saved_run.record(), saved_run.tokenizer)

@@ -67,9 +67,9 @@ def test_a_run_that_ended_before_its_first_latest_goes_on(trained: Path, tmp_pat
 def test_optimizer_files_do_not_tell_of_zero(ranks: int, tmp_path: Path) -> None:
     given = values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=4)
     run(given, ranks)
-    found = sorted((tmp_path / "run" / "global_step4").glob("*optim*"))
-    assert [p.name for p in found] == [f"optim_layer_{i:02d}-model_00.pt" for i in (0, 2, 3, 5)]
-    state = load_tensors(found[1])["mlp.linear1.weight"]
+    optimizer_files = sorted((tmp_path / "run" / "global_step4").glob("*optim*"))
+    assert [p.name for p in optimizer_files] == [f"optim_layer_{i:02d}-model_00.pt" for i in (0, 2, 3, 5)]
+    state = load_tensors(optimizer_files[1])["mlp.linear1.weight"]
     assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(
         ("master", "exp_avg", "exp_avg_sq", "step"), torch.float32
     )
@@ -259,20 +259,20 @@ def test_a_checkpoint_moved_to_an_archive_stays_a_link(tmp_path: Path) -> None:
     link = tmp_path / "run" / "global_step2"
     shutil.move(link, tmp_path / "archive")
     link.symlink_to(tmp_path / "archive" / "global_step2")
-    said = run_ranks(warnings_of, 1, values(tmp_path, **{**more, "train_iters": 8}))[0]
+    lines = run_ranks(warnings_of, 1, values(tmp_path, **{**more, "train_iters": 8}))[0]
     assert steps(tmp_path / "run") == ["global_step2", "global_step8"] and link.is_symlink()
     assert verify(tmp_path / "archive" / "global_step2") is not None
-    assert said == [f"{link}: is a link, and stays: keep_last_n_checkpoints deletes what is in {link.parent} itself"]
+    assert lines == [f"{link}: is a link, and stays: keep_last_n_checkpoints deletes what is in {link.parent} itself"]
 
 
 def warnings_of(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
     """For the pool: what a run warns of."""
     import logging
 
-    said: list[str] = []
-    logging.Logger.warning = lambda self, text, *a: said.append(text)  # type: ignore[method-assign, assignment]
+    warnings: list[str] = []
+    logging.Logger.warning = lambda self, text, *a: warnings.append(text)  # type: ignore[method-assign, assignment]
     run_to_end(rank, world_size, given)
-    return said
+    return warnings
 
 
 def test_changed_keys_are_listed(trained: Path, tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ def test_two_ranks_are_one_process() -> None:
 
 def test_logs_of_deepspeed() -> None:
     """dump_state prints DeepSpeed's configuration, comms_logger a table of its collectives at the end."""
-    [told] = run_ranks(_one_step, 1, config(LLAMA, SGD, train_micro_batch_size_per_gpu=8))
-    assert "gradient_predivide_factor" not in told and "all_reduce" not in told
+    [default_log] = run_ranks(_one_step, 1, config(LLAMA, SGD, train_micro_batch_size_per_gpu=8))
+    assert "gradient_predivide_factor" not in default_log and "all_reduce" not in default_log
     asked = {"dump_state": True, "comms_logger": {"enabled": True, "prof_all": True}}
     logs = run_ranks(_one_step, 2, config(LLAMA, SGD, asked, train_micro_batch_size_per_gpu=4))
     assert "gradient_predivide_factor" in logs[0] and "all_reduce" in logs[0] and "Comm. Op" in logs[0]

@@ -92,9 +92,9 @@ def test_same_numbers(env: dict[str, str]) -> None:
     and then."""
     values = [*CASES.values(), *map(without, CASES.values())]
     parts = run_ranks(known_curves, 2, values, env=env, timeout=240)
-    found = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
+    case_curves = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
     for i, name in enumerate(CASES):
-        loss, norm, weights = furthest(found[i], found[i + len(CASES)])
+        loss, norm, weights = furthest(case_curves[i], case_curves[i + len(CASES)])
         limit = 3e-4 if values[i]["precision"] != "fp32" else 1e-6
         assert max(loss, norm, weights) < limit, name
 
@@ -105,7 +105,7 @@ def stop_and_go_on(
     """For the pool: (before, after) -> losses of steps 4 to 6 and weights, of `before` going on through its
     save at step 3 and of `after` resumed from there."""
     ask_the_cpu_once()
-    found = []
+    results = []
     for i, (before, after) in enumerate(pairs):
         save = f"{folder}/{i}"
         parts = []
@@ -122,8 +122,8 @@ def stop_and_go_on(
                     training.checkpointer.wait()
             parts.append(Part(seen[-3:], [], 0, training.engine.weights(master=True)))
             training.engine.close()
-        found.append((parts[0], parts[1]))
-    return found
+        results.append((parts[0], parts[1]))
+    return results
 
 
 @pytest.mark.more
@@ -159,8 +159,8 @@ def test_torch_state_becomes_the_compiled_adams() -> None:
     param.grad = torch.ones(3)
     saved.step()
     now = torch.optim.AdamW([param], lr=0.1, weight_decay=0.25)
-    found = fitting_state(saved.state_dict(), now)
-    assert found["param_groups"][0]["weight_decay"] == 0.25 and found["param_groups"][0]["params"] == [0]
+    fitted = fitting_state(saved.state_dict(), now)
+    assert fitted["param_groups"][0]["weight_decay"] == 0.25 and fitted["param_groups"][0]["params"] == [0]
     now.ds_opt_adam = object()  # type: ignore[attr-defined] # its mark
     assert isinstance(fitting_state(saved.state_dict(), now)["state"][0]["step"], int)
 

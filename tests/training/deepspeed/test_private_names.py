@@ -103,12 +103,12 @@ def errors(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_
     before = [read(p) for p in params]
     dtype = torch.bfloat16 if bf16 else torch.float32
     data_rank = rank if pipe == 1 else engine.grid.get_data_parallel_rank()
-    own = [(x.to(dtype), y) for x, y in data[data_rank]]
+    local_batches = [(x.to(dtype), y) for x, y in data[data_rank]]
     if pipe > 1:
-        engine.train_batch(iter(own))
+        engine.train_batch(iter(local_batches))
         expected = [list(reference.parameters())[engine.stage_id]]
     else:
-        for x, y in own:
+        for x, y in local_batches:
             engine.backward(loss_fn(engine(x), y))
             engine.step()
         expected = list(reference.parameters())
@@ -122,5 +122,5 @@ def errors(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_
     [(2, 2, 0, False), (2, 2, 1, False), (4, 2, 1, True), (2, 1, 1, True), (2, 1, 2, True), (2, 1, 3, False)],
 )
 def test_gradients_of_the_installed_version(ranks: int, pipe: int, stage: int, bf16: bool, micro_batches: int) -> None:
-    worst = max(max(found) for found in run_ranks(errors, ranks, pipe, stage, bf16, micro_batches))
+    worst = max(max(rank_errors) for rank_errors in run_ranks(errors, ranks, pipe, stage, bf16, micro_batches))
     assert worst < (2e-2 if bf16 else 1e-5)

@@ -72,7 +72,7 @@ def test_two_ranks() -> None:
 
 def test_auto_is_off_everywhere_when_one_rank_has_none() -> None:
     everyone = run_ranks(build, 2, "auto", 1)
-    assert all(found is None for _, found in everyone)
+    assert all(metrics is None for _, metrics in everyone)
     assert everyone[0][0] == ["log_device_metrics: auto: off, rank 1: NVML: Not Found"]
 
 
@@ -104,6 +104,6 @@ def test_real_gpu() -> None:
     probe = build_device_metrics(args, groups, logging.getLogger("test"))
     assert probe is not None
     names, values = probe.values()
-    found = dict(zip(names, values.tolist(), strict=True))
-    assert found["device/memory_gib_mean"] > held.nbytes / 2**30
-    assert 0 <= found["device/utilization_max"] <= 100 and found["device/power_watts_min"] > 0
+    metrics = dict(zip(names, values.tolist(), strict=True))
+    assert metrics["device/memory_gib_mean"] > held.nbytes / 2**30
+    assert 0 <= metrics["device/utilization_max"] <= 100 and metrics["device/power_watts_min"] > 0

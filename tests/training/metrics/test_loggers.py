@@ -67,13 +67,13 @@ def test_comet_is_told_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         "start",
         *(f"start().{n}" for n in ("log_parameters", "log_others", "log_metrics", "end")),
     ]
-    told = {path: (args, kwargs) for path, args, kwargs in calls}
-    assert told["ExperimentConfig"][1].items() >= {"name": "n", "tags": ["a", "b"]}.items()
+    calls_by_path = {path: (args, kwargs) for path, args, kwargs in calls}
+    assert calls_by_path["ExperimentConfig"][1].items() >= {"name": "n", "tags": ["a", "b"]}.items()
     expected = {"workspace": "w", "project": "p", "experiment_key": RUN, "mode": "get_or_create", "online": True}
-    assert told["start"][1].items() >= expected.items()
-    assert told["start().log_parameters"][0][0].items() >= {**FACTS, "hidden_size": 32}.items()
-    assert told["start().log_others"][0] == ({"cluster": "x"},)
-    assert told["start().log_metrics"] == ((METRICS,), {"step": 3})
+    assert calls_by_path["start"][1].items() >= expected.items()
+    assert calls_by_path["start().log_parameters"][0][0].items() >= {**FACTS, "hidden_size": 32}.items()
+    assert calls_by_path["start().log_others"][0] == ({"cluster": "x"},)
+    assert calls_by_path["start().log_metrics"] == ((METRICS,), {"step": 3})
 
 
 def test_wandb_is_told_once_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,15 +144,15 @@ def test_comet_offline_for_real(tmp_path: Path) -> None:
     keys = {"use_comet": True, "comet_mode": "offline", "comet_project": "p", "comet_tags": ["a"]}
     run_ranks(started_twice, 1, keys | {"log_dir": str(tmp_path)}, env={"COMET_LOGGING_CONSOLE": "ERROR"})
     archives = sorted(tmp_path.glob(f"{RUN}*.zip"), key=lambda path: path.stat().st_mtime_ns)
-    told = []
+    metrics_by_archive = []
     for archive in archives:
         with zipfile.ZipFile(archive) as content:
             lines = content.read("messages.json").decode().splitlines()
         metrics = [payload["metric"] for line in lines if (payload := json.loads(line)["payload"]).get("metric")]
-        told.append({(metric["metricName"], metric["step"]): metric["metricValue"] for metric in metrics})
-    assert len(told) == 2, "an archive a start"
-    for step, found in enumerate(told, 1):
-        assert {name: found.get((name, step)) for name in METRICS} == METRICS
+        metrics_by_archive.append({(metric["metricName"], metric["step"]): metric["metricValue"] for metric in metrics})
+    assert len(metrics_by_archive) == 2, "an archive a start"
+    for step, logged in enumerate(metrics_by_archive, 1):
+        assert {name: logged.get((name, step)) for name in METRICS} == METRICS
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")

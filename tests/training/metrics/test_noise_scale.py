@@ -28,8 +28,8 @@ def measured(rank: int, world_size: int, n_batches: int, offload: bool, poison: 
         gradient = MEAN + SIGMA / math.sqrt(BATCH) * torch.randn(SIZE, generator=generator)
         if poison and step == 500:
             gradient[3] = math.inf
-        own = gradient.chunk(world_size)[rank].view(-1, 20)
-        scale.add([((0, "weight"), own[:4]), ((2, "weight"), own[4:])])
+        local_gradient = gradient.chunk(world_size)[rank].view(-1, 20)
+        scale.add([((0, "weight"), local_gradient[:4]), ((2, "weight"), local_gradient[4:])])
         if step < n_batches - 1:
             assert scale.value() is None
     value = scale.value()

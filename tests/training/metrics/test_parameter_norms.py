@@ -46,12 +46,12 @@ def norms_of(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, str], list[dict[str, float]]]:
-    found = {}
+    rows_by_case = {}
     for untied in (True, False):
         for precision in ("fp32", "bfloat16") if untied else ("fp32",):
             folder, layout = tmp_path_factory.mktemp("one"), {"no_weight_tying": untied, "precision": precision}
-            found[untied, precision] = rows_of(folder, layout, 1)
-    return found
+            rows_by_case[untied, precision] = rows_of(folder, layout, 1)
+    return rows_by_case
 
 
 @pytest.mark.parametrize("name", with_more(CELLS, "dp2", "tp2", "pp2", "zero1", "zero2", "zero3", "dp2 x pp2"))
@@ -133,16 +133,16 @@ def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, flo
         )
         loss = loss + (losses * batch.loss_weights.t().flatten()).sum() / weight
     loss.backward()
-    found = {}
+    norms = {}
     for full_name, param in stage.named_parameters():
         name = full_name.removeprefix("layers.")
         assert param.grad is not None
-        found[f"gradient_norms/{name}"] = float(param.grad.norm())
-        found[f"pct_grad_zeros/{name}"] = 100.0 * float((param.grad == 0).double().mean())
+        norms[f"gradient_norms/{name}"] = float(param.grad.norm())
+        norms[f"pct_grad_zeros/{name}"] = 100.0 * float((param.grad == 0).double().mean())
         # AdamW's first step from nothing: exp_avg is (1 - beta1) of the clipped gradient.
-        found[f"optimizer_state_norms/{name}_exp_avg"] = 0.1 * float(param.grad.norm())
+        norms[f"optimizer_state_norms/{name}_exp_avg"] = 0.1 * float(param.grad.norm())
     training.engine.close()
-    return found
+    return norms
 
 
 def test_against_torch(tmp_path: Path) -> None:

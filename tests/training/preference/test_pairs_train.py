@@ -58,8 +58,8 @@ def test_a_run_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None
     went_on = run_ranks(run_to_end, ranks, stopped)
     assert losses(resumed) == losses(through)
     assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
-    found = losses(through)
-    assert found[12] < 0.7 * found[1]
+    step_losses = losses(through)
+    assert step_losses[12] < 0.7 * step_losses[1]
     lines = (through / "logs" / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "train/lm_loss" in row]
     assert {f"train/{metric}" for metric in LOGGED} <= set(rows[0])

@@ -51,37 +51,37 @@ class Run(NamedTuple):
 
 def pair_batches(packed: bool) -> list[Batch]:
     """Four micro-batches of a pair each; the third's reference is far off."""
-    found = []
+    batches = []
     documents = documents_of(PAIRS)
     for i in range(4):
         rows, length = ([[0, 1]], 28) if packed else ([[0], [1]], 16)
         batch = in_rows(documents[2 * i : 2 * i + 2], rows, length, [1.0, 1.0])
-        found.append(replace(batch, reference_logprobs=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
-    return found
+        batches.append(replace(batch, reference_logprobs=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
+    return batches
 
 
 def kto_batches(packed: bool) -> list[Batch]:
-    found = []
+    batches = []
     for i in range(4):
         prompt, answer, good = ANSWERS[i]
         batch = in_rows([(prompt, answer)], [[0]], 20, [1.0 if good else -1.0])
         others = in_rows(MISMATCHED[i : i + 2], [[1, 0]] if packed else [[0], [1]], 32, [1.0, float(i != 2)])
         others = replace(others, reference_logprobs=torch.tensor([-60.0, -80.0]))
-        found.append(replace(batch, reference_logprobs=torch.tensor([-25.0 - 5 * i]), kl_batch=others))
-    return found
+        batches.append(replace(batch, reference_logprobs=torch.tensor([-25.0 - 5 * i]), kl_batch=others))
+    return batches
 
 
 def from_policy(engine: Engine) -> Any:
     def fill(batches: list[Batch]) -> list[Batch]:
-        found = [replace(b, reference_logprobs=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
-        return [b if b.kl_batch is None else replace(b, kl_batch=fill([b.kl_batch])[0]) for b in found]
+        filled = [replace(b, reference_logprobs=sums) for b, sums in zip(batches, engine.scores(batches), strict=True)]
+        return [b if b.kl_batch is None else replace(b, kl_batch=fill([b.kl_batch])[0]) for b in filled]
 
     return fill
 
 
 def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, packed: bool) -> list[Run]:
     """For the pool."""
-    found = []
+    runs = []
     for layout in layouts:
         data = world_size // (layout.get("model_parallel_size", 1) * layout.get("pipe_parallel_size", 1))
         keys = {**LLAMA, **SGD, **layout, "gradient_accumulation_steps": 4 // data, "seq_length": 32}
@@ -97,9 +97,9 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, pa
             evaluated = evaluate_objective(engine, [], 0, None)  # type: ignore[arg-type]
         result = engine.train_step(batches, LR)
         step = Step(result.loss.detach(), [], groups.rank("tensor"), engine.weights())
-        found.append(Run(start, step, {key: float(value) for key, value in result.metrics.items()}, *evaluated))
+        runs.append(Run(start, step, {key: float(value) for key, value in result.metrics.items()}, *evaluated))
         engine.close()
-    return found
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +127,13 @@ def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]
         ranks = run_ranks(run, size, layouts, name, LOOK[look], timeout=60)
         for i in range(len(layouts)):
             runs = [rank[i] for rank in ranks]
-            for own in runs:
-                torch.testing.assert_close(own.step.loss, expected.step.loss, rtol=1e-5, atol=1e-6)
-                assert own.validation == pytest.approx(float(expected.step.loss), rel=1e-5)
-                assert own.validation_metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
-                assert own.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
-                assert own.at_start == pytest.approx(expected.at_start, abs=1e-6)
-            for key, value in whole_weights(args, [own.step for own in runs]).items():
+            for rank_run in runs:
+                torch.testing.assert_close(rank_run.step.loss, expected.step.loss, rtol=1e-5, atol=1e-6)
+                assert rank_run.validation == pytest.approx(float(expected.step.loss), rel=1e-5)
+                assert rank_run.validation_metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+                assert rank_run.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+                assert rank_run.at_start == pytest.approx(expected.at_start, abs=1e-6)
+            for key, value in whole_weights(args, [rank_run.step for rank_run in runs]).items():
                 torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=2e-5, msg=str(key))
 
 
@@ -175,12 +175,12 @@ def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
             param.copy_((param / 4 if param.dim() > 1 else param).bfloat16())
         reference.to(dtype), policy.to(dtype)
         if sums == torch.bfloat16:
-            found = []
+            document_logprobs = []
             for stage in (policy, reference):
                 logprobs = stage(None, batch).log_softmax(-1).transpose(0, 1)
-                own = logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-                found.append((own * batch.loss_weights).sum(1))
-            above = (found[0] - found[1]).float()
+                label_logprobs = logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+                document_logprobs.append((label_logprobs * batch.loss_weights).sum(1))
+            above = (document_logprobs[0] - document_logprobs[1]).float()
             return -torch.nn.functional.logsigmoid(0.1 * (above[0::2] - above[1::2])).mean()
         batch = replace(batch, reference_logprobs=scores(lambda b: reference(None, b), [batch])[0])
         return step_loss(dpo({"sigmoid": 1.0}, PairSettings(0.1)), lambda b: policy(None, b), [batch])[0]

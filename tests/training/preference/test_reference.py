@@ -67,32 +67,32 @@ def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: A
 
 def begin(values: dict[str, Any]) -> tuple[Training, str]:
     """A run up to its first step, and what it says of its reference."""
-    said = io.StringIO()
-    with redirect_stdout(said):
+    output = io.StringIO()
+    with redirect_stdout(output):
         training = start(NeoXArgs.from_dict(values), process_info())
     logging.getLogger("megatron").handlers = []
-    return training, "\n".join(re.findall(r"reference: .*", said.getvalue()))
+    return training, "\n".join(re.findall(r"reference: .*", output.getvalue()))
 
 
 def first_losses(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
     """For the pool."""
-    found = []
+    step_losses = []
     for values in runs:
         training, _ = begin(values)
-        found.append(float(training.engine.train_step(next(batches_of(training)), 0.0).loss))
+        step_losses.append(float(training.engine.train_step(next(batches_of(training)), 0.0).loss))
         training.engine.close()
-    return found
+    return step_losses
 
 
 def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
     """For the pool."""
-    found = []
+    reference_logs = []
     for values in runs:
-        training, said = begin(values)
+        training, reference_log = begin(values)
         next(batches_of(training))
         training.engine.close()
-        found.append(said)
-    return found
+        reference_logs.append(reference_log)
+    return reference_logs
 
 
 def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
@@ -104,23 +104,23 @@ def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
     looks = single + [look for look in looks if look[0] > 1]
     looks += [(*LAYOUTS[name], PACKED, 2e-5) for name in ("plain", "zero3")]  # rows are packed otherwise there
     for size in (1, 2, 4):
-        own = [look for look in looks if look[0] == size]
+        size_looks = [look for look in looks if look[0] == size]
         runs = [
             preferences(tmp_path, layout, more, reference_cache_dir=str(tmp_path / f"{size} {i}"))
-            for i, (_, layout, more, _) in enumerate(own)
+            for i, (_, layout, more, _) in enumerate(size_looks)
         ]
-        for found in run_ranks(first_losses, size, runs, timeout=120):
-            for loss, (_, layout, more, within) in zip(found, own, strict=True):
+        for rank_losses in run_ranks(first_losses, size, runs, timeout=120):
+            for loss, (_, layout, more, within) in zip(rank_losses, size_looks, strict=True):
                 assert loss == pytest.approx(math.log(2), abs=within), (layout, more)
 
 
 def test_what_a_copy_costs_is_said(tmp_path: Path) -> None:
     values = preferences(tmp_path, PADDED | FLY, LAYOUTS["zero3"][1], hidden_size=1024, no_weight_tying=True)
-    said = run_ranks(what_it_says, 2, [values])[0][0]
-    found = re.search(r"on_the_fly\): ([\d.]+) GiB on this rank, which ZeRO 3 does not cut; dpo_reference: cache", said)
+    log = run_ranks(what_it_says, 2, [values])[0][0]
+    match = re.search(r"on_the_fly\): ([\d.]+) GiB on this rank, which ZeRO 3 does not cut; dpo_reference: cache", log)
     args = NeoXArgs.from_dict({**values, "padded_vocab_size": 320})
     count = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
-    assert found and 0 < float(found[1]) == pytest.approx(4 * count / 2**30, abs=0.005)
+    assert match and 0 < float(match[1]) == pytest.approx(4 * count / 2**30, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
@@ -133,8 +133,8 @@ def test_dropout_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
 def test_kto_at_the_first_step(more: dict[str, Any], tmp_path: Path) -> None:
     """With the KL of answers to other prompts, which is 0 then."""
     values = preferences(tmp_path, more, train_impl="kto", kto_desirable_weight=1.0)
-    for found in run_ranks(first_losses, 2, [values]):
-        assert found == pytest.approx([0.5], abs=2e-5)
+    for rank_losses in run_ranks(first_losses, 2, [values]):
+        assert rank_losses == pytest.approx([0.5], abs=2e-5)
 
 
 def test_only_new_rows_are_computed(tmp_path: Path) -> None:
@@ -143,24 +143,24 @@ def test_only_new_rows_are_computed(tmp_path: Path) -> None:
     more = preferences(tmp_path, PACKED, count=45)
     seed = {**once, "seed": 99, "data_seed": 1234}
     window = {**once, "sliding_window_width": 3}
-    said = run_ranks(what_it_says, 2, [once, other, more, once, seed, window])[0]
-    assert counts(said) == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0), (80, 0)]
-    checked = ["cached rows are what the model gives" in text for text in said]
+    reference_logs = run_ranks(what_it_says, 2, [once, other, more, once, seed, window])[0]
+    assert counts(reference_logs) == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0), (80, 0)]
+    checked = ["cached rows are what the model gives" in text for text in reference_logs]
     assert checked == [False, True, True, True, False, False]
     assert len(list((tmp_path / "references").iterdir())) == 3
 
 
 def counts(said: list[str]) -> list[tuple[int, ...]]:
     """(computed, found) of each run."""
-    found = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in said]
-    return [tuple(map(int, match.groups())) for match in found if match]
+    matches = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in said]
+    return [tuple(map(int, match.groups())) for match in matches if match]
 
 
 def sets_read(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, str]:
     """For the pool: how many sets a start reads whole for its reference, and what it says of that."""
     with mock.patch.object(_ReferenceCache, "_fill_one", autospec=True, side_effect=_ReferenceCache._fill_one) as fill:
-        (said,) = what_it_says(rank, world_size, [values])
-    return fill.call_count, said
+        (reference_log,) = what_it_says(rank, world_size, [values])
+    return fill.call_count, reference_log
 
 
 def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     folder = tmp_path / "references"
 
     def start_again() -> tuple[int, tuple[int, ...]]:
-        ((read, said),) = run_ranks(sets_read, 1, values)
-        return read, counts([said])[0]
+        ((read, reference_log),) = run_ranks(sets_read, 1, values)
+        return read, counts([reference_log])[0]
 
     assert start_again() == (1, (80, 0))
     assert start_again() == (0, (0, 80)) == start_again()
@@ -180,8 +180,8 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     assert start_again() == (1, (1, 79)), "the same labels and lengths, another token"
     assert start_again() == (0, (0, 80))
     next(folder.glob("*/rows-*")).unlink()
-    read, (computed, found) = start_again()
-    assert read == 1 and computed > 0 and computed + found == 80, "rows that are lost are made again"
+    read, (computed, cached) = start_again()
+    assert read == 1 and computed > 0 and computed + cached == 80, "rows that are lost are made again"
 
 
 def damage(rank: int, world_size: int, values: dict[str, Any]) -> str:
@@ -203,15 +203,15 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
         file.unlink()
     rows["sum"] -= 0.01 * rows["count"]
     add_scores(folder, {}, rows)
-    (said,) = run_ranks(damage, 1, values)
-    assert re.search(r"a row of \d+ trained tokens has the log-probability -[\d.]+ there, the model gives", said)
+    (message,) = run_ranks(damage, 1, values)
+    assert re.search(r"a row of \d+ trained tokens has the log-probability -[\d.]+ there, the model gives", message)
     (file,) = folder.glob("rows-*")
     file.write_bytes(file.read_bytes()[:-8])
-    (said,) = run_ranks(damage, 1, values)
-    assert f"{file}: damaged" in said
+    (message,) = run_ranks(damage, 1, values)
+    assert f"{file}: damaged" in message
     np.save(file, rows[:1])
-    (said,) = run_ranks(damage, 1, values)
-    assert f"{file}: damaged; delete it" in said
+    (message,) = run_ranks(damage, 1, values)
+    assert f"{file}: damaged; delete it" in message
     assert rows.dtype == SCORES
 
 
@@ -233,8 +233,8 @@ DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max
 def test_what_changes_the_forward_pass_is_another_reference(
     model: dict[str, Any], changes: dict[str, Any], same: bool
 ) -> None:
-    found = [forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes)]
-    assert (found[0] == found[1]) is same
+    both_keys = [forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes)]
+    assert (both_keys[0] == both_keys[1]) is same
 
 
 def test_keys_said_not_to_change_the_forward_pass_are_keys() -> None:
@@ -270,10 +270,12 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
     assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
     if name == "cache":
         again = {**stopped, "train_iters": 8}
-        said = run_ranks(damage, ranks, {**again, "load": None})[0]
-        assert re.search(r"load: null \(default\), but the reference of \S+reference.json had other weights; the", said)
-        said = run_ranks(damage, ranks, {**again, "sliding_window_width": 3})[0]
-        assert re.search(r"sliding_window_width: 3 \(program\), but the reference of \S+ had null; the run be", said)
+        message = run_ranks(damage, ranks, {**again, "load": None})[0]
+        assert re.search(
+            r"load: null \(default\), but the reference of \S+reference.json had other weights; the", message
+        )
+        message = run_ranks(damage, ranks, {**again, "sliding_window_width": 3})[0]
+        assert re.search(r"sliding_window_width: 3 \(program\), but the reference of \S+ had null; the run be", message)
         (folder,) = (tmp_path / "references").iterdir()
         rows = np.concatenate([np.load(file) for file in folder.glob("rows-*")])
         for file in folder.glob("rows-*"):
