@@ -233,5 +233,5 @@ def _longest_first(tokens: Sequence[tuple[Sequence[int], Sequence[int]]]) -> lis
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(tokens):
         groups.setdefault(tuple(context), []).append(i)
-    longest = {context: max(len(tokens[i][1]) for i in own) for context, own in groups.items()}
+    longest = {context: max(len(tokens[i][1]) for i in numbers) for context, numbers in groups.items()}
     return sorted(groups.values(), key=lambda own: -len(tokens[own[0]][0]) - longest[tuple(tokens[own[0]][0])])

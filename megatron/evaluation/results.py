@@ -18,8 +18,8 @@ def table(evaluation: EvaluationResults) -> list[str]:
     rows = [("Task", "Version", "n-shot", "Filter", "Metric", "Value", "Stderr")]
     directions = results.get("higher_is_better", {})
     for task, values in results.get("results", {}).items():
-        told = (values.get("alias", task), results.get("versions", {}).get(task), results.get("n-shot", {}).get(task))
-        first = [" " if fact is None else str(fact) for fact in told]
+        facts = (values.get("alias", task), results.get("versions", {}).get(task), results.get("n-shot", {}).get(task))
+        first = [" " if fact is None else str(fact) for fact in facts]
         for name in sorted(name for name in values if "," in name and "_stderr," not in name):
             metric, _, kind = name.partition(",")
             better = {True: " \u2191", False: " \u2193"}.get(directions.get(task, {}).get(metric), "")

@@ -56,25 +56,25 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
     source = str(args.load or args.save)
     identity = on_rank_zero(groups, lambda: fingerprint(Path(model.source))) if args.eval_cache is not None else None
     watchdog.now("evaluating")
-    found = evaluate(model, loaded_tasks, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
+    results = evaluate(model, loaded_tasks, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
     seconds = time.perf_counter() - begun
 
     def finish(call: RunOperation) -> None:
-        assert loaded_tasks is not None and found is not None
+        assert loaded_tasks is not None and results is not None
         from megatron.evaluation.metadata import add_metadata, machine_info
 
         run_info: Any = {"source": source, "begun": date, "seconds": seconds, "bootstrap": _BOOTSTRAP}
-        add_metadata(model, loaded_tasks, found, machine_info(), **run_info)
-        _finish(args, found, seconds, logger, track)
+        add_metadata(model, loaded_tasks, results, machine_info(), **run_info)
+        _finish(args, results, seconds, logger, track)
 
     run_rank0_driver(groups, finish, {}, on_beat=beat)
-    complete = on_rank_zero(groups, lambda: found is not None and not found.failures)
+    complete = on_rank_zero(groups, lambda: results is not None and not results.failures)
     if args.eval_compare_hf:
         from megatron.evaluation.compare import compare
 
         def compared(call: RunOperation) -> None:
-            assert loaded_tasks is not None and found is not None
-            compare(model, loaded_tasks, found, logger)
+            assert loaded_tasks is not None and results is not None
+            compare(model, loaded_tasks, results, logger)
 
         run_rank0_driver(groups, compared, {}, on_beat=beat)
     groups.barrier()
@@ -108,5 +108,5 @@ def fingerprint(path: Path) -> str:
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     files = [(file.name, file.stat()) for file in sorted(path.iterdir())]
-    facts = [(name, found.st_size, found.st_mtime_ns) for name, found in files]
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
     return hashlib.sha256(repr((str(path.resolve()), facts)).encode()).hexdigest()

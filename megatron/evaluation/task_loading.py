@@ -92,8 +92,10 @@ def _metrics(task: Task) -> list[str] | None:
     """Names of a task's results, as `EvaluationResults.metrics` has them; None where its own code decides on
     them."""
     listed = task.config.metric_list or []
-    own = type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
-    if own or not all(isinstance(each["metric"], str) and not each.get("hf_evaluate") for each in listed):
+    custom = (
+        type(task).process_results is not ConfigurableTask.process_results or task.config.process_results is not None
+    )
+    if custom or not all(isinstance(each["metric"], str) and not each.get("hf_evaluate") for each in listed):
         return None
     kinds = ["" if each.name == "none" else f"_{each.name}" for each in task._filters]
     return [f"{metric}{kind}" for metric in task.aggregation() for kind in kinds]

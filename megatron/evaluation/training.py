@@ -34,8 +34,8 @@ class InTraining(Callback):
         a signal ends the run is given up, so that the checkpoint is not late."""
         begun = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
-            found = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)
-            run_rank0_driver(run.groups, lambda call: self._tell(step, model, found, begun), {}, on_beat=self._beat)
+            results = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)
+            run_rank0_driver(run.groups, lambda call: self._tell(step, model, results, begun), {}, on_beat=self._beat)
 
     def _beat(self) -> None:
         self.run.watchdog.now("evaluating")

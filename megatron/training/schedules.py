@@ -132,17 +132,17 @@ def resumed_schedule(
         return stored
     changed = []
     for name, (label, keys) in _WRITTEN_AS.items():
-        there, here = getattr(stored, name), getattr(schedule, name)
+        before, here = getattr(stored, name), getattr(schedule, name)
         if stored.style == schedule.style == "constant" and name in ("min_lr", "end"):
             continue  # it has none
         if stored.style == schedule.style != "wsd" and name in ("decay", "decay_style"):
             continue
-        if there == here or (name not in ("style", "decay_style") and math.isclose(there, here, rel_tol=1e-9)):
+        if before == here or (name not in ("style", "decay_style") and math.isclose(before, here, rel_tol=1e-9)):
             continue
         key = responsible_key(keys, args, given)
         if key == "train_iters" and "train_epochs" in args.origins:  # they were made from these
             key = "train_epochs"
-        changed.append(ConfigChange(key, f"{label} {here}", str(there)))
+        changed.append(ConfigChange(key, f"{label} {here}", str(before)))
     if changed:
         raise CheckpointError(
             f"{describe_changes(changed, args, f'the run of {where}')}; the learning-rate schedule is another: set "

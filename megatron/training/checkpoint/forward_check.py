@@ -25,15 +25,15 @@ def fixed_logits(engine: Engine) -> Tensor | None:
     stage.
     All ranks call it together."""
     tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
 
     def keep(head: HeadInput, _: Batch) -> Tensor:
-        found.append(head.logits()[:, 0].cpu())
+        logits.append(head.logits()[:, 0].cpu())
         return torch.zeros(1, device=head.hidden_states.device)
 
     nothing = torch.zeros_like(tokens)
     engine.forward_only([Batch(tokens, nothing, nothing)], keep, lambda _: (1,))
-    return found[0] if found else None
+    return logits[0] if logits else None
 
 
 def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Callable[[str], None]) -> None:
@@ -51,17 +51,17 @@ def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Ca
             return None
         rank, size = groups.rank("tensor"), groups.size("tensor")
         whole = len(parts) == size
-        theirs = parts[rank] if whole else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
+        stored = parts[rank] if whole else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
         # Causal: the first logits do not depend on how many follow.
-        rows = min(len(ours), len(theirs))
-        a, b = ours[:rows].float(), theirs[:rows].float()
+        rows = min(len(ours), len(stored))
+        a, b = ours[:rows].float(), stored[:rows].float()
         return float((a - b).abs().nan_to_num(torch.inf).max()), float(b.abs().max())
 
-    found = [pair for pair in run_on_all_ranks(groups, compare) if pair is not None]
-    if not found:
+    comparisons = [pair for pair in run_on_all_ranks(groups, compare) if pair is not None]
+    if not comparisons:
         say(f"{path} holds no {LOGITS}: it is not checked with a forward pass")
         return
-    difference, largest = (max(values) for values in zip(*found, strict=True))
+    difference, largest = (max(values) for values in zip(*comparisons, strict=True))
     limit = TOLERANCE[engine.args.params_dtype] * largest
     if not difference <= limit:  # NaN too
         raise CheckpointError(

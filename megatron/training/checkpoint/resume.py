@@ -63,8 +63,8 @@ class Checkpointer(CheckpointWriter):
             self.logger.info(vocab_size_from_hf(source, args, self.tokenizer.vocab_size)[1])
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
             return TrainingProgress()
-        found = read_manifest(source)
-        imported = found is not None and not found.data and not found.optimizer  # of no run
+        its_manifest = read_manifest(source)
+        imported = its_manifest is not None and not its_manifest.data and not its_manifest.optimizer  # of no run
         if imported or (args.finetune and not goes_on):
             manifest = self._verified(source)
             self._load_weights(source, manifest)
@@ -87,12 +87,12 @@ class Checkpointer(CheckpointWriter):
         state, are finite; the work shared out over ranks."""
         manifest = read_manifest(path)
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
-        own = names[self.groups.world_rank :: self.groups.world_size]
+        local_names = names[self.groups.world_rank :: self.groups.world_size]
 
         def check() -> None:
-            if own and manifest is not None:
-                verify(path, own)
-            verify_finite(path, own, optimizer)
+            if local_names and manifest is not None:
+                verify(path, local_names)
+            verify_finite(path, local_names, optimizer)
 
         run_on_all_ranks(self.groups, check)
         return manifest
@@ -140,9 +140,9 @@ class Checkpointer(CheckpointWriter):
             given = manifest.config if manifest is not None else {}
             self._resume_schedule(state.get("lr_scheduler"), str(path), given)
             if manifest is None:
-                theirs = run_on_each_rank(self.groups, lambda: NeoXOptimizer(path, args))
-                self._load_by_parameter(theirs)
-                scaler = theirs.scaler()
+                neox_optimizer = run_on_each_rank(self.groups, lambda: NeoXOptimizer(path, args))
+                self._load_by_parameter(neox_optimizer)
+                scaler = neox_optimizer.scaler()
             elif files := OptimizerFiles(path):
                 self._load_by_parameter(files)
                 scaler = state.get("loss_scaler", {})
@@ -231,9 +231,9 @@ class Checkpointer(CheckpointWriter):
     def _check_trained(self, files: OptimizerFiles | NeoXOptimizer) -> None:
         """The optimizer's state is that of the parameters trained here, no more and no fewer."""
         specs, shared = layer_params(self.args), shared_params(self.args)
-        there = {(layer, name) for layer, name in files.names(specs) if shared.get(name, layer) == layer}
+        saved = {(layer, name) for layer, name in files.names(specs) if shared.get(name, layer) == layer}
         now = trained_parameters(self.args)
-        for names, where in ((now - there, "here"), (there - now, "there")):
+        for names, where in ((now - saved, "here"), (saved - now, "there")):
             if names:
                 some = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -280,11 +280,11 @@ def _check_precision(path: Path, now: str) -> None:
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two mappings, in words."""
-    found = []
+    differences = []
     for key in sorted({*saved, *now}):
         before, after = saved.get(key), now.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found += [f"{key} {text}" for text in _changed(before, after)]
+            differences += [f"{key} {text}" for text in _changed(before, after)]
         elif before != after:
-            found.append(f"{key} was {before}, is {after}")
-    return found
+            differences.append(f"{key} was {before}, is {after}")
+    return differences

@@ -44,10 +44,10 @@ def begun_of(manifest: Manifest | None) -> DataState:
     """How far a run is in its data, and how its order was laid out."""
     if manifest is None:
         return DataState()
-    found = manifest.data.get("laid_out")
-    if found is None:
-        found = _earlier_layout(manifest.data["order"])
-    segment_ends = {name: tuple(tuple(ends) for ends in members) for name, members in found.items()}
+    laid_out = manifest.data.get("laid_out")
+    if laid_out is None:
+        laid_out = _earlier_layout(manifest.data["order"])
+    segment_ends = {name: tuple(tuple(ends) for ends in members) for name, members in laid_out.items()}
     return DataState(manifest.iteration, manifest.consumed_samples, segment_ends)
 
 
@@ -102,8 +102,8 @@ def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[ConfigCha
     changes = [ConfigChange(key, now[key], was[key]) for key in now if now[key] != was[key]]
     if changes and changes[0].key == "train_epochs":
         passes, steps = "passes over the data", "iterations"
-        key, here, there = ("train_epochs", passes, steps) if changes[0].here else ("train_iters", steps, passes)
-        changes[0] = ConfigChange(key, here, there)
+        key, here, saved = ("train_epochs", passes, steps) if changes[0].here else ("train_iters", steps, passes)
+        changes[0] = ConfigChange(key, here, saved)
     return changes
 
 
@@ -121,10 +121,10 @@ def _was(manifest: Manifest, key: str) -> Any:
 
 def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     """`laid_out` of a checkpoint that has only the number of samples, of each member of a blend."""
-    found = order.get("train_samples")
-    if found is None:
+    counts = order.get("train_samples")
+    if counts is None:
         return {}
-    return {"train": [[int(str(samples).split()[0])] for samples in (found if isinstance(found, list) else [found])]}
+    return {"train": [[int(str(samples).split()[0])] for samples in (counts if isinstance(counts, list) else [counts])]}
 
 
 def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
@@ -133,17 +133,17 @@ def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -
     if was.keys() != now.keys():
         keys = sorted({path_key(name) for name in was.keys() ^ now.keys()}, key=lambda key: getattr(args, key) is None)
         counts = [[sum(path_key(name) == key for name in side) for side in (now, was)] for key in keys]
-        return [ConfigChange(key, _sets(here), _sets(there)) for key, (here, there) in zip(keys, counts, strict=True)]
+        return [ConfigChange(key, _sets(here), _sets(saved)) for key, (here, saved) in zip(keys, counts, strict=True)]
     changes, weights = [], []
     for name in sorted(now):
-        here, there = now[name], was[name]
-        for kind in sorted({"", "labels", "rewards"} & {"", *here, *there}):
+        here, saved = now[name], was[name]
+        for kind in sorted({"", "labels", "rewards"} & {"", *here, *saved}):
             key = path_key(name, kind)
-            sides = [side.get(kind) if kind else side for side in (here, there)]
+            sides = [side.get(kind) if kind else side for side in (here, saved)]
             changes += _content(key, *sides)
-        if here.get("weight") != there.get("weight"):
+        if here.get("weight") != saved.get("weight"):
             key = responsible_key((f"{name.split('_')[0]}_data_weights", *_WEIGHT_KEYS), args, manifest.config)
-            weights.append(ConfigChange(key, here.get("weight"), there.get("weight")))
+            weights.append(ConfigChange(key, here.get("weight"), saved.get("weight")))
     return changes or weights
 
 

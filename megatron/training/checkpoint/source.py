@@ -49,8 +49,8 @@ def choose_source(args: NeoXArgs) -> CheckpointSource:
     save, load = args.save_dir, args.load_dir
     same = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
     if save is not None and not args.restart and (read_latest(save) or list_checkpoints(save)):
-        found = _saved_checkpoint(Path(save), args.iteration if same or load is None else None)
-        return CheckpointSource(_with_manifest(found, args), True)
+        checkpoint = _saved_checkpoint(Path(save), args.iteration if same or load is None else None)
+        return CheckpointSource(_with_manifest(checkpoint, args), True)
     if load is None or (same and (args.restart or not list_checkpoints(load))):
         if args.iteration is not None:
             raise CheckpointError(f"iteration: {args.iteration}, but there is no checkpoint in {args.load}")
@@ -59,9 +59,9 @@ def choose_source(args: NeoXArgs) -> CheckpointSource:
 
 
 def _saved_checkpoint(save: Path, iteration: int | None) -> Path:
-    there = list_checkpoints(save)
-    if iteration is None and len(there) == 1 and read_latest(save) is None and read_manifest(there[0]) is not None:
-        return there[0]  # whole, as its name says; the run ended before it could write its first `latest`
+    saved = list_checkpoints(save)
+    if iteration is None and len(saved) == 1 and read_latest(save) is None and read_manifest(saved[0]) is not None:
+        return saved[0]  # whole, as its name says; the run ended before it could write its first `latest`
     return find_checkpoint(save, iteration)
 
 
@@ -103,8 +103,8 @@ def or_earlier(
         try:
             return path, work(path)
         except DamagedError as problem:
-            there = list_checkpoints(path.parent) if args.load_fallback else []
-            earlier = [other for other in there if step_of(other) < step_of(path)]
+            checkpoints = list_checkpoints(path.parent) if args.load_fallback else []
+            earlier = [other for other in checkpoints if step_of(other) < step_of(path)]
             if not earlier:
                 raise
             path = earlier[-1]

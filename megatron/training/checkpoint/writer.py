@@ -291,10 +291,10 @@ class CheckpointWriter:
         written beside the steps: where that was asked for, and the copy fits into the memory that every
         machine has free."""
         optimizer = not self.args.no_save_optim
-        found = run_on_all_ranks(
+        per_rank = run_on_all_ranks(
             self.groups, lambda: (platform.node(), self._bytes(optimizer), free_host_memory(unknown=1 << 62))
         )
-        needed = sum(size for _, size, _ in found)
+        needed = sum(size for _, size, _ in per_rank)
 
         def check(needed: int) -> None:
             save.mkdir(parents=True, exist_ok=True)
@@ -308,13 +308,13 @@ class CheckpointWriter:
         if self._store is None:
             on_rank_zero(self.groups, lambda: check(needed))
         else:
-            own = sum(size for machine, size, _ in found if machine == platform.node())
-            run_on_all_ranks(self.groups, lambda: check(own))
+            needed_here = sum(size for machine, size, _ in per_rank if machine == platform.node())
+            run_on_all_ranks(self.groups, lambda: check(needed_here))
         if self._writer is None:
             return False
-        for machine in sorted({machine for machine, _, _ in found}):
-            needed = sum(size for other, size, _ in found if other == machine)
-            free = min(memory for other, _, memory in found if other == machine)
+        for machine in sorted({machine for machine, _, _ in per_rank}):
+            needed = sum(size for other, size, _ in per_rank if other == machine)
+            free = min(memory for other, _, memory in per_rank if other == machine)
             if needed > _COPY_AT_MOST * free:
                 self.logger.warning(
                     f"async_save: {machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
@@ -368,9 +368,9 @@ class CheckpointWriter:
             writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
             for layer, states in engine.gather_state(writers):
                 yield optimizer_file(layer, tensor_rank), states
-        elif not args.no_save_optim and (own := engine.layout_state()) is not None:
+        elif not args.no_save_optim and (layout_state := engine.layout_state()) is not None:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
-            yield name, _serialised(own)
+            yield name, _serialised(layout_state)
         if groups.world_rank == 0 and ephemeral:
             yield EPHEMERAL, b""
 

@@ -127,9 +127,9 @@ def _add_extra(config: dict[str, Any], args: NeoXArgs) -> Iterator[str]:
     for key, value in thaw(args.deepspeed_extra_args or {}).items():
         name = "precision" if key in ("fp16", "bf16") else key
         if key in ours:
-            for path, theirs, own in _differences(key, value, ours[key]):
+            for path, given, configured in _differences(key, value, ours[key]):
                 by = f"{name} ({args.origin(name)})" if name in declared else "what this engine needs"
-                yield f"{place}.{path}: {theirs} contradicts {by}: {own}; remove one of them"
+                yield f"{place}.{path}: {given} contradicts {by}: {configured}; remove one of them"
         elif key in _PASSED:
             config[key] = value
         elif key in declared:

@@ -115,8 +115,8 @@ class DeepSpeedEngine:
     @staticmethod
     def notes(args: NeoXArgs) -> list[str]:
         stage_1 = "ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)"
-        found = [stage_1] if zero_stage_used(args) != args.zero_stage else []
-        return [*found, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else found
+        stage_notes = [stage_1] if zero_stage_used(args) != args.zero_stage else []
+        return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes
 
     def _mark(self) -> None:
         """Set the attributes by which DeepSpeed's gradient norm counts each parameter once. After
@@ -277,14 +277,14 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        found: dict[int, dict[str, Tensor]] = {}
+        by_layer: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
             with self._gathered([param]):
                 has_master = master and self.zero_stage > 0 and param.requires_grad
                 value = safe_get_full_fp32_param(param) if has_master else param
                 if keep:
-                    found.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
-        return found
+                    by_layer.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
+        return by_layer
 
     def _gathered(self, params: list[nn.Parameter], modifier_rank: int | None = None) -> Any:
         if self.zero_stage < 3:

@@ -32,8 +32,8 @@ def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
         grads = optimizer.get_grads_for_norm
 
         def with_verdict(for_clipping: bool = False) -> Any:
-            found = grads(for_clipping=for_clipping)
-            return found if for_clipping else ([*found[0], verdict.view(1)], found[1])
+            for_norm = grads(for_clipping=for_clipping)
+            return for_norm if for_clipping else ([*for_norm[0], verdict.view(1)], for_norm[1])
 
         optimizer.get_grads_for_norm = with_verdict
 

@@ -41,20 +41,20 @@ class OptimizerParts:
             by_layer.setdefault(item[0], []).append(item)
         for layer, writer in writer_of.items():
             mine = writer == self.groups.rank("data")
-            found = {name: self._collect(param, writer) for _, name, param in by_layer.get(layer, [])}
+            states = {name: self._collect(param, writer) for _, name, param in by_layer.get(layer, [])}
             if mine:
-                yield layer, found
+                yield layer, states
 
     def _collect(self, param: nn.Parameter, writer: int) -> State:
         """The whole of this tensor rank's part; {} on other data ranks than the writer."""
         shape = tuple(getattr(param, "ds_shape", param.shape))
-        mine, found = writer == self.groups.rank("data"), {}
+        mine, state = writer == self.groups.rank("data"), {}
         for key in self._keys(param):
             part = self._part(param, key)
             if self._stage == 0 or self.groups.group("data") is None:
                 if mine:
                     assert part is not None
-                    found[key] = part[1].detach().reshape(shape).to("cpu", copy=True)
+                    state[key] = part[1].detach().reshape(shape).to("cpu", copy=True)
                 continue
             whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self.groups.device)
             if part is not None:
@@ -64,11 +64,11 @@ class OptimizerParts:
             to = self.groups.members["data"][writer]
             dist.reduce(whole.view(torch.int32), to, group=self.groups.group("data"))
             if mine:
-                found[key] = whole.view(shape).to("cpu", copy=True)
+                state[key] = whole.view(shape).to("cpu", copy=True)
         step = self._step(param)
         if mine and step is not None:
-            found["step"] = torch.tensor(float(step))
-        return found
+            state["step"] = torch.tensor(float(step))
+        return state
 
     def _holder(self, param: Any) -> Tensor | None:
         """The tensor under which the base optimizer keeps the state of (a part of) `param` on this rank."""
@@ -110,10 +110,10 @@ class OptimizerParts:
             real = max(0, min(count, param.ds_numel - first))
             return min(first, param.ds_numel), values.narrow(0, start, real)
         mapping = param._hp_mapping
-        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        here, hp_address = mapping.lp_fragment_address, mapping.hp_fragment_address
         if key == MASTER:
             return here.start, mapping.hp_fragment.detach()
-        return here.start, values.narrow(0, there.start, there.numel)
+        return here.start, values.narrow(0, hp_address.start, hp_address.numel)
 
     # -- in --------------------------------------------------------------------------------------------------
 
@@ -129,13 +129,13 @@ class OptimizerParts:
             holder, state = self._holder(param), read(layer, name)
             if holder is None or not state:
                 continue
-            own = self._base.state[holder]
+            holder_state = self._base.state[holder]
             for key, value in state.items():
                 if key == "step":
-                    own[key] = self._fitting_step(value, own.get(key), holder)
+                    holder_state[key] = self._fitting_step(value, holder_state.get(key), holder)
                     continue
-                if key not in own:
-                    own[key] = torch.zeros_like(holder)
+                if key not in holder_state:
+                    holder_state[key] = torch.zeros_like(holder)
                 part = self._part(param, key)
                 assert part is not None
                 start, target = part

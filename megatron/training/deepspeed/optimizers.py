@@ -23,18 +23,18 @@ def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups
     them: DeepSpeed refuses an empty group. Raises ConfigError beside those of `build_optimizer` when there is
     no compiler for CPU_Adam, and when an optimizer of the CPU meets weights on a GPU.
     """
-    found = parameter_groups(stage, args)
+    param_groups = parameter_groups(stage, args)
     specs = named_params(args)
     decays = {specs[name].weight_decay for name in trained_parameters(args)}
-    for group, decayed in zip(found, (True, False), strict=True):
+    for group, decayed in zip(param_groups, (True, False), strict=True):
         if not group["params"] and decayed in decays:
             group["params"].append(nn.Parameter(torch.zeros(1, device=groups.device)))
-    found = [group for group in found if group["params"]]
-    _assert_same_groups(found, groups)
+    param_groups = [group for group in param_groups if group["params"]]
+    _assert_same_groups(param_groups, groups)
     if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
-        _check_on_cpu(found, args)
+        _check_on_cpu(param_groups, args)
     build = _cpu_adam if on_cpu_adam(args) and not args.use_bnb_optimizer else build_optimizer
-    return run_on_each_rank(groups, lambda: build(found, args))
+    return run_on_each_rank(groups, lambda: build(param_groups, args))
 
 
 def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
@@ -73,8 +73,8 @@ def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
     """A saved `state_dict` for this optimizer: its moments; weight decay, betas and the like as configured
     now."""
     state = {
-        i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in found.items()}
-        for i, found in saved["state"].items()
+        i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in param_state.items()}
+        for i, param_state in saved["state"].items()
     }
     groups = [
         {**{key: value for key, value in now.items() if key != "params"}, "params": then["params"]}

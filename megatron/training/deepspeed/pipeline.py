@@ -63,17 +63,17 @@ def wrap_pipeline(
 ) -> tuple[PipeStage, TiedPipelineModule]:
     """The stage as DeepSpeed's pipeline engine runs it. optimized: parameters of the optimizer, placeholders
     too."""
-    own = {id(param) for param in stage.parameters()}
+    stage_ids = {id(param) for param in stage.parameters()}
     pipe = PipeStage(stage, loss, groups)
-    pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in own])
+    pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in stage_ids])
     topology = PipeModelDataParallelTopology(
         num_pp=groups.size("pipe"), num_mp=groups.size("tensor"), num_dp=groups.size("data")
     )
     layers: list[Any] = [EmptyStage(nn.Identity) for _ in range(groups.size("pipe"))]
     layers[groups.rank("pipe")] = pipe
     module = TiedPipelineModule(layers, topology=topology, partition_method="uniform")
-    found = sorted(parameters_with_specs(stage, args), key=lambda item: not item[3].tied)  # one order on all stages
-    copies = [(param, spec.stages(groups)) for _, _, param, spec in found]
+    ordered = sorted(parameters_with_specs(stage, args), key=lambda item: not item[3].tied)  # one order on all stages
+    copies = [(param, spec.stages(groups)) for _, _, param, spec in ordered]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module
 

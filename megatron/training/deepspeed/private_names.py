@@ -78,11 +78,11 @@ def is_there(private: Private) -> bool:
     name, (path, _, owner) = private.name.removesuffix("()"), private.where.partition(":")
     try:
         module = import_module(path)
-        found = getattr(module, owner) if owner else module
+        namespace = getattr(module, owner) if owner else module
     except (ImportError, AttributeError):
         return False
     if name != private.name:
-        return hasattr(found, name)
+        return hasattr(namespace, name)
     return re.search(rf"\b{name}\b", Path(module.__file__ or "").read_text(encoding="utf-8")) is not None
 
 

@@ -35,7 +35,7 @@ class ShardedState:
 
     def gradients(self, loss_scale: float = 1.0) -> Parts:
         """Between backward and update; of the whole batch, not clipped, `loss_scale` taken out."""
-        found: Parts = []
+        parts: Parts = []
         for name, param in self._params:
             grad: Tensor | None
             if self._stage == 0:
@@ -45,8 +45,8 @@ class ShardedState:
             else:
                 grad = self._stage_1_gradient(param)
             if grad is not None:
-                found.append((name, grad if loss_scale == 1.0 else grad / loss_scale))
-        return found
+                parts.append((name, grad if loss_scale == 1.0 else grad / loss_scale))
+        return parts
 
     def weights(self) -> Parts:
         """fp32 master values."""
@@ -58,28 +58,28 @@ class ShardedState:
 
     def states(self) -> dict[str, Parts]:
         """Tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
-        found: dict[str, Parts] = {}
+        by_key: dict[str, Parts] = {}
         if self._stage == 0:
             for name, param in self._params:
                 for key, value in self._optimizer.state[param].items():
                     if isinstance(value, Tensor) and value.numel() == param.numel():
-                        found.setdefault(key, []).append((name, value))
-            return found
+                        by_key.setdefault(key, []).append((name, value))
+            return by_key
         base = self._optimizer.optimizer
         if self._stage == 3:
             items = [item for state in base.state.values() for item in state.items()]
             keys = [key for key, value in items if isinstance(value, Tensor) and value.dim() > 0]
             for key in dict.fromkeys(keys):
                 values = [(name, self._optimizer.get_local_fp32_param(p, key), p) for name, p in self._params]
-                found[key] = [(name, self._real(param, value)) for name, value, param in values]
-            return found
+                by_key[key] = [(name, self._real(param, value)) for name, value, param in values]
+            return by_key
         for name, mapping in self._mapped():
             flat = base.param_groups[mapping.param_group_index]["params"][0]
             for key, value in base.state[flat].items():
                 if isinstance(value, Tensor) and value.numel() == flat.numel():
                     part = mapping.hp_fragment_address
-                    found.setdefault(key, []).append((name, value.narrow(0, part.start, part.numel)))
-        return found
+                    by_key.setdefault(key, []).append((name, value.narrow(0, part.start, part.numel)))
+        return by_key
 
     def _mapped(self) -> Iterator[tuple[tuple[int, str], Any]]:
         """Stages 1 and 2 say of each parameter where its part lies in this rank's partition, if it has

@@ -154,10 +154,10 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
 
     def fill(batches: list[Batch]) -> list[Batch]:
-        found = forward_only(
+        logprobs = forward_only(
             stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
         )
-        filled = [replace(b, reference_logprobs=response_sums(v, b)) for b, v in zip(batches, found, strict=True)]
+        filled = [replace(b, reference_logprobs=response_sums(v, b)) for b, v in zip(batches, logprobs, strict=True)]
         others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled
@@ -187,13 +187,13 @@ class _ReferenceCache:
         rows = []
         for answers in run_on_each_rank(self.groups, lambda: [_rows_of(dataset, number) for number in numbers]):
             rows.append(answers[int(random.integers(len(answers)))])
-        there, places = self.scores.find(row.name for row in rows)
-        rows, known = [row for row, found in zip(rows, there, strict=True) if found], self.scores.rows[places[there]]
+        cached, places = self.scores.find(row.name for row in rows)
+        rows, known = [row for row, hit in zip(rows, cached, strict=True) if hit], self.scores.rows[places[cached]]
         if not rows:
             return
         self.have_weights()
-        found = self._score(rows)
-        run_on_all_ranks(self.groups, lambda: self._compare(rows, known, found))
+        rescored = self._score(rows)
+        run_on_all_ranks(self.groups, lambda: self._compare(rows, known, rescored))
         self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
 
     def _compare(self, rows: Sequence[Response], known: np.ndarray, found: np.ndarray) -> None:
@@ -218,8 +218,8 @@ class _ReferenceCache:
                 size = len(dataset) if most is None else min(most, len(dataset))
                 for i, count in enumerate(self._whole(name, dataset, size, datasets.contents[name])):
                     counts[i] += count
-        computed, there = counts
-        self.logger.info(f"reference: {computed} rows computed, {there} found in {self.folder}")
+        computed, cached = counts
+        self.logger.info(f"reference: {computed} rows computed, {cached} found in {self.folder}")
         train, valid, test = (self._referenced(dataset) for dataset in sets.values())
         return replace(datasets, train=train, valid=valid, test=test)
 
@@ -232,9 +232,9 @@ class _ReferenceCache:
         note, known = on_rank_zero(self.groups, lambda: find_whole(self.folder, set_contents, size))
         if known is not None:
             return 0, known
-        found = self._fill_one(name, dataset, size)
-        on_rank_zero(self.groups, lambda: note_whole(note, sum(found)))
-        return found
+        counts = self._fill_one(name, dataset, size)
+        on_rank_zero(self.groups, lambda: note_whole(note, sum(counts)))
+        return counts
 
     def _fill_one(self, name: str, dataset: SampleSet, size: int) -> tuple[int, int]:
         """Distinct rows of the first `size` samples: (computed, found)."""
@@ -242,23 +242,23 @@ class _ReferenceCache:
         tokens = rows_per_sample(self.args) * (self.args.seq_length + 1)
         step = max(1, _TOKENS_AT_ONCE // tokens) * ranks
         seen: set[bytes] = set()
-        computed, said = 0, time.monotonic()
+        computed, logged_at = 0, time.monotonic()
         for first in range(0, size, step):
             self.watchdog.now("computing reference log-probabilities")
-            own = range(first + rank, min(first + step, size), ranks)
-            rows = run_on_each_rank(self.groups, lambda own=own: _named(dataset, own))  # type: ignore[misc]
+            numbers = range(first + rank, min(first + step, size), ranks)
+            rows = run_on_each_rank(self.groups, lambda own=numbers: _named(dataset, own))  # type: ignore[misc]
             everyone = self._from_data_ranks(list(rows))
-            there, _ = self.scores.find(rows)
+            saved, _ = self.scores.find(rows)
             # Each row is the work of the first rank that has it
             before = {name for names in everyone[:rank] for name in names}
             missing = [
-                row for (name, row), known in zip(rows.items(), there, strict=True) if not known and name not in before
+                row for (name, row), known in zip(rows.items(), saved, strict=True) if not known and name not in before
             ]
             seen.update(*everyone)
             computed += self._add(missing)
-            if time.monotonic() - said > _SAY_EVERY:
+            if time.monotonic() - logged_at > _SAY_EVERY:
                 self.logger.info(f"reference: {min(first + step, size)} of {size} samples of the {name} set")
-                said = time.monotonic()
+                logged_at = time.monotonic()
         return computed, len(seen) - computed
 
     def _add(self, rows: list[Response]) -> int:
@@ -268,8 +268,8 @@ class _ReferenceCache:
             return 0
         self.have_weights()
         sums = self._score(rows)
-        own = np.array([(row.name, value, row.count) for row, value in zip(rows, sums, strict=True)], SCORES)
-        new = np.concatenate(self._from_data_ranks(own))
+        scored = np.array([(row.name, value, row.count) for row, value in zip(rows, sums, strict=True)], SCORES)
+        new = np.concatenate(self._from_data_ranks(scored))
         run_on_each_rank(self.groups, lambda: _check_finite(new))
         on_rank_zero(self.groups, lambda: add_scores(self.folder, self.about, new))
         self.scores = ReferenceScores(np.concatenate([self.scores.rows, new]))
@@ -283,10 +283,10 @@ class _ReferenceCache:
         samples += [responses_to_sample([], self.args.seq_length + 1)] * (batches * size - len(samples))
         sums = [torch.zeros(0)]
         for chunk in self._chunks([samples[i * size : (i + 1) * size] for i in range(batches)]):
-            sums += [found.cpu() for found in self.engine.scores([self.collate(items) for items in chunk])]
-        found = np.empty(len(rows), np.float32)
-        found[order] = torch.cat(sums).numpy()
-        return found
+            sums += [part.cpu() for part in self.engine.scores([self.collate(items) for items in chunk])]
+        scores = np.empty(len(rows), np.float32)
+        scores[order] = torch.cat(sums).numpy()
+        return scores
 
     def _chunks(self, batches: list[list]) -> Iterator[list[list]]:
         """As many micro-batches at once as keep the stages of a pipeline busy."""

@@ -46,16 +46,16 @@ _HF_WEIGHTS = ("*.safetensors", "*.bin")
 def forward_keys(args: NeoXArgs) -> dict[str, Any]:
     """Every key of the model that its log-probabilities may depend on: all that are declared but those known
     not to."""
-    found = {
+    keys = {
         name: thaw(getattr(args, name))
         for name, key in keys_of(type(args)).items()
         if key.owner in _OWNERS and key.standing.startswith("honoured") and name not in _OTHERWISE
     }
     if dynamic_ntk_limit(args) is not None:
-        found["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
+        keys["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
     if args.softmax_rows is not None:
-        found["softmax_rows"] = args.softmax_rows
-    return found
+        keys["softmax_rows"] = args.softmax_rows
+    return keys
 
 
 def describe_reference(
@@ -74,9 +74,9 @@ def describe_reference(
         else:
             kinds = _HF_WEIGHTS if source.is_hf else ("layer_*",)
             files = sorted(file for kind in kinds for file in source.path.glob(kind))
-            own = files[groups.world_rank :: groups.world_size]
-            found = run_on_all_ranks(groups, lambda: {file.name: sha256(file) for file in own})
-            names = {name: digest for part in found for name, digest in part.items()}
+            local_files = files[groups.world_rank :: groups.world_size]
+            digests = run_on_all_ranks(groups, lambda: {file.name: sha256(file) for file in local_files})
+            names = {name: digest for part in digests for name, digest in part.items()}
     return {
         "weights": dict(sorted(names.items())),
         "model": {**forward_keys(args), **model_keys(args)},
@@ -93,9 +93,9 @@ def digest_of(about: Mapping[str, Any]) -> str:
 
 def changed_since(was: Mapping[str, Any], now: Mapping[str, Any], args: NeoXArgs) -> list[ConfigChange]:
     """What differs between two of what `describe_reference` gives."""
-    here, there = json.loads(json.dumps(now["model"])), was["model"]  # as the record has it
-    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
-    changes = [ConfigChange(config_key(name, args), here.get(name), there.get(name)) for name in names]
+    here, saved = json.loads(json.dumps(now["model"])), was["model"]  # as the record has it
+    names = [name for name in sorted({*here, *saved}) if here.get(name) != saved.get(name)]
+    changes = [ConfigChange(config_key(name, args), here.get(name), saved.get(name)) for name in names]
     changes += [ConfigChange("precision", now["precision"], was["precision"])] * (now["precision"] != was["precision"])
     for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
         if now[section] != was[section]:
@@ -113,7 +113,7 @@ def cache_folder(args: NeoXArgs, digest: str) -> Path:
 
 def read_scores(folder: Path) -> np.ndarray:
     """All that the folder holds, of `SCORES`. Raises DataError for a damaged file."""
-    found = [np.empty(0, SCORES)]
+    parts = [np.empty(0, SCORES)]
     for file in sorted(folder.glob("rows-*.npy")):
         try:
             rows = np.load(file, allow_pickle=False)
@@ -122,8 +122,8 @@ def read_scores(folder: Path) -> np.ndarray:
             raise DataError(f"{file}: damaged ({problem}); delete it, it is made again") from problem
         if rows.dtype != SCORES or file.stem != f"rows-{digest}":
             raise DataError(f"{file}: damaged; delete it, it is made again")
-        found.append(rows)
-    return np.concatenate(found)
+        parts.append(rows)
+    return np.concatenate(parts)
 
 
 def add_scores(folder: Path, about: Mapping[str, Any], rows: np.ndarray) -> None:
