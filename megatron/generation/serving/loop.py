@@ -17,7 +17,7 @@ LOG_INTERVAL_S = 60.0
 HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
-class StepResult(NamedTuple):
+class StepOutcomes(NamedTuple):
     """What a step of a replica brought: (job id, outcome) pairs, and how busy the replica is after it."""
 
     outcomes: list[tuple[int, Outcome]]
@@ -30,7 +30,7 @@ class CommandSource(Protocol):
     def next_commands(self) -> list[StepCommands] | None:
         """The commands of each replica for the next step; None ends the loop."""
 
-    def deliver(self, results: Sequence[StepResult]) -> None:
+    def deliver(self, results: Sequence[StepOutcomes]) -> None:
         """Take in the results of a step, one of each replica."""
 
 
@@ -57,12 +57,12 @@ class RankChannel:
         dist.broadcast_object_list(box, src=0, group=self._all_ranks)
         return box[0]
 
-    def gather(self, result: StepResult) -> list[StepResult]:
+    def gather(self, result: StepOutcomes) -> list[StepOutcomes]:
         """On rank 0 the results of all replicas, in order; all ranks call it, the others get what is of no
         use."""
         if self._first_ranks is None:
             return [result]
-        gathered: list[StepResult] | None = None
+        gathered: list[StepOutcomes] | None = None
         if self.groups.world_rank == 0:
             gathered = [result] * self.groups.size("data")
         dist.gather_object(result, gathered, dst=0, group=self._first_ranks)
@@ -78,7 +78,7 @@ class Replica:
         self.job_ids: dict[int, int] = {}  # by the batcher's request id
         self.request_ids: dict[int, int] = {}  # by job id
 
-    def step(self, commands: StepCommands) -> StepResult:
+    def step(self, commands: StepCommands) -> StepOutcomes:
         """Add and cancel what the commands say, then take a step. Raises CheckpointError when logits are not
         numbers."""
         outcomes: list[tuple[int, Outcome]] = []
@@ -98,7 +98,7 @@ class Replica:
             if event.finish_reason is not None:
                 del self.job_ids[event.id], self.request_ids[job_id]
         batcher, blocks = self.batcher, self.batcher.blocks
-        return StepResult(outcomes, Load(batcher.running, batcher.waiting, blocks.free_blocks, blocks.total))
+        return StepOutcomes(outcomes, Load(batcher.running, batcher.waiting, blocks.free_blocks, blocks.total))
 
 
 def run_serving_loop(replica: Replica, channel: RankChannel, source: CommandSource | None) -> None:
@@ -150,7 +150,7 @@ class Dispatcher:
             return None
         return [StepCommands(tuple(jobs), incoming.cancelled) for jobs in new]
 
-    def deliver(self, results: Sequence[StepResult]) -> None:
+    def deliver(self, results: Sequence[StepOutcomes]) -> None:
         outcomes = [outcome for result in results for outcome in result.outcomes]
         for job_id, outcome in outcomes:
             if isinstance(outcome, Rejection) or outcome.finish_reason is not None:

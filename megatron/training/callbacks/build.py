@@ -7,7 +7,7 @@ from megatron.distributed import run_on_each_rank
 from megatron.training.callbacks.best_model import BestModelCallback
 from megatron.training.callbacks.gradient_probes import build_probes
 from megatron.training.callbacks.history import HistoryCallback
-from megatron.training.callbacks.log import LogCallback, ProgressBar, build_bar
+from megatron.training.callbacks.log import LogCallback, ProgressBarCallback, build_bar
 from megatron.training.callbacks.packing_efficiency import PackingEfficiency
 from megatron.training.callbacks.profiling import StepProfiler
 from megatron.training.callbacks.saving import SaveCallback
@@ -59,7 +59,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         *best,  # keeps the model if validation or evaluation say so
         trackers,  # write the row, to which all above may have added
         SaveCallback(training, callbacks),  # calls on_save
-        ProgressBar(bar),
+        ProgressBarCallback(bar),
         profiler,  # begins and ends its window between two steps
         *training.user_callbacks,
         HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json; last

@@ -161,7 +161,7 @@ class LogCallback(Callback):
         )
 
 
-class ProgressBar(Callback):
+class ProgressBarCallback(Callback):
     """The bar of a run in a terminal."""
 
     def __init__(self, bar: tqdm) -> None:

@@ -250,6 +250,7 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
 
     code, out, _ = run(1, *words)
     assert code == 0 and "pos_base: is there already" in out
+    assert json.loads((tmp_path / "pos_base.precompute.json").read_text()).keys() == {"stamp"}, "as sets of before"
     data_path(tmp_path / "pos").touch()
     code, _, err = run(1, *words)
     assert code == 1 and f"{index_path(tmp_path / 'pos_base')}: is there already, of another model" in err
