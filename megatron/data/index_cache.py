@@ -151,7 +151,7 @@ def _made(builders: list[Callable[[], Any]]) -> Iterator[Any]:
 
 
 def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
-    """What is wrong with a file, None if nothing is; it is read whole."""
+    """Read a file whole and return in words what is wrong with it, None if nothing is."""
     try:
         entry = _open(path, keys)
     except (OSError, ValueError) as problem:

@@ -300,7 +300,7 @@ def _cache_dir(plan: _TextPlan, args: NeoXArgs) -> Path:
 
 
 def _map_builders(plan: _TextPlan, args: NeoXArgs) -> MapBuilders:
-    """What makes each of the maps of a set, which lie in one file."""
+    """The functions that build the index maps of a set by the keys of these in its one cache file."""
     builders: dict[CacheKey, Callable[[], Any]] = {
         _index_key(source, args): partial(_build_maps, source, args) for source in plan.sources
     }

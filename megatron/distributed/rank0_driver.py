@@ -76,7 +76,7 @@ class _DriverThread:
         threading.Thread(target=self._work, args=(work,), name="rank0-driver", daemon=True).start()
 
     def next_message(self) -> tuple[Any, ...]:
-        """What to do now, for all ranks."""
+        """The next message of rank 0 to all ranks, which says what they do now; `wait` if none comes."""
         try:
             return self._messages.get(timeout=IDLE_S)
         except queue.Empty:

@@ -95,7 +95,7 @@ class Rendezvous:
             )
 
     def rank_infos(self) -> list[dict[str, Any]]:
-        """What every rank said of itself, by rank."""
+        """The information that each rank gave about itself on arrival, in order of ranks."""
         keys = [f"rank_info/{rank}" for rank in range(self._process.world_size)]
         return [json.loads(text) for text in self._store.multi_get(keys)]
 

@@ -21,7 +21,7 @@ CONTEXT = 4  # tokens before a run that its text may depend on
 
 
 class Decoder(Protocol):
-    """What showing samples needs of a tokenizer."""
+    """The part of a tokenizer that is needed to show samples."""
 
     vocab_size: int
 

@@ -204,7 +204,7 @@ class Batcher:
         )  # fmt: skip
 
     def _sampler(self, rows: Sequence[SequenceState]) -> TokenSampler:
-        """What chooses the tokens of rows that run together."""
+        """A sampler of the next tokens for rows that run together."""
         texts = [(row.prompt_length, row.tokens) for row in rows]
         minimums = [(row.request.minimum_tokens, row.stop_token_ids) for row in rows]
         vocab = self.model.tokenizer.vocab_size
