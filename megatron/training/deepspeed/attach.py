@@ -27,12 +27,14 @@ def attach_deepspeed() -> None:
     if accelerator.device_name() == "cpu":
         accelerator.is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    # Its pipeline engine asks every rank for every group of every axis, and one for each rank besides.
+    deepspeed.comm.comm.cdb.new_group = lambda ranks: dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def plain_mpu(groups: ParallelGroups) -> Any:
     """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size
     1."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     tensor, data = groups.group("tensor") or alone, groups.group("data") or alone
     return SimpleNamespace(
         get_model_parallel_group=lambda: tensor,
