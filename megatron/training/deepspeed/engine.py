@@ -36,7 +36,7 @@ from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
-from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
+from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, leave_out_timers, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
@@ -98,6 +98,7 @@ class DeepSpeedEngine:
         if self.zero_stage > 0:  # around the guard, which wants to know the verdict
             judge_steps(self._ds, self.watch.verdict, self._judge)
         if self._pipe is not None:
+            leave_out_timers(self._ds)
             cut_backward(self._ds, stage, ordered)
         named = {id(item[2]): item for item in self._params}
         trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders
