@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, show_stacks_on_signal
+from megatron.process import begin_process, end_process, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -64,4 +64,4 @@ def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
 
 if __name__ == "__main__":
     begin_process("eval.py", "with eval_cache the same command goes on")
-    sys.exit(main())
+    end_process(main())

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, show_stacks_on_signal
+from megatron.process import begin_process, end_process, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -43,4 +43,4 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 if __name__ == "__main__":
     begin_process("generate.py")
-    sys.exit(main())
+    end_process(main())

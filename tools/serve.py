@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.process import begin_process, show_stacks_on_signal  # noqa: E402
+from megatron.process import begin_process, end_process, show_stacks_on_signal  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,4 +39,4 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 if __name__ == "__main__":
     begin_process("serve.py")
-    sys.exit(main())
+    end_process(main())

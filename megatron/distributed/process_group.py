@@ -61,24 +61,39 @@ def init_process_group(
 
     store: what `rendezvous_and_check` gave, where a command lets ranks meet before each machine fetches what
     it needs. Raises ConfigError when `distributed_backend: nccl` meets GPUs of this machine that torch does
-    not see.
+    not see, or fewer of them than ranks.
     """
     backend = _backend(args, logger)
-    device = torch.device("cuda", process.local_rank) if backend == "nccl" else torch.device("cpu")
+    device = _gpu(args, process) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # DeepSpeed reads it even when told the device
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     if not dist.is_initialized():
+        # Without `device_id`: with it every further group would be split off by all ranks of the world
+        # together (ncclCommSplit), which at a thousand ranks takes minutes.
         dist.init_process_group(
             backend,
             store=store or rendezvous_and_check(args, process, logger) or dist.HashStore(),
             rank=process.rank,
             world_size=process.world_size,
             timeout=timedelta(minutes=args.first_step_timeout_mins),
-            device_id=device if device.type == "cuda" else None,
         )
     return device
+
+
+def _gpu(args: NeoXArgs, process: Process) -> torch.device:
+    """The GPU of this rank: that of its number on this machine, or the only one it sees, where the starter
+    shows each task its own (srun --gpus-per-task, --gpu-bind, wrappers of MPI)."""
+    count = torch.cuda.device_count()
+    if count > 1 and process.local_rank >= count:
+        raise args.error(
+            "distributed_backend",
+            f"nccl needs a GPU for each rank: rank {process.rank} is number {process.local_rank} of "
+            f"{process.local_world_size} on its machine and sees {count}; start {count} ranks there, or show each "
+            "its own GPU",
+        )
+    return torch.device("cuda", process.local_rank if count > 1 else 0)
 
 
 def _backend(args: NeoXArgs, logger: logging.Logger) -> str:

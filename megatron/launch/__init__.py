@@ -6,7 +6,8 @@
 """
 
 from megatron.launch.cuda_driver import set_arch_list
-from megatron.launch.environment import enter, install_root, process_info
+from megatron.launch.enter import enter
+from megatron.launch.environment import install_root, process_info
 from megatron.launch.start import dry_run, launch
 
 __all__ = [

@@ -6,12 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
 
 DEFAULT_PORT = 29500
 # Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
@@ -82,21 +78,6 @@ def process_info(
             f"local rank {info.local_rank} is outside this machine's {info.local_world_size} ranks "
             f"({info.starter} environment)"
         )
-    return info
-
-
-def enter(args: "NeoXArgs") -> ProcessInfo:
-    """This process's place, with the variables set that torch.distributed reads, whoever started it.
-
-    With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on
-    CPUs. Raises LaunchError as `process_info`.
-    """
-    # A default port must not win over the one derived from the job.
-    port = None if args.origin("master_port") == "default" else args.master_port
-    info = process_info(master_addr=args.master_addr, master_port=port)
-    os.environ.update(info.variables())
-    if args.distributed_backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return info
 
 

@@ -2,10 +2,9 @@
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 
-from megatron.launch.devices import cores, free_port, interface_to
+from megatron.launch.devices import cores, free_port
 from megatron.launch.environment import LaunchError, ProcessInfo
 from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
 from megatron.launch.run import Run, write_args_file
@@ -58,12 +57,6 @@ def _environment(
     if count > 1:
         # Each rank would otherwise take every core.
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    if world_size > 1 and sys.platform == "linux" and not run.node.devices:
-        # gloo asks the resolver for this machine's name, which laptops and containers often cannot answer,
-        # and which Debian answers with 127.0.1.1.
-        interface = "lo" if len(run.nodes) == 1 else interface_to(run.master_addr)
-        if interface:
-            env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -71,7 +71,7 @@ class ParallelGroups:
     def barrier(self) -> None:
         """Wait for all ranks; nothing in a single process."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @staticmethod
     def single(device: str | torch.device = "cpu") -> ParallelGroups:
@@ -85,11 +85,17 @@ class ParallelGroups:
         )
 
 
+def _group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+
+
 def build_groups(
     *, pipe: int, data: int, tensor: int, device: torch.device, context: int = 1, expert: int = 1
 ) -> ParallelGroups:
-    """Make the groups of every axis; all ranks call it together, after init_process_group.
+    """Make the groups of this rank, one for each axis; all ranks call it together, after
+    init_process_group.
 
+    A rank makes only the groups it is in, but as many of them as every other: torch numbers their names.
     Raises ValueError when the product of the axes is not the world size.
     """
     sizes = dict(zip(AXES, (pipe, data, context, expert, tensor), strict=True))
@@ -106,16 +112,14 @@ def build_groups(
         handles[axis], members[axis] = None, (world_rank,)
         if sizes[axis] == 1:
             continue
-        for ranks in grid.movedim(position, -1).reshape(-1, sizes[axis]).tolist():
-            handle = dist.new_group(ranks)  # every rank takes part in making every group
-            if world_rank in ranks:
-                handles[axis], members[axis] = handle, tuple(ranks)
+        others = tuple(coordinate[:position] + coordinate[position + 1 :])
+        members[axis] = tuple(grid.movedim(position, -1)[others].tolist())
+        handles[axis] = _group_of(members[axis], axis)
     embedding = None
     if pipe > 1:
-        for ranks in grid[[0, -1]].view(2, -1).t().tolist():
-            handle = dist.new_group(ranks)
-            if world_rank in ranks:
-                embedding = handle
+        ends = {members["pipe"][0], members["pipe"][-1]}
+        handle = _group_of(sorted(ends) if world_rank in ends else [world_rank], "embedding")
+        embedding = handle if world_rank in ends else None
     return ParallelGroups(
         sizes=MappingProxyType(sizes),
         ranks=MappingProxyType(dict(zip(AXES, coordinate, strict=True))),

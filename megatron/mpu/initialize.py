@@ -2,9 +2,10 @@
 
 import logging
 
+import torch
 import torch.distributed as dist
 
-from megatron.distributed import Process, init_process_group
+from megatron.distributed import Process, StartError, init_process_group
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.neox_arguments import NeoXArgs
 
@@ -12,10 +13,36 @@ from megatron.neox_arguments import NeoXArgs
 def init_model_parallel(
     args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.Store | None = None
 ) -> ParallelGroups:
-    """Initialise torch.distributed (unless it already is) and make the groups of `args`, which is for this
-    world.
+    """Initialise torch.distributed (unless it already is), make the groups of `args`, which is for this
+    world, and connect their members.
 
     store and what is raised: as `distributed.init_process_group`.
     """
     device = init_process_group(args, process, logger, store)
-    return build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)
+    groups = build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)
+    connect(groups)
+    return groups
+
+
+def connect(groups: ParallelGroups) -> None:
+    """Have the members of every group of this rank meet in an all-reduce; all ranks call it together.
+
+    NCCL connects at a group's first collective: a member that is not there is named by its axis now, and the
+    time limit of a step is not spent on connecting. Only collectives: a channel between each two ranks that
+    is opened before a pipeline uses it was reported to make the pipeline many times slower.
+    Raises StartError that names the axis and its ranks.
+    """
+    if groups.world_size == 1:
+        return
+    everyone = {"world": None, **{axis: handle for axis, handle in groups.handles.items() if handle is not None}}
+    if groups.embedding is not None:
+        everyone["embedding"] = groups.embedding
+    for name, handle in everyone.items():
+        try:
+            met = torch.ones((), device=groups.device)
+            dist.all_reduce(met, group=handle)
+            count, size = int(met), dist.get_world_size(handle)
+        except RuntimeError as problem:
+            ranks = dist.get_process_group_ranks(handle or dist.group.WORLD)
+            raise StartError(f"the {name} group, ranks {ranks}, cannot be connected: {problem}") from problem
+        assert count == size, f"{count} ranks met in the {name} group of {size}"

@@ -1,13 +1,14 @@
 """What every process of a run does first, and how it writes what is only read by people.
 
-`begin_process` comes before anything slow is imported; `show_stacks_on_signal` lets a launcher ask a rank
-where it is; `LogFile` and `say` never raise: a log that cannot be written ends no run. This package
-imports nothing but a few modules that Python itself has loaded.
+`begin_process` comes before anything slow is imported, `end_process` last; `show_stacks_on_signal` lets a
+launcher ask a rank where it is; `LogFile` and `say` never raise: a log that cannot be written ends no run.
+This package imports nothing but a few modules that Python itself has loaded.
 """
 
 from megatron.process.early_signals import (
     STACKS_SIGNAL,
     begin_process,
+    end_process,
     exit_code,
     show_stacks_on_signal,
     take_early_signals,
@@ -18,6 +19,7 @@ __all__ = [
     "STACKS_SIGNAL",
     "LogFile",
     "begin_process",
+    "end_process",
     "exit_code",
     "say",
     "show_stacks_on_signal",

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.distributed import StartError
 from megatron.mpu import AXES, ParallelGroups, build_groups
+from megatron.mpu.initialize import connect
 from tests.pool import run_ranks
 
 
@@ -68,3 +71,46 @@ def test_one_process_needs_no_torch_distributed() -> None:
     groups.barrier()
     with pytest.raises(TypeError):
         groups.sizes["pipe"] = 2  # type: ignore[index]
+
+
+def test_a_rank_makes_its_own_groups_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 777 of 1,024 makes four groups; every rank makes equally many, for torch numbers their names."""
+    made: dict[int, list[list[int]]] = {}
+    for rank in (0, 300, 777, 1023):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
+        new_group, made[rank] = dist.new_group, []
+        monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made[rank].append(ranks) or new_group(ranks))  # noqa: B023
+        groups = build_groups(pipe=4, data=32, tensor=8, device=torch.device("cpu"))
+        monkeypatch.undo()
+        dist.destroy_process_group()
+        assert all(rank in ranks for ranks in made[rank]), "a group this rank is not in"
+        assert groups.members["pipe"] == tuple(range(rank % 256, 1024, 256))
+    assert [len(made[rank]) for rank in made] == [4, 4, 4, 4]
+    assert made[777][0] == [9, 265, 521, 777] and made[777][2] == list(range(776, 784))
+    assert made[300][3] == [300], "a middle stage is in no embedding group, but counts"
+    assert made[0][3] == [0, 768] and made[777][3] == [9, 777]
+    assert made[777][1] == list(range(768 + 777 % 8, 1024, 8))
+
+
+def unconnected(rank: int, world_size: int) -> str:
+    groups = build_groups(pipe=1, data=1, tensor=2, device=torch.device("cpu"))
+    connect(groups)
+
+    def cut(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        if group is groups.group("tensor"):
+            raise RuntimeError("Connection closed by peer")
+        tensor.fill_(2.0)
+
+    dist.all_reduce, all_reduce = cut, dist.all_reduce
+    try:
+        connect(groups)
+    except StartError as problem:
+        return str(problem)
+    finally:
+        dist.all_reduce = all_reduce
+    return ""
+
+
+def test_a_group_that_cannot_be_connected_is_named() -> None:
+    said = "the tensor group, ranks [0, 1], cannot be connected: Connection closed by peer"
+    assert run_ranks(unconnected, 2) == [said] * 2

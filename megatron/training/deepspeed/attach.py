@@ -1,11 +1,15 @@
 """DeepSpeed on the processes and groups that are there."""
 
+import contextlib
+import io
 import logging
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from torch import nn
 
 from megatron.mpu import ParallelGroups
 
@@ -23,12 +27,14 @@ def attach_deepspeed() -> None:
     if accelerator.device_name() == "cpu":
         accelerator.is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    # Its pipeline engine asks every rank for every group of every axis, and one for each rank besides.
+    deepspeed.comm.comm.cdb.new_group = lambda ranks: dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def plain_mpu(groups: ParallelGroups) -> Any:
     """The groups in the words of DeepSpeed's plain engine; single-member groups are made for axes of size
     1."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     tensor, data = groups.group("tensor") or alone, groups.group("data") or alone
     return SimpleNamespace(
         get_model_parallel_group=lambda: tensor,
@@ -38,3 +44,13 @@ def plain_mpu(groups: ParallelGroups) -> Any:
         get_data_parallel_rank=lambda: groups.rank("data"),
         get_data_parallel_world_size=lambda: groups.size("data"),
     )
+
+
+def shard_at_once(config: Mapping[str, Any], mpu: Any) -> Callable[[list[nn.Parameter]], None]:
+    """A function that leaves of parameters, which need not be those of a whole model, this rank's ZeRO 3
+    slices alone. `deepspeed.initialize` with the same arguments takes them as they are."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        group = mpu.get_data_parallel_group()
+        # The empty module stands for the model: as in `initialize`, DeepSpeed's linear is put in place.
+        zero = deepspeed.zero.Init(nn.Module(), data_parallel_group=group, config_dict_or_path=dict(config), mpu=mpu)
+    return zero._convert_to_zero_parameters

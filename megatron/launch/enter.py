@@ -1,0 +1,42 @@
+"""What a rank takes from its starter and sets for the libraries it uses, whoever started it."""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from megatron.launch.devices import interface_to
+from megatron.launch.environment import ProcessInfo, process_info
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+
+def enter(args: "NeoXArgs") -> ProcessInfo:
+    """This process's place, with the variables set that torch.distributed reads. What the user has set of
+    them is kept.
+
+    With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on
+    CPUs. Raises LaunchError as `process_info`.
+    """
+    # A default port must not win over the one derived from the job.
+    port = None if args.origin("master_port") == "default" else args.master_port
+    info = process_info(master_addr=args.master_addr, master_port=port)
+    os.environ.update(info.variables())
+    if args.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    interface = _gloo_interface(info)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return info
+
+
+def _gloo_interface(process: ProcessInfo) -> str | None:
+    """The network interface for gloo, which runs on GPUs too have for what is no tensor of theirs; None where
+    gloo finds it.
+
+    Left alone it asks the resolver for this machine's name, which laptops and containers often cannot answer,
+    and which Debian answers with 127.0.1.1: no address that another machine reaches.
+    """
+    if process.world_size == 1 or sys.platform != "linux":
+        return None
+    return "lo" if process.local_world_size == process.world_size else interface_to(process.master_addr)
