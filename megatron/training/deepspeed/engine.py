@@ -12,7 +12,6 @@ explicitly.
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -31,7 +30,7 @@ from megatron.model.init import initial_part, parameters_with_specs, stage_param
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu, shard_at_once
+from megatron.training.deepspeed.attach import attach_deepspeed, name_device, plain_mpu, shard_at_once
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
@@ -57,8 +56,7 @@ class DeepSpeedEngine:
         self.zero_stage = zero_stage_used(args)
         self._pipe_shape: torch.Size | None = None
         attach_deepspeed()
-        # DeepSpeed reads it even when told the device.
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
+        name_device(groups.device)
         config = deepspeed_config(args)
         says = config.get("dump_state") or "comms_logger" in config
         for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
