@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.specs import AttentionSpec
-from megatron.mpu import seeded
+from megatron.mpu import seed_tensor, seeded
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AttentionOptions(NamedTuple):
 
     cache: LayerCache | None = None
     dropout_p: float = 0.0
-    seed: int = 0
+    seed: Tensor | None = None
     scale: float | None = None
 
 
@@ -90,7 +90,7 @@ class AttentionBackend:
         with warnings.catch_warnings(record=True) as caught_warnings, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
-                options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0)
+                options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0, seed=seed_tensor(0))
                 out = self.run(q, k, v, AttentionInputs(mask=mask), options)
                 if training:
                     out.sum().backward()
@@ -135,7 +135,7 @@ class Sdpa(AttentionBackend):
                 out = outs[0] if len(outs) == 1 else torch.cat(outs)
             else:
                 whole = partial(sdpa, q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-                out = seeded(whole, options.seed, q.device) if p > 0.0 else whole()
+                out = whole() if p == 0.0 or options.seed is None else seeded(whole, options.seed, q.device)
         return out.permute(2, 0, 1, 3)
 
 
