@@ -73,6 +73,7 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     for name in ("tokens", "labels", "loss_weights", "positions", "cu_seqlens"):
         ours, theirs = getattr(rechunked, name), getattr(expected, name)
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    assert rechunked.max_seqlen == expected.max_seqlen
     plain = rechunk(collate(samples), length)
     assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)
 

@@ -15,6 +15,7 @@ from megatron.model.specs import attention_spec
 from tests.model.stages import (
     chosen,
     document_batch,
+    documents,
     inputs_of,
     random_batch,
     random_weights,
@@ -65,7 +66,7 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
     assert inputs.mask is not None and inputs.cu_seqlens is None
     shown = inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask > float("-inf")
     for row in range(2):
-        starts = set(batch.cu_seqlens[row].tolist()) if batch.cu_seqlens is not None else {0}
+        starts = {first for at, first, _ in documents(batch) if at == row} if packed else {0}
         for query in range(16):
             begun = max(start for start in starts if start <= query)
             expected = [max(begun, query - 3) <= key <= query for key in range(16)]
@@ -73,10 +74,11 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
                 assert head.tolist() == expected
 
 
-def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any) -> Tensor:
+def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *longest: int, **how: Any) -> Tensor:
     """What torch documents of `varlen_attn`, sequence after sequence in float64."""
     (left, right), out = how["window_size"], torch.empty_like(q)
-    assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32 and k.shape == q.shape
+    assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32
+    assert longest == (int(starts.diff().max()),) * 2 and (how.get("enable_gqa") or k.shape == q.shape)
     for first, last in zip(starts.tolist(), starts.tolist()[1:], strict=False):
         distance = torch.arange(last - first) - torch.arange(last - first).unsqueeze(1)
         hidden = (distance > 0) | ((distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool))

@@ -27,15 +27,17 @@ class AttentionInputs(NamedTuple):
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where
-    `AttentionBackends.supports_varlen`. window: with cu_seqlens, how many keys before itself a query sees;
-    -1: all.
+    cu_seqlens: `[n]` int32, document starts over the flattened batch and its end, as of `Batch`, where
+    `AttentionBackends.supports_varlen`. longest: with cu_seqlens, `[max_seqlen, 0]`, whose size is the number
+    of tokens of the longest document: compiled code takes a size for any, a number for one. window: with
+    cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
 
     rope: Rope | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    longest: Tensor | None = None
     window: int = -1
     columns: Tensor | None = None
 
@@ -61,10 +63,12 @@ def text_inputs(
     )
     rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
     if unmasked and (documents is not None or window is not None):
-        offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
-        cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
-        return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
-    mask = None if documents is None else document_mask(documents, seq)
+        cu_seqlens, max_seqlen = documents, batch.max_seqlen
+        if cu_seqlens is None:
+            cu_seqlens, max_seqlen = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32), seq
+        longest = torch.empty(max_seqlen, 0, device=device)
+        return AttentionInputs(rope, None, cu_seqlens, longest, -1 if window is None else window)
+    mask = None if documents is None else document_mask(documents, rows, seq)
     if window is not None:
         near = window_mask(seq, window, device)
         mask = near if mask is None else mask & near
