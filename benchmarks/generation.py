@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.checkpointing.families import from_hf  # noqa: E402
 from megatron.generation import Batcher, Model, Request, for_inference  # noqa: E402
-from megatron.model import build_stage  # noqa: E402
+from megatron.model import build_stage, materialize  # noqa: E402
 from megatron.model.init import stage_parameters  # noqa: E402
 from megatron.mpu import DTYPES, ParallelGroups  # noqa: E402
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
@@ -64,7 +64,7 @@ def ours(model: Any) -> Model:
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[model.dtype]
     args = for_inference(NeoXArgs.from_dict({**keys, "seq_length": _POSITIONS, "precision": precision}).for_world(1))
     groups = ParallelGroups.single(model.device)
-    stage = build_stage(args, groups)
+    stage = materialize(build_stage(args, groups))
     own = {(layer, name): param for layer, name, param in stage_parameters(stage)}
     for layer, name, value in tensors:
         own[layer, name].copy_(value)

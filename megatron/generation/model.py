@@ -31,7 +31,7 @@ from megatron.checkpointing.huggingface import (
     vocab_size_from_hf,
 )
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
-from megatron.model import Model, Stage, build_stage, for_inference
+from megatron.model import Model, Stage, build_stage, for_inference, materialize
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -100,7 +100,7 @@ def _build_filled_stage(
     after the other, which needs less memory.
     """
     stage = build_stage(args, groups, log=logger.info)
-    stage.to(DTYPES[args.params_dtype]).eval()
+    materialize(stage, DTYPES[args.params_dtype]).eval()
     layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
 
     @torch.no_grad()

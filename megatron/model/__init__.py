@@ -9,7 +9,7 @@ linear is split over tensor-parallel ranks stands in `megatron.mpu.layers`. Laye
 
 from megatron.model.cache import KVCache
 from megatron.model.inference import Model, for_inference, inference_mode
-from megatron.model.init import init_stage
+from megatron.model.init import init_stage, materialize
 from megatron.model.pipeline_forward import forward_only
 from megatron.model.pipeline_partition import partition_layers
 from megatron.model.stage import HiddenStates, InferenceContext, Stage, build_stage
@@ -32,6 +32,7 @@ __all__ = [
     "named_params",
     "layer_specs",
     "lowest_trained",
+    "materialize",
     "partition_layers",
     "inference_mode",
     "shared_params",

@@ -1,57 +1,132 @@
-"""Weight initialisation: a function of (seed, parameter, shape) alone, so any layout starts from the same
-model."""
+"""The weights of a fresh stage: their memory, and initial values that are a function of (seed, parameter,
+shape) alone, so any layout starts from the same model."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
-from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard
+from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard_rows
 from megatron.neox_arguments import NeoXArgs
 
+# Elements; another number gives other random numbers on a GPU.
+_PIECE = 2**23
 
-def _fill(full: Tensor, method: str, args: NeoXArgs, generator: torch.Generator) -> None:
-    # NeoX's methods; hidden_size stands for the fan-in in small_init and wang_init, whatever the layer.
+Finish = Callable[[int, Sequence[tuple[str, nn.Parameter]]], None]
+"""Called with NeoX's index of a layer and what `materialize` has just given memory in it, by name."""
+
+
+@torch.no_grad()
+def materialize(stage: Stage, dtype: torch.dtype = torch.float32, finish: Finish | None = None) -> Stage:
+    """Give the parameters that `build_stage` left on the meta device memory on the stage's device, one layer
+    after the other; the same stage.
+
+    What a value is at first is undefined. Parameters that modules share stay shared, frozen ones frozen.
+    finish: fills, or shards, each layer before the next one is given memory.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for index, layer in stage.layers.items():
+        first_seen: list[tuple[str, nn.Parameter]] = []
+        for path, module in layer.named_modules():
+            for name, param in module._parameters.items():
+                if param is None or param.device.type != "meta":
+                    continue  # blocks may share a module
+                if param not in made:
+                    local = torch.empty_like(param, dtype=dtype, device=stage.device_of_groups)
+                    made[param] = nn.Parameter(local, param.requires_grad)
+                    first_seen.append((f"{path}.{name}", made[param]))
+                module._parameters[name] = made[param]
+        if finish is not None:
+            finish(int(index), first_seen)
+    return stage
+
+
+def _deviations(args: NeoXArgs) -> dict[str, float]:
+    # NeoX's normal distributions; hidden_size stands for the fan-in in small_init and wang_init, whatever the
+    # layer.
     depth, hidden, std = args.num_layers, args.hidden_size, args.init_method_std
-    stds = {
+    return {
         "normal": std,
         "scaled_normal": std / math.sqrt(2.0 * depth),
         "single_residual_scaled_normal": std / math.sqrt(depth),
         "small_init": math.sqrt(2.0 / (5.0 * hidden)),
         "wang_init": 2.0 / depth / math.sqrt(hidden),
     }
-    if method in stds:
-        full.normal_(0.0, stds[method], generator=generator)
-    elif method == "xavier_uniform":
-        nn.init.xavier_uniform_(full, generator=generator)
-    elif method == "xavier_normal":
-        nn.init.xavier_normal_(full, generator=generator)
+
+
+def _draw(rows: Tensor, method: str, spec: ParamSpec, args: NeoXArgs, generator: torch.Generator) -> None:
+    """Fill some rows of a parameter, which follow those that `generator` was used for before."""
+    if method == "ones":
+        rows.fill_(1.0)
+    elif method == "zeros":
+        rows.zero_()
+    elif method.endswith("orthogonal"):
+        gain = math.sqrt(2.0 / args.num_layers) if method == "scaled_orthogonal" else math.sqrt(2.0)
+        nn.init.orthogonal_(rows, gain, generator=generator)
+    elif method.startswith("xavier"):
+        std = math.sqrt(2.0 / sum(spec.shape))
+        if method == "xavier_uniform":
+            rows.uniform_(-math.sqrt(3.0) * std, math.sqrt(3.0) * std, generator=generator)
+        else:
+            rows.normal_(0.0, std, generator=generator)
     else:
-        gain = math.sqrt(2.0 / depth) if method == "scaled_orthogonal" else math.sqrt(2.0)
-        nn.init.orthogonal_(full, gain, generator=generator)
+        rows.normal_(0.0, _deviations(args)[method], generator=generator)
 
 
-def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Tensor:
-    """The initial value of a whole parameter, fp32, before it is split over tensor-parallel ranks."""
-    full = torch.empty(spec.shape, dtype=torch.float32, device=device)
-    if spec.init == "ones":
-        return full.fill_(1.0)
-    if spec.init == "zeros":
-        return full.zero_()
+def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """The initial value of a whole parameter, over all tensor ranks, fp32, as (first row, rows): pieces of
+    bounded size that depend on its shape alone. Orthogonal weights come as a whole, which their QR
+    decomposition needs."""
+    named = {"output": args.output_layer_init_method, "input": args.init_method, "embedding": args.init_method}
+    method = named.get(spec.init, spec.init)
     generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
-    methods = {"output": args.output_layer_init_method, "xavier_normal": "xavier_normal"}
-    _fill(full, methods.get(spec.init, args.init_method), args, generator)
-    return full
+    rows, width = spec.shape[0], math.prod(spec.shape[1:])
+    # Of a multiple of 16 elements each: then torch's generator of the CPU, which makes normal numbers 16 at a
+    # time, gives the numbers of a single call for all. The last piece takes what is left over.
+    step = rows if method.endswith("orthogonal") else max(16, _PIECE // width // 16 * 16)
+    starts = list(range(0, max(1, rows - step + 1), step))
+    for first, last in zip(starts, [*starts[1:], rows], strict=True):
+        piece = torch.empty((last - first, *spec.shape[1:]), dtype=torch.float32, device=device)
+        _draw(piece, method, spec, args, generator)
+        yield first, piece
 
 
-@torch.no_grad()
-def init_stage(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> None:
-    """Fill every parameter of this rank's stage with its part of the initial value."""
-    rank, size = groups.rank("tensor"), groups.size("tensor")
-    for layer, _, param, spec in parameters_with_specs(stage, args):
-        param.copy_(shard(initial_value(spec, layer, args, groups.device), spec, rank, size))
+def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
+    """This tensor rank's part of a parameter's initial value, as (first row of the part, rows)."""
+    for first, rows in initial_rows(spec, layer, args, groups.device):
+        yield from shard_rows(rows, first, spec, groups.rank("tensor"), groups.size("tensor"))
+
+
+def init_stage(
+    stage: Stage,
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    dtype: torch.dtype = torch.float32,
+    take_over: Callable[[list[nn.Parameter]], None] | None = None,
+) -> None:
+    """`materialize` with this rank's part of the initial values, rounded from fp32.
+
+    take_over: called with the parameters of each layer, before the next one is given memory.
+    """
+    specs = named_params(args)
+
+    def fill(layer: int, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        for name, param in params:
+            key = _key(layer, name)
+            for first, rows in initial_part(specs[key], key[0], args, groups):
+                param[first : first + len(rows)].copy_(rows)
+        if take_over is not None:
+            take_over([param for _, param in params])
+
+    materialize(stage, dtype, fill)
+
+
+def _key(layer: int, name: str) -> tuple[int, str]:
+    """A parameter's place in the weight map: the last stage's copy of a tied embedding is layer 0's."""
+    return (0 if name == "word_embeddings.weight" else layer, name)
 
 
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:
@@ -63,8 +138,7 @@ def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str,
     params: dict[tuple[int, str], nn.Parameter] = {}
     for full_name, param in stage.named_parameters(remove_duplicate=not copies):
         _, index, name = full_name.split(".", 2)
-        tied = name == "word_embeddings.weight" and index != "0"
-        params[0 if tied else int(index), name] = param
+        params[_key(int(index), name)] = param
     return [(layer, name, param) for (layer, name), param in params.items()]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class InferenceContext:
 class Stage(nn.Module):
     """The layers of one pipeline stage: the whole decoder without pipeline parallelism.
 
-    Parameters are named `layers.<NeoX index>.<NeoX name>`.
+    Parameters are named `layers.<NeoX index>.<NeoX name>`, and on the meta device until `materialize`.
     recompute: number of blocks whose activations are recomputed together in the backward pass; 0: none are.
     recompute_from_cpu: the inputs of these groups of blocks are kept on the CPU.
     compiled: blocks are compiled.
@@ -103,9 +103,11 @@ class Stage(nn.Module):
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
         self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
         self.layers = nn.ModuleDict()
+        # Memory comes later, one layer after the other, in the dtype that is wanted.
+        unallocated = replace(groups, device=torch.device("meta"))
         for spec in specs:
-            self.layers[str(spec.index)] = self._build(spec, groups, sequence_parallel)
-        self._share_relative_biases(groups)
+            self.layers[str(spec.index)] = self._build(spec, unallocated, sequence_parallel)
+        self._share_relative_biases(unallocated)
 
     def _build(self, spec: LayerSpec, groups: ParallelGroups, sequence_parallel: bool) -> nn.Module:
         match spec:
@@ -259,8 +261,8 @@ class Stage(nn.Module):
 
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
-    """This rank's pipeline stage in fp32. Only memory is allocated: `init_stage` or a checkpoint gives the
-    values."""
+    """This rank's pipeline stage on the meta device: shapes alone. `init_stage` gives its parameters memory
+    and values, `materialize` memory alone."""
     mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
     backends = choose_backends(args, groups.device, mixers, log)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]

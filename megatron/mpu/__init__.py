@@ -24,7 +24,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
     scatter_to_sequence,
 )
-from megatron.mpu.parameters import ParamSpec, allocate, shard, unshard, with_prefix
+from megatron.mpu.parameters import ParamSpec, allocate, shard, shard_rows, unshard, with_prefix
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "scatter_to_sequence",
     "seeded",
     "shard",
+    "shard_rows",
     "token_logprobs",
     "token_logprobs_and_statistics",
     "token_logprobs_and_sums",

@@ -1,7 +1,7 @@
 """What a parameter is: name, full shape, how it is split over ranks, initialisation; and allocating a rank's
 part."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,8 +60,8 @@ def with_prefix(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
 
 def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
     """Give a module its own parameters under the last part of their names: this tensor rank's part of each,
-    fp32 on the device of `groups`. Memory only: values come from `model.init` or a checkpoint, the same for
-    any layout.
+    fp32 on the device of `groups`. Memory only, none where that is the meta device; values come from
+    `model.init` or a checkpoint, the same for any layout.
 
     optional: attributes that are None where no parameter has that name.
     """
@@ -78,6 +78,22 @@ def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:
         return full
     parts = [block.chunk(size, spec.axis)[rank] for block in full.split(spec.blocks, spec.axis)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, spec.axis)
+
+
+def shard_rows(rows: Tensor, first: int, spec: ParamSpec, rank: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    """Tensor rank `rank`'s part of the rows `first`, `first` + 1, .. of a whole parameter: pairs of a row in
+    the rank's part and what stands from there on (a view where possible)."""
+    if spec.axis != 0 or size == 1:
+        yield first, shard(rows, spec, rank, size)
+        return
+    block_start, local_start = 0, 0
+    for block in spec.blocks:
+        count = block // size
+        start = block_start + rank * count
+        low, high = max(start, first), min(start + count, first + len(rows))
+        if low < high:
+            yield local_start + low - start, rows[low - first : high - first]
+        block_start, local_start = block_start + block, local_start + count
 
 
 def unshard(shards: Sequence[Tensor], spec: ParamSpec) -> Tensor:

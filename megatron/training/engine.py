@@ -40,7 +40,9 @@ class Engine(Protocol):
 
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
-    ) -> None: ...
+    ) -> None:
+        """stage: on the meta device; the engine gives it memory and initial values (`init_stage`) as it will
+        hold them."""
 
     @staticmethod
     def check(args: NeoXArgs) -> None:

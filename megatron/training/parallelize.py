@@ -7,7 +7,7 @@ import torch
 
 from megatron.model import Stage, freeze
 from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine, PipelineSchedule
@@ -21,16 +21,15 @@ def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
 def parallelize(
     stage: Stage, objective: Objective, args: NeoXArgs, groups: ParallelGroups, engine: type[Engine]
 ) -> Engine:
-    """Freeze, cast, recompute and compile a stage, and build the engine around it; the stage was cut over
-    tensor and pipeline ranks when it was built.
+    """Freeze, recompute and compile a stage, and build the engine around it, which gives it memory; the stage
+    was cut over tensor and pipeline ranks when it was built.
 
     Raises ConfigError where blocks are to be compiled and there is no compiler.
     """
     freeze(stage_parameters(stage), args)
-    stage.to(DTYPES[args.params_dtype])
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
-    # Sharding over data ranks, and 1F1B around the stage, are the engine's.
+    # Memory and precision, sharding over data ranks, and 1F1B around the stage, are the engine's.
     return engine(args, groups, stage, objective, choose_schedule(groups))
 
 

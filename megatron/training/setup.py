@@ -29,7 +29,6 @@ from megatron.distributed import (
 from megatron.model import (
     Stage,
     build_stage,
-    init_stage,
     lowest_trained,
     trained_parameters,
 )
@@ -78,7 +77,6 @@ def build_engine(
     """A freshly initialised model under its engine; `args` knows its world and vocabulary."""
     say = logger.info if logger is not None else None
     stage: Stage = build_stage(args, groups, log=say)
-    init_stage(stage, args, groups)
     notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
     for note in [*engine.notes(args), *notes]:
         if say is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.batch import document_starts
-from megatron.model import InferenceContext, Stage, build_stage, layer_params
+from megatron.model import InferenceContext, Stage, build_stage, layer_params, materialize
 from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends
 from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
@@ -60,7 +60,7 @@ def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
 def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None = None) -> Stage:
     """This rank's stage with its part of `weights`, in evaluation mode."""
     groups = groups or ParallelGroups.single()
-    stage, specs = build_stage(args, groups), layer_params(args)
+    stage, specs = materialize(build_stage(args, groups)), layer_params(args)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
     for layer, name, param in stage_parameters(stage):

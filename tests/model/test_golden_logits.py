@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.checkpointing import load_weights
 from megatron.data import Batch
-from megatron.model import build_stage, forward_only
+from megatron.model import build_stage, forward_only, materialize
 from megatron.model.init import stage_parameters
 from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from tests.checkpointing.golden import RUNS, checkpoint, golden_args
@@ -34,7 +34,7 @@ def logits_of(run: str, step: int, groups: ParallelGroups | None = None, **chang
     if groups is None:
         changes, groups = {"pipe_parallel_size": 0, "model_parallel_size": 1}, ParallelGroups.single()
     args = golden_args(run, **changes)
-    stage = build_stage(args, groups).eval()
+    stage = materialize(build_stage(args, groups)).eval()
     params = stage_parameters(stage)
     weights = load_weights(
         checkpoint(run, step), args, layers=sorted({layer for layer, _, _ in params}),

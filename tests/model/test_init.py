@@ -1,15 +1,16 @@
 """Initial weights: the same model in every layout, with NeoX's distributions."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.model import build_stage, init_stage, layer_params
-from megatron.model.init import initial_value, stage_parameters
-from megatron.mpu import ParallelGroups, unshard
+from megatron.model import build_stage, freeze, init_stage, layer_params, materialize
+from megatron.model.init import initial_rows, stage_parameters
+from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard_rows, unshard
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import Weights, groups_of, small
 from tests.pool import run_ranks
@@ -33,6 +34,10 @@ def initialised(args: NeoXArgs, groups: ParallelGroups) -> Weights:
         _, index, name = full_name.split(".", 2)
         weights.setdefault(int(index), {})[name] = param.detach().clone()
     return weights
+
+
+def initial_value(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
+    return torch.cat([rows for _, rows in initial_rows(spec, layer, args, CPU)])
 
 
 def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> list[tuple[int, Weights]]:
@@ -73,11 +78,60 @@ def test_tied_head_is_the_embedding_itself_in_one_stage() -> None:
     assert stage.layers["6"].word_embeddings.weight is stage.layers["0"].word_embeddings.weight  # type: ignore[union-attr]
 
 
+def test_a_stage_has_no_memory_until_it_is_materialised() -> None:
+    args = small(num_layers=80, hidden_size=8192, num_attention_heads=64, padded_vocab_size=128256)
+    assert all(param.is_meta for param in build_stage(args, ParallelGroups.single()).parameters())
+    args = small(pos_emb="rpe")
+    stage = build_stage(args, ParallelGroups.single())
+    freeze(stage_parameters(stage), args.replace(trainable={"last_layers": 1}))
+    frozen = [param.requires_grad for param in stage.parameters()]
+    materialize(stage, torch.bfloat16)
+    assert [param.requires_grad for param in stage.parameters()] == frozen and not all(frozen)
+    assert {(param.device, param.dtype) for param in stage.parameters()} == {(CPU, torch.bfloat16)}
+    assert stage.layers["6"].word_embeddings.weight is stage.layers["0"].word_embeddings.weight  # type: ignore[union-attr]
+    tables = [param for _, name, param in stage_parameters(stage, copies=True) if name == "attention.rpe.weight"]
+    assert len(tables) == 2 and tables[0] is tables[1]
+
+
+_BY_TORCH: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "normal": lambda whole, generator: whole.normal_(0.0, 0.03, generator=generator),
+    "xavier_uniform": lambda whole, generator: nn.init.xavier_uniform_(whole, generator=generator),
+    "xavier_normal": lambda whole, generator: nn.init.xavier_normal_(whole, generator=generator),
+    "orthogonal": lambda whole, generator: nn.init.orthogonal_(whole, math.sqrt(2.0), generator=generator),
+}
+_CUTS: list[dict[str, Any]] = [
+    {"shape": (176, 33), "axis": 0, "blocks": (112, 32, 32)},  # the last piece has 16 rows more than the others
+    {"shape": (50, 24), "axis": 1, "blocks": (16, 8)},
+    {"shape": (49, 3)},
+    {"shape": (6, 2), "axis": 0, "blocks": (4, 2)},
+]
+
+
+@pytest.mark.parametrize("method", _BY_TORCH)
+def test_pieces_are_the_numbers_of_one_call(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.init._PIECE", 64 * 33)
+    args = small(init_method=method, init_method_std=0.03)
+    for cut in _CUTS:
+        spec = ParamSpec("weight", **cut, init="input")
+        generator = torch.Generator().manual_seed(mix_seed(args.seed, 3, "weight"))
+        whole = _BY_TORCH[method](torch.empty(spec.shape), generator)
+        pieces = list(initial_rows(spec, 3, args, CPU))
+        assert (len(pieces) > 1) is (len(whole) > 100 and method != "orthogonal")
+        assert all(len(rows) < 2 * 64 for _, rows in pieces) or method == "orthogonal"
+        for size in (1, 2):
+            parts = [torch.full(spec.local_shape(size), math.nan) for _ in range(size)]
+            for rank, part in enumerate(parts):
+                for first, rows in pieces:
+                    for start, local in shard_rows(rows, first, spec, rank, size):
+                        part[start : start + len(local)] = local
+            assert torch.equal(unshard(parts, spec), whole), (cut, size)
+
+
 def test_seed_layer_and_name_decide() -> None:
     def values(**changes: object) -> dict[tuple[int, str], Tensor]:
         args = small(**changes)
         return {
-            (layer, spec.name): initial_value(spec, layer, args, CPU)
+            (layer, spec.name): initial_value(spec, layer, args)
             for layer, specs in layer_params(args).items()
             for spec in specs
         }
@@ -122,7 +176,7 @@ def test_init_methods_of_neox(method: str, output: bool) -> None:
             if spec.name not in names[output]:
                 continue
             checked += 1
-            value, (rows, columns) = initial_value(spec, layer, args, CPU), spec.shape
+            value, (rows, columns) = initial_value(spec, layer, args), spec.shape
             if method.endswith("orthogonal"):
                 small_side = value if rows <= columns else value.T
                 gain = 2 / DEPTH if method == "scaled_orthogonal" else 2.0

@@ -1,16 +1,12 @@
 """Log-probabilities over a cut vocabulary against float64 cross-entropy of the whole one."""
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.mpu import build_groups, token_logprobs, token_logprobs_and_statistics
+from tests.live_bytes import LiveBytes
 from tests.pool import run_ranks
 
 SEQ, BATCH, VOCAB = 6, 3, 32
@@ -64,38 +60,6 @@ def test_ranks_agree_bit_for_bit() -> None:
     assert torch.equal(first[0], second[0])
 
 
-class _Live(TorchDispatchMode):
-    """Bytes of tensors made under it that are alive, the most there were, and the largest fp32 one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = self.largest = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note(tensor)
-        return result
-
-    def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
-            return
-        size = storage.nbytes()
-        self._seen.add(storage._cdata)
-        self.now += size
-        self.most = max(self.most, self.now)
-        if tensor.dtype == torch.float32:
-            self.largest = max(self.largest, tensor.numel())
-        weakref.finalize(storage, self._gone, storage._cdata, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
-
-
 @pytest.mark.parametrize("statistics", [False, True])
 def test_no_fp32_copy_of_the_logits(statistics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the peak: the bf16 logits, their bf16 gradient, and slices. torch's cross_entropy of fp32 logits
@@ -104,14 +68,14 @@ def test_no_fp32_copy_of_the_logits(statistics: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr("megatron.mpu.cross_entropy.CHUNK", 16 * vocab)
     logits = torch.randn(tokens, 1, vocab, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
     labels = torch.randint(0, vocab, (tokens, 1), generator=torch.Generator().manual_seed(3))
-    with _Live() as live:
+    with LiveBytes() as live:
         if statistics:
             token_logprobs_and_statistics(logits, labels, None)[0].sum().backward()
         else:
             token_logprobs(logits, labels, None).sum().backward()
     assert live.largest <= 16 * vocab
     whole = tokens * vocab * 2
-    assert 2 * whole <= live.most < 2.3 * whole, live.most / whole
+    assert 2 * whole <= live.peak < 2.3 * whole, live.peak / whole
 
 
 def statistics_on(rank: int, world_size: int) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model import Stage, forward_only
+from megatron.model import Stage, forward_only, init_stage
 from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -39,6 +39,7 @@ class BareEngine:
         assert groups.world_size == 1 and schedule == "none"
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
+        init_stage(stage, args, groups, self.dtype)
         self._params = stage_parameters(stage)
         self._trained = [param for _, _, param in self._params if param.requires_grad]
         named = [(f"{layer}.{name}", param) for layer, name, param in self._params if param.requires_grad]

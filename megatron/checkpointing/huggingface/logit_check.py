@@ -91,8 +91,7 @@ def plain_args(args: NeoXArgs) -> NeoXArgs:
 def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], tokens: Tensor) -> Tensor:
     """The logits of our model, `[batch, seq, padded vocabulary]` fp32. weights: as of `compare_logits`."""
     args = plain_args(args)
-    with _without_weights():
-        stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
+    stage = build_stage(args, ParallelGroups.single(torch.device("cpu"))).eval()
 
     def load(layer: int) -> Callable[[str], Tensor]:
         return weights(layer).__getitem__

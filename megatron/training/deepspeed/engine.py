@@ -22,16 +22,16 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from megatron.data import Batch
-from megatron.model import Stage, forward_only
-from megatron.model.init import initial_value, parameters_with_specs, stage_parameters
-from megatron.mpu import DTYPES, HeadInput, ParallelGroups, shard
+from megatron.model import Stage, forward_only, init_stage
+from megatron.model.init import initial_part, parameters_with_specs, stage_parameters
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu
+from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu, shard_at_once
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
@@ -56,6 +56,15 @@ class DeepSpeedEngine:
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
         self._pipe_shape: torch.Size | None = None
+        attach_deepspeed()
+        # DeepSpeed reads it even when told the device.
+        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
+        config = deepspeed_config(args)
+        says = config.get("dump_state") or "comms_logger" in config
+        for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
+            log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
+        mpu = plain_mpu(groups) if schedule == "none" else None
+        init_stage(stage, args, groups, self.dtype, shard_at_once(config, mpu) if self.zero_stage == 3 else None)
         self.watch = GradientWatch(
             [(name.removeprefix("layers."), p) for name, p in stage.named_parameters() if p.requires_grad],
             groups.device,
@@ -68,13 +77,6 @@ class DeepSpeedEngine:
         self._params = stage_parameters(stage)
         optimizer = build_sharded_optimizer(stage, args, groups)
         ordered = [param for group in optimizer.param_groups for param in group["params"]]
-        attach_deepspeed()
-        # DeepSpeed reads it even when told the device.
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
-        config = deepspeed_config(args)
-        says = config.get("dump_state") or "comms_logger" in config
-        for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
-            log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe: PipeStage | None = None
@@ -85,7 +87,7 @@ class DeepSpeedEngine:
                 model=stage if self._pipe is None else module,
                 optimizer=optimizer,
                 config=config,
-                mpu=plain_mpu(groups) if self._pipe is None else None,
+                mpu=mpu,
                 dist_init_required=False,
             )[0]
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
@@ -258,11 +260,10 @@ class DeepSpeedEngine:
 
     def _master_from_init(self) -> None:
         # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
-        rank, size = self.groups.rank("tensor"), self.groups.size("tensor")
         for layer, _, param, spec in parameters_with_specs(self.stage, self.args):
             if param.requires_grad:
-                whole = initial_value(spec, layer, self.args, self.groups.device)
-                safe_set_full_fp32_param(param, shard(whole, spec, rank, size).contiguous())
+                for first, rows in initial_part(spec, layer, self.args, self.groups):
+                    self._parts.set_master(param, first * rows[0].numel(), rows)
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -273,7 +274,7 @@ class DeepSpeedEngine:
             with self._gathered([param], modifier_rank=0):
                 param.data.copy_(value)
             if param.requires_grad:
-                safe_set_full_fp32_param(param, value.float().contiguous())
+                self._parts.set_master(param, 0, value)
 
     @torch.no_grad()
     def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:

@@ -115,6 +115,18 @@ class OptimizerParts:
             return here.start, mapping.hp_fragment.detach()
         return here.start, values.narrow(0, hp_address.start, hp_address.numel)
 
+    @torch.no_grad()
+    def set_master(self, param: nn.Parameter, first: int, values: Tensor) -> None:
+        """Set what this rank holds of the elements `first`, `first` + 1, .. of a flattened parameter's fp32
+        master weights."""
+        part = self._part(param, MASTER)
+        if part is None:
+            return
+        start, target = part
+        low, high = max(start, first), min(start + target.numel(), first + values.numel())
+        if low < high:
+            target[low - start : high - start].copy_(values.flatten()[low - first : high - first])
+
     # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

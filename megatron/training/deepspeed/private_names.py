@@ -33,6 +33,7 @@ _RELIED_ON = (
     # attach
     ("deepspeed.ops", "__compatible_ops__", "leave out an op that is compiled at start and only inference uses"),
     ("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator", "is_fp16_supported()", "train in fp16 on a CPU"),
+    ("deepspeed.runtime.zero.partition_parameters:Init", "_convert_to_zero_parameters()", "shard a model by layers"),
     ("deepspeed.comm.comm", "cdb", "make no group on ranks that are not in it"),
     # hooks
     (_ENGINE, "_take_model_step()", "look at gradients before each update, and leave one out"),

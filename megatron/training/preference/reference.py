@@ -32,7 +32,7 @@ from megatron.data.preferences.reference_scores import (
     responses_to_sample,
 )
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
-from megatron.model import build_stage, forward_only
+from megatron.model import build_stage, forward_only, materialize
 from megatron.model.init import stage_parameters
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import scores_reference
@@ -145,7 +145,7 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """A function for `Engine.use_reference`: fills `reference_logprobs` by a frozen copy of the engine's
     present weights."""
     args, groups, weights = engine.args, engine.groups, engine.weights()
-    stage = build_stage(args, groups).to(engine.dtype).eval().requires_grad_(False)
+    stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
     compile_blocks(stage, args)
     with torch.no_grad():
         for layer, name, param in stage_parameters(stage, copies=True):

@@ -176,6 +176,6 @@ def _begin(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
 def test_cpu_optimizer_for_weights_on_a_device() -> None:
     args = NeoXArgs.from_dict({**run(0, "CPU_Torch_Adam"), "padded_vocab_size": 384})
-    stage = build_stage(args, ParallelGroups.single()).to("meta")
+    stage = build_stage(args, ParallelGroups.single())
     with pytest.raises(ConfigError, match="CPU_Torch_Adam updates on the CPU; write AdamW, or set zero_optimization"):
         build_sharded_optimizer(stage, args, ParallelGroups.single())
