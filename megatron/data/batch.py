@@ -187,13 +187,14 @@ def document_starts(begins: np.ndarray) -> tuple[np.ndarray, int]:
     """`Batch.cu_seqlens` and `Batch.max_seqlen` from where documents begin, boolean [batch, seq].
 
     The starts of all documents of the micro-batch, its rows laid end to end, then batch * seq as often as
-    makes the size n a power of two: [n] int32. Kernels for documents reserve memory and start blocks for each
-    of the n - 1; few sizes keep memory in one piece. Every row begins a document.
+    makes the size n a power of two, at most batch * seq + 1: [n] int32. Kernels for documents reserve memory
+    and start blocks for each of the n - 1; few sizes keep memory in one piece. Every row begins a document.
     """
     firsts = begins.copy()
     firsts[:, 0] = True
     places = np.flatnonzero(firsts)
-    starts = np.full(1 << len(places).bit_length(), begins.size, dtype=np.int32)
+    size = min(1 << len(places).bit_length(), begins.size + 1)
+    starts = np.full(size, begins.size, dtype=np.int32)
     starts[: len(places)] = places
     return starts, int(np.diff(starts).max())
 

@@ -95,7 +95,6 @@ def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"attention_backend": "math"}, False),
         ({"pos_emb": "alibi"}, False),
         ({"attention_dropout": 0.1}, True),
-        ({"attention_backend": "cudnn"}, True),
     ],
 )
 def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(

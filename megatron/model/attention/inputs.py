@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
+from megatron.data import Batch, DataError
 from megatron.model.attention.masks import document_mask, tree_attention_mask, window_mask
 from megatron.model.positions import Rope, rope_frequencies, rope_tables
 from megatron.model.specs import AttentionSpec
 
+_MOST_DOCUMENTS = 65_535  # the kernels start blocks for each in the second dimension of their grid
 BiasFunction = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
 """From the length of a sequence, `columns` and `distance` (see `positions.alibi_bias`) to the bias that is
 added to attention logits; None for no bias."""
@@ -66,6 +67,11 @@ def text_inputs(
         cu_seqlens, max_seqlen = documents, batch.max_seqlen
         if cu_seqlens is None:
             cu_seqlens, max_seqlen = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32), seq
+        if device.type == "cuda" and len(cu_seqlens) - 1 > _MOST_DOCUMENTS:
+            raise DataError(
+                f"a micro-batch of {len(cu_seqlens) - 1} documents: attention on a GPU takes {_MOST_DOCUMENTS}; "
+                "lower train_micro_batch_size_per_gpu"
+            )
         longest = torch.empty(max_seqlen, 0, device=device)
         return AttentionInputs(rope, None, cu_seqlens, longest, -1 if window is None else window)
     mask = None if documents is None else document_mask(documents, rows, seq)
