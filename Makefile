@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-more test-real test-slurm test-install soak gpu lint bench docs clean
+.PHONY: help env train test test-more test-real test-slurm test-install soak fake gpu lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +65,9 @@ test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean 
 
 soak: $(ENV)  ## runs killed at random moments, many times
 	$(RUN) -m pytest tests -m soak
+
+fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "more or cpu" tests/fake
 
 gpu: $(ENV)  ## the tests that need a GPU, and the speed of a 1.4B model's training step beside bare torch
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no GPU here")'

@@ -1,7 +1,7 @@
 """One transformer block: a mixer and a feed-forward, their norms, and the residual form around them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS, Norm, build_norm
 from megatron.model.specs import BlockSpec
-from megatron.mpu import Linear, ParallelGroups, ParamSpec, dropout, with_prefix
+from megatron.mpu import Linear, ParallelGroups, ParamSpec, dropout, mix_seed, seed_tensor, with_prefix
 from megatron.neox_arguments import NeoXArgs
 
 Mix = Callable[[Tensor], Tensor]
@@ -52,6 +52,15 @@ def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any
     return next(spec for kind in table if (spec := kind.spec(args, block)) is not None)
 
 
+class DropoutSeeds(NamedTuple):
+    """A block's seeds (`seed_tensor`) for one micro-batch: of the dropout of attention probabilities, of the
+    mixer's output and of the feed-forward's output; None where nothing is dropped."""
+
+    attention: Tensor | None = None
+    mixer: Tensor | None = None
+    feed_forward: Tensor | None = None
+
+
 class Block(nn.Module):
     """A transformer block, from `[seq, batch, hidden]` to the same shape (`[seq/T]` under sequence
     parallelism)."""
@@ -77,6 +86,7 @@ class Block(nn.Module):
         # Activations are whole on every tensor rank, except under sequence parallelism, where masks must
         # differ.
         self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
+        self.tensor_rank = groups.rank("tensor")  # whose heads are others than those of other ranks
         self.one_norm = "post_attention_layernorm" not in spec.norms
         for name in _SUBMODULES:
             if name == "attention":
@@ -94,45 +104,51 @@ class Block(nn.Module):
         params["mlp"] = _kind(FEED_FORWARDS, spec.feed_forward).params(spec.feed_forward)
         return tuple(param for name in _SUBMODULES for param in with_prefix(name, params.get(name, ())))
 
+    def seeds(self, *parts: int) -> DropoutSeeds:
+        """The seeds of this rank's dropout, functions of `parts` (the micro-batch and the layer) and of the
+        rank where its activations are its own."""
+        offsets = (self.tensor_rank, self.seed_offset, self.seed_offset)
+        return DropoutSeeds(*(seed_tensor(mix_seed(*parts, i) + offset) for i, offset in enumerate(offsets)))
+
     def forward(
         self,
         x: Tensor,
         inputs: AttentionInputs | None,
-        seeds: tuple[int, int, int],
+        seeds: DropoutSeeds,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Run the block on `x`.
 
-        seeds: of the dropout of attention probabilities, of attention's output and of the MLP's output.
+        seeds: of `Block.seeds`.
         cache: this block's keys and values in generation; None in training.
         """
 
         def mix(x: Tensor) -> Tensor:
-            return self.attention.core(x, inputs, seeds[0], cache)
+            return self.attention.core(x, inputs, seeds.attention, cache)
 
         return _RESIDUAL_FORMS[self.residual](self, x, mix, seeds)
 
-    def _drop(self, x: Tensor, seed: int) -> Tensor:
-        return dropout(x, self.hidden_dropout, seed + self.seed_offset, self.training)
+    def _drop(self, x: Tensor, seed: Tensor | None) -> Tensor:
+        return x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
 
-    def _sequential(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+    def _sequential(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
-        x = x + self._drop(self.attention.output(mix(self.input_layernorm(x))), seeds[1])
-        return x + self._drop(self.mlp.output(self.mlp.core(self.post_attention_layernorm(x))), seeds[2])
+        x = x + self._drop(self.attention.output(mix(self.input_layernorm(x))), seeds.mixer)
+        return x + self._drop(self.mlp.output(self.mlp.core(self.post_attention_layernorm(x))), seeds.feed_forward)
 
-    def _olmo3(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+    def _olmo3(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise what is added."""
-        x = x + self._drop(self.post_attention_layernorm(self.attention.output(mix(x))), seeds[1])
-        return x + self._drop(self.post_feedforward_layernorm(self.mlp.output(self.mlp.core(x))), seeds[2])
+        x = x + self._drop(self.post_attention_layernorm(self.attention.output(mix(x))), seeds.mixer)
+        return x + self._drop(self.post_feedforward_layernorm(self.mlp.output(self.mlp.core(x))), seeds.feed_forward)
 
-    def _sandwich(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+    def _sandwich(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 has norms on both sides."""
         mixed = self.attention.output(mix(self.input_layernorm(x)))
-        x = x + self._drop(self.post_attention_layernorm(mixed), seeds[1])
+        x = x + self._drop(self.post_attention_layernorm(mixed), seeds.mixer)
         inner = self.mlp.output(self.mlp.core(self.pre_feedforward_layernorm(x)))
-        return x + self._drop(self.post_feedforward_layernorm(inner), seeds[2])
+        return x + self._drop(self.post_feedforward_layernorm(inner), seeds.feed_forward)
 
-    def _parallel(self, x: Tensor, mix: Mix, seeds: tuple[int, int, int]) -> Tensor:
+    def _parallel(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """x + attn(ln1 x) + mlp(ln2 x), GPT-J's block; with gpt_j_tied the MLP reads ln1 x too.
 
         The row-parallel sums of attention and MLP travel in one all-reduce.
@@ -141,7 +157,7 @@ class Block(nn.Module):
         mixed = mix(normed)
         inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x))
         if self.training and self.hidden_dropout > 0.0:
-            return x + self._drop(attended(mixed), seeds[1]) + self._drop(fed(inner), seeds[2])
+            return x + self._drop(attended(mixed), seeds.mixer) + self._drop(fed(inner), seeds.feed_forward)
         both = attended.sum_over_ranks(attended.partial(mixed) + fed.partial(inner))
         return x + fed.add_bias(attended.add_bias(both))
 

@@ -13,6 +13,7 @@ from megatron.mpu import (
     allocate,
     dropout,
     scatter_to_sequence,
+    seed_tensor,
 )
 
 
@@ -66,4 +67,4 @@ class Embedding(nn.Module):
         if self.sinusoidal:
             added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
             x = x + scatter_to_sequence(added, cut)
-        return dropout(x, self.dropout, seed + self.part, self.training)
+        return dropout(x, self.dropout, seed_tensor(seed + self.part), self.training)

@@ -24,7 +24,8 @@ def materialize(stage: Stage, dtype: torch.dtype = torch.float32, finish: Finish
     """Give the parameters that `build_stage` left on the meta device memory on the stage's device, one layer
     after the other; the same stage.
 
-    What a value is at first is undefined. Parameters that modules share stay shared, frozen ones frozen.
+    What a value is at first is undefined. Parameters that modules share stay shared, frozen ones frozen;
+    those that have memory keep it, with their values.
     finish: fills, or shards, each layer before the next one is given memory.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}

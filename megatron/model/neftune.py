@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.mpu import mix_seed, seeded
+from megatron.mpu import mix_seed, seed_tensor, seeded
 
 
 def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -31,6 +31,6 @@ def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0
     def draw() -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0)
 
-    noise = seeded(draw, mix_seed(seed, "neftune"), x.device).chunk(parts)[part]
+    noise = seeded(draw, seed_tensor(mix_seed(seed, "neftune")), x.device).chunk(parts)[part]
     size = (alpha / (lengths * x.shape[-1]).sqrt()).t().chunk(parts)[part]
     return x + (noise * size.unsqueeze(-1)).to(x.dtype)

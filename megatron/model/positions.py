@@ -43,7 +43,9 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
     factor = scaling["factor"]
     trained = scaling["original_max_position_embeddings"] or rotary.positions
     if scaling["rope_type"] == "dynamic":
-        stretch = factor * torch.as_tensor(length, dtype=torch.float64, device=device).clamp(min=trained) / trained
+        # Filled there: a copy from the host would be waited for.
+        tokens = length if isinstance(length, Tensor) else torch.full((), length, device=device)
+        stretch = factor * tokens.double().clamp(min=trained) / trained
         longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
         return _frequencies(dim, longer.unsqueeze(-1) if longer.dim() else longer, device), 1.0
     frequencies = _frequencies(dim, base, device)

@@ -20,7 +20,7 @@ from megatron.model.attention import (
     text_inputs,
     tree_attention_inputs,
 )
-from megatron.model.block import Block
+from megatron.model.block import Block, DropoutSeeds
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, TiedHead
@@ -102,6 +102,7 @@ class Stage(nn.Module):
         self.lowest_trained, self.backends = lowest_trained, backends
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
         self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
+        self._slopes: dict[int, Tensor] = {}  # by number of heads
         self.layers = nn.ModuleDict()
         # Memory comes later, one layer after the other, in the dtype that is wanted.
         unallocated = replace(groups, device=torch.device("meta"))
@@ -183,12 +184,19 @@ class Stage(nn.Module):
 
     def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:
-            local = spec.mixer.heads // self.tensor_size
-            slopes = alibi_slopes(spec.mixer.heads)[local * self.tensor_rank :][:local]
-            return alibi_bias(seq, torch.tensor(slopes, device=self.device_of_groups), columns, distance)
+            return alibi_bias(seq, self._slopes_of(spec.mixer.heads), columns, distance)
         if spec.mixer.relative is not None:
             return self.layers[str(spec.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
         return None
+
+    def _slopes_of(self, heads: int) -> Tensor:
+        """ALiBi's slopes of this rank's heads, `[heads/T]`: copied to the device once, because such a copy is
+        waited for."""
+        if heads not in self._slopes:
+            local = heads // self.tensor_size
+            slopes = alibi_slopes(heads)[local * self.tensor_rank :][:local]
+            self._slopes[heads] = torch.tensor(slopes, device=self.device_of_groups)
+        return self._slopes[heads]
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -198,8 +206,9 @@ class Stage(nn.Module):
         def run(x: Tensor, first: int, last: int) -> Tensor:
             for spec in specs[first:last]:
                 layer = spec.index
-                seeds = tuple(mix_seed(seed, layer, i) if dropping else 0 for i in range(3))
-                x = self.layers[str(layer)](x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None)
+                block = self.layers[str(layer)]
+                seeds = block.seeds(seed, layer) if dropping else DropoutSeeds()  # type: ignore[operator]
+                x = block(x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None)
             return x
 
         frozen = sum(spec.index < self.lowest_trained for spec in specs)

@@ -25,7 +25,7 @@ from megatron.mpu.mappings import (
     scatter_to_sequence,
 )
 from megatron.mpu.parameters import ParamSpec, allocate, shard, shard_rows, unshard, with_prefix
-from megatron.mpu.random import dropout, fork_seed, mix_seed, seeded
+from megatron.mpu.random import dropout, fork_seed, mix_seed, seed_tensor, seeded
 
 __all__ = [
     "AXES",
@@ -48,6 +48,7 @@ __all__ = [
     "reduce_from_tensor",
     "reduce_scatter_to_sequence",
     "scatter_to_sequence",
+    "seed_tensor",
     "seeded",
     "shard",
     "shard_rows",

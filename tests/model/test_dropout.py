@@ -94,11 +94,11 @@ def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
     positions = torch.arange(args.seq_length).expand_as(batch.tokens)
     with torch.no_grad():
         embedded = stage.layers["0"](batch.tokens, positions, 5) == 0
-        attention = stage.layers["2"].attention
+        seeds, attention = stage.layers["2"].seeds(7), stage.layers["2"].attention  # type: ignore[operator]
         attention.query_key_value.weight.fill_(0.1)  # type: ignore[union-attr,operator]
         attention.query_key_value.bias.fill_(1.0)  # type: ignore[union-attr,operator]
         x = torch.ones(args.seq_length // (2 if sequence else 1), 2, args.hidden_size)
-        return embedded, attention.core(x, AttentionInputs(), 7)  # type: ignore[union-attr,operator]
+        return embedded, attention.core(x, AttentionInputs(), seeds.attention)  # type: ignore[union-attr,operator]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -116,12 +116,12 @@ def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytes
 
     seeds: list[int] = []
 
-    def record(x: Tensor, p: float, seed: int, training: bool) -> Tensor:
-        seeds.append(seed)
+    def record(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:
+        seeds.append(int(seed))
         return x
 
-    def record_attention(function: Callable[[], Tensor], seed: int, device: torch.device) -> Tensor:
-        seeds.append(seed)
+    def record_attention(function: Callable[[], Tensor], seed: Tensor, device: torch.device) -> Tensor:
+        seeds.append(int(seed))
         return function()
 
     args = small(num_layers=3, **DROPOUT)

@@ -1,8 +1,10 @@
 """Dropout is a function of its seed and leaves the generators alone."""
 
+import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from megatron.mpu import dropout, fork_seed, mix_seed
+from megatron.mpu import dropout, fork_seed, mix_seed, seed_tensor
 
 CPU = torch.device("cpu")
 
@@ -10,16 +12,16 @@ CPU = torch.device("cpu")
 def test_same_seed_same_mask_and_the_generator_is_untouched() -> None:
     torch.manual_seed(5)
     x, state = torch.ones(1000), torch.get_rng_state()
-    first = dropout(x, 0.3, 11, training=True)
+    first = dropout(x, 0.3, seed_tensor(11), training=True)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(7)
-    assert torch.equal(dropout(x, 0.3, 11, training=True), first)
-    assert not torch.equal(dropout(x, 0.3, 12, training=True), first)
+    assert torch.equal(dropout(x, 0.3, seed_tensor(11), training=True), first)
+    assert not torch.equal(dropout(x, 0.3, seed_tensor(12), training=True), first)
 
 
 def test_mask_has_its_share_and_scale() -> None:
     x = torch.ones(100_000)
-    dropped = dropout(x, 0.25, 1, training=True)
+    dropped = dropout(x, 0.25, seed_tensor(1), training=True)
     kept = dropped != 0
     # Standard error of the share is sqrt(0.25 * 0.75 / 1e5) = 0.0014.
     assert abs(float(kept.float().mean()) - 0.75) < 0.007
@@ -28,13 +30,27 @@ def test_mask_has_its_share_and_scale() -> None:
 
 def test_off_without_training_or_probability() -> None:
     x = torch.ones(10)
-    assert dropout(x, 0.5, 1, training=False) is x
-    assert dropout(x, 0.0, 1, training=True) is x
+    assert dropout(x, 0.5, seed_tensor(1), training=False) is x
+    assert dropout(x, 0.0, seed_tensor(1), training=True) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_draws_what_eager_code_draws(dtype: torch.dtype) -> None:
+    """In one graph, which is compiled once for all seeds."""
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, seed: dropout(x, 0.3, seed, True) * 2, backend=graphs, fullgraph=True)
+    for seed in range(5):
+        x = torch.randn(4, 6, dtype=dtype).t().requires_grad_()
+        out, eager = compiled(x, seed_tensor(seed)), dropout(x, 0.3, seed_tensor(seed), True) * 2
+        assert torch.equal(out, eager)
+        assert torch.equal(*(torch.autograd.grad(y, x, torch.full_like(y, 3.0))[0] for y in (out, eager)))
+    assert graphs.frame_count == 1
 
 
 def test_gradient_goes_through_the_same_mask() -> None:
     x = torch.ones(100, requires_grad=True)
-    y = dropout(x, 0.5, 3, training=True)
+    y = dropout(x, 0.5, seed_tensor(3), training=True)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.detach())

@@ -30,12 +30,13 @@ ENGINE = {
     },
     "deepspeed/runtime/zero/stage3.py": {"step", "unscale_and_clip_grads", "_get_norm_groups", "get_grad_norm_direct"},
     "torch/optim/optimizer.py": None,
+    "megatron/mpu/random.py": {"dropout", "seeded"},  # of a seed on the host
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
 READ = {"megatron/training/metrics/host_copy.py": {"read"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
-    "plain bf16": (1, {"precision": "bfloat16"}),
+    "plain bf16": (1, {"precision": "bfloat16", "pos_emb": "alibi"}),
     "dp2": (2, {}),
     "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipe_parallel_size": 2}),
@@ -75,6 +76,15 @@ def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
 
     for name in WAITS:
         setattr(torch.Tensor, name, guard(name, getattr(torch.Tensor, name)))
+    make = torch.tensor
+
+    def copy(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        # A GPU waits for what it is sent from memory that is not pinned.
+        if isinstance(device, torch.device) and not _asked_by(allowed):
+            raise HostSync("torch.tensor")
+        return make(*args, device=device, **kwargs)
+
+    torch.tensor = copy
 
 
 def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
@@ -118,6 +128,8 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     forbid(ENGINE, seen)
     for _ in range(4):
         one()
+    timers = training.engine._ds.timers.get_timers()  # type: ignore[attr-defined]
+    assert not any(timer.event_timers for timer in timers.values()), "DeepSpeed keeps two CUDA events a step"
     return len(seen)
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.specs import AttentionSpec
-from megatron.mpu import seeded
+from megatron.mpu import seed_tensor, seeded
 from megatron.mpu.torch_versions import varlen_attn
 
 
@@ -50,7 +50,7 @@ class AttentionOptions(NamedTuple):
 
     cache: LayerCache | None = None
     dropout_p: float = 0.0
-    seed: int = 0
+    seed: Tensor | None = None
     scale: float | None = None
 
 
@@ -94,7 +94,7 @@ class AttentionBackend:
         with warnings.catch_warnings(record=True) as caught_warnings, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
-                options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0)
+                options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0, seed=seed_tensor(0))
                 out = self.run(q, k, v, documents if call.documents else AttentionInputs(mask=mask), options)
                 if training:
                     out.sum().backward()
@@ -141,7 +141,7 @@ class Sdpa(AttentionBackend):
                 out = outs[0] if len(outs) == 1 else torch.cat(outs)
             else:
                 whole = partial(sdpa, q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-                out = seeded(whole, options.seed, q.device) if p > 0.0 else whole()
+                out = whole() if p == 0.0 or options.seed is None else seeded(whole, options.seed, q.device)
         return out.permute(2, 0, 1, 3)
 
 
@@ -199,12 +199,14 @@ class EfficientVarlen(AttentionBackend):
         rows = [_rows(x).unsqueeze(0) for x in (q, k, v)]
         rows = [x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in rows]
         causal, window = 1, None if inputs.window < 0 else inputs.window + 1  # the kernel's counts the query itself
-        call = partial(
+        attend = partial(
             torch.ops.aten._efficient_attention_forward, *rows, None, starts, starts, longest.shape[0],
             longest.shape[0], options.dropout_p, causal, True, scale=options.scale, window_size=window,
         )  # fmt: skip
-        p = options.dropout_p
-        out: Tensor = seeded(lambda: call()[0], options.seed, q.device) if p > 0.0 else call()[0]
+        if options.dropout_p == 0.0 or options.seed is None:
+            out: Tensor = attend()[0]
+        else:
+            out = seeded(lambda: attend()[0], options.seed, q.device)
         return out.view(shape).transpose(0, 1)
 
 

@@ -39,7 +39,6 @@ class SelfAttention(nn.Module):
         size = groups.size("tensor")
         self.heads, self.kv_heads, self.head_dim = spec.heads // size, spec.kv_heads // size, spec.head_dim
         self.scale, self.dropout_p = spec.scale, spec.dropout
-        self.tensor_rank = groups.rank("tensor")
         self.backends = backends
         self.qk_layernorm = self.q_norm = self.k_norm = None
         for name, (norm, norm_spec, heads) in head_norms(spec).items():
@@ -87,8 +86,11 @@ class SelfAttention(nn.Module):
         parts = qkv.split([query, kv, kv], dim=-1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
-    def core(self, x: Tensor, inputs: AttentionInputs, seed: int, cache: LayerCache | None = None) -> Tensor:
-        """Everything before `dense`: from `[seq, batch, hidden]` to `[seq, batch, heads/T * head_dim]`."""
+    def core(self, x: Tensor, inputs: AttentionInputs, seed: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        """Everything before `dense`: from `[seq, batch, hidden]` to `[seq, batch, heads/T * head_dim]`.
+
+        seed: of the dropout of attention probabilities; None where there is none.
+        """
         q, k, v = self._split(self.query_key_value(x))
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q, k)
@@ -96,6 +98,5 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
-        p = self.dropout_p if self.training else 0.0
-        seed += self.tensor_rank
+        p = self.dropout_p if self.training and seed is not None else 0.0
         return self.backends.attend(q, k, v, inputs, AttentionOptions(cache, p, seed, self.scale)).flatten(2)

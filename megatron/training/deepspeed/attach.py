@@ -3,11 +3,13 @@
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,6 +31,16 @@ def attach_deepspeed() -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     # Its pipeline engine asks every rank for every group of every axis, and one for each rank besides.
     deepspeed.comm.comm.cdb.new_group = lambda ranks: dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def name_device(device: torch.device) -> None:
+    """Set the variables by which DeepSpeed knows this rank's GPU, even when told it: its number among those
+    that this process sees, which is 0 where each process of a machine sees another one alone."""
+    number = str(device.index or 0)
+    os.environ.setdefault("LOCAL_RANK", number)
+    if device.type == "cuda":
+        names = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys()  # both, or it refuses
+        os.environ.update(dict.fromkeys(names, number))
 
 
 def plain_mpu(groups: ParallelGroups) -> Any:

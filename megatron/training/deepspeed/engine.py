@@ -12,7 +12,6 @@ explicitly.
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -31,12 +30,12 @@ from megatron.model.init import initial_part, parameters_with_specs, stage_param
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.deepspeed.attach import attach_deepspeed, plain_mpu, shard_at_once
+from megatron.training.deepspeed.attach import attach_deepspeed, name_device, plain_mpu, shard_at_once
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, on_cpu_adam
-from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, wrap_pipeline
+from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, leave_out_timers, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
@@ -57,8 +56,7 @@ class DeepSpeedEngine:
         self.zero_stage = zero_stage_used(args)
         self._pipe_shape: torch.Size | None = None
         attach_deepspeed()
-        # DeepSpeed reads it even when told the device.
-        os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
+        name_device(groups.device)
         config = deepspeed_config(args)
         says = config.get("dump_state") or "comms_logger" in config
         for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
@@ -100,6 +98,7 @@ class DeepSpeedEngine:
         if self.zero_stage > 0:  # around the guard, which wants to know the verdict
             judge_steps(self._ds, self.watch.verdict, self._judge)
         if self._pipe is not None:
+            leave_out_timers(self._ds)
             cut_backward(self._ds, stage, ordered)
         named = {id(item[2]): item for item in self._params}
         trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec as EmptyStage
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from megatron.data import Batch
@@ -76,6 +77,12 @@ def wrap_pipeline(
     copies = [(param, spec.stages(groups)) for _, _, param, spec in ordered]
     module.tied = [(param, group) for param, group in copies if group is not None and param.requires_grad]
     return pipe, module
+
+
+def leave_out_timers(ds: Any) -> None:
+    """Keep DeepSpeed's pipeline engine from timing its batches: with CUDA events, two a step, which it reads
+    and frees only where it prints them."""
+    ds.timers = NoopTimer()
 
 
 def cut_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:

@@ -52,6 +52,8 @@ _RELIED_ON = (
     # pipeline
     ("deepspeed.runtime.constants", "ds_pipe_replicated", "count copies on pipeline stages once in the norm"),
     ("deepspeed.runtime.pipe.schedule", "SendGrad() RecvGrad() BackwardPass()", "send no gradient further"),
+    ("deepspeed.utils.timer", "NoopTimer()", "leave out timers that keep CUDA events"),
+    (_ENGINE, "timers", "leave out timers that keep CUDA events"),
     (_PIPE, "_INSTRUCTION_MAP pipe_buffers grad_layer", "send no gradient below the lowest trained layer"),
     ("deepspeed.runtime.pipe.module:PipelineModule", "get_tied_weights_and_groups()", "sum gradients of copies"),
     (_ZERO_1_2, "grad_accum", "find the gradients of copies"),

@@ -1,15 +1,18 @@
 """How a model comes into being under DeepSpeed: a layer at a time, from the initial values of any layout."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 
 from megatron.model import layer_params, trained_parameters
 from megatron.model.init import initial_rows, parameters_with_specs, stage_parameters
 from megatron.mpu import unshard
+from megatron.training.deepspeed.attach import name_device
 from megatron.training.engine import Engine
 from megatron.training.setup import build_engine
 from tests.live_bytes import LiveBytes
@@ -98,3 +101,11 @@ def test_master_weights_are_the_initial_values_before_rounding() -> None:
                 assert torch.equal(weights, expected.bfloat16()), (layout, layer, spec.name)
                 trained = (layer, spec.name) in trained_parameters(args)
                 assert torch.equal(master, expected if trained else weights), (layout, layer, spec.name)
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda:0", "0"), ("cuda:2", "2"), ("cpu", "3")])
+def test_deepspeed_takes_the_gpu_that_a_task_sees(device: str, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    name_device(torch.device(device))
+    assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == number

@@ -1,0 +1,58 @@
+"""The layouts that are run on fake CUDA, and small models for them. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SEQ, MICRO_BATCH, LAYERS, HIDDEN, VOCAB = 192, 2, 4, 256, 512
+
+MODEL: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+    "seq_length": SEQ,
+    "max_position_embeddings": SEQ,
+    "padded_vocab_size": VOCAB,
+    "pos_emb": "rotary",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "compat_ffn_width": "none",
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "no_weight_tying": True,
+    "train_micro_batch_size_per_gpu": MICRO_BATCH,
+    "gradient_accumulation_steps": 1,
+    "precision": "bfloat16",
+    "distributed_backend": "nccl",
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one layout.
+
+    values: configuration keys beside `MODEL`'s. documents: for each step the document starts of its rows;
+    none: one step of whole rows.
+    """
+
+    world: int = 1
+    rank: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    documents: list[list[list[int]]] = field(default_factory=list)
+
+
+TP2: dict[str, Any] = {"model_parallel_size": 2}
+SP2: dict[str, Any] = {**TP2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipe_parallel_size": 2}
+RECOMPUTE: dict[str, Any] = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
+WINDOW: dict[str, Any] = {"sliding_window_width": 32}
+GQA: dict[str, Any] = {"num_kv_heads": 2}
+PACKED: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}
+BIG: dict[str, Any] = {
+    "model_parallel_size": 8,
+    "pipe_parallel_size": 4,
+    "sequence_parallel": True,
+    "num_layers": 8,
+    "checkpoint_activations": True,
+}

@@ -1,0 +1,156 @@
+"""What an observer sees of every operation: devices, collectives, memory, and what must not happen in a
+step."""
+
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+ROOT = str(Path(__file__).parents[2] / "megatron")
+MOST_DOCUMENTS = 65_535  # the kernel's grid has a row for each
+# Of a collective's name in torch, eager or compiled: the field's name, and which tensor is the larger one.
+COLLECTIVES = {
+    "c10d.allreduce_": "all_reduce",
+    "c10d._allgather_base_": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter",
+    "c10d.broadcast_": "broadcast",
+    "_c10d_functional.all_reduce": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
+}
+
+
+class Observer(TorchDispatchMode):
+    """Notes, of all operations while it is entered, `findings` (mistakes, in words), `collectives` in their
+    order as (first rank, stride between ranks, number of ranks, kind, bytes of the whole tensor), the varlen
+    kernel's arguments, and bytes.
+
+    live, peak: bytes of storages on the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square: tuple[int, int] | None = None
+        self.findings: list[str] = []
+        self.collectives: list[tuple[int, int, int, str, int]] = []
+        self.kernels: Counter[str] = Counter()
+        self.varlen: list[dict[str, Any]] = []
+        self.live = self.peak = 0
+        self._storages = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().split(".")[0].replace("::", ".")
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._check_inputs(name, inputs)
+        output = func(*args, **kwargs)
+        self.kernels[name] += 1
+        if name in COLLECTIVES:
+            self._note_collective(COLLECTIVES[name], args, inputs, output)
+        if name == "torch_attn._varlen_attn":
+            self._note_varlen(name, args)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._check_outputs(name, inputs, outputs)
+        for tensor in outputs:
+            self._count(tensor)
+        return output
+
+    def begin_step(self, seq: int) -> None:
+        """Forget the collectives, kernels and peak of construction. From here on nothing is `[.., seq, seq]`;
+        choosing kernels tries some with masks."""
+        self.square, self.peak = (seq, seq), self.live
+        self.collectives.clear()
+        self.kernels.clear()
+        self.varlen.clear()
+
+    # -- devices and shapes ----------------------------------------------------------------------------------
+
+    def _check_inputs(self, name: str, inputs: list[Tensor]) -> None:
+        if name == "aten._local_scalar_dense" and inputs[0].device.type == "cuda":
+            self._find("the host waits for a value (.item(), bool() or .tolist())", name)
+        for tensor in inputs:
+            if tensor.device.type == "cpu" and tensor.dim() > 0:
+                self._find(f"a tensor {list(tensor.shape)} on the CPU", name)
+
+    def _check_outputs(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        from_device = any(tensor.device.type == "cuda" for tensor in inputs)
+        for tensor in outputs:
+            if tensor.device.type == "cpu" and (from_device or tensor.dim() > 0):
+                what = "a copy from the device to the host" if from_device else "a result on the CPU"
+                self._find(f"{what}, {list(tensor.shape)}", name)
+            elif tensor.device.type == "cuda" and tensor.shape[-2:] == self.square:
+                self._find(f"a tensor of seq x seq, {list(tensor.shape)}", name)
+
+    def _find(self, what: str, name: str) -> None:
+        finding = f"{what}: {name} at {our_line()}"
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def _note_varlen(self, name: str, args: Any) -> None:
+        queries, starts, longest = args[0], args[3:5], args[5:7]
+        documents = len(starts[0]) - 1
+        if any(tensor.dtype != torch.int32 for tensor in starts):
+            self._find(f"cu_seqlens are {starts[0].dtype}, the kernel reads int32", name)
+        if documents > MOST_DOCUMENTS:
+            self._find(f"{documents} documents, the kernel's grid has {MOST_DOCUMENTS} rows", name)
+        tokens, heads, width = queries.shape
+        # What its backward asks for besides, which no fake tensor shows: gradients of queries in fp32, every
+        # document padded to a block of 128 (mha_varlen_bwd of torch's flash attention).
+        workspace = 4 * (tokens + 128 * documents) * heads * width
+        self.varlen.append({"documents": documents, "longest": max(longest), "workspace": workspace})
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def _note_collective(self, kind: str, args: Any, inputs: list[Tensor], output: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        size = max(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
+        self.collectives.append((*_members(args), kind, size))
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def _count(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        if storage in self._storages:
+            return
+        size = storage.nbytes()
+        self._storages[storage] = True
+        weakref.finalize(storage, self._freed, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+def _members(args: Any) -> tuple[int, int, int]:
+    """(first rank, stride, number of ranks) of the process group among the arguments of a collective."""
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf))
+            break
+        if isinstance(leaf, str) and leaf not in ("sum", "max"):
+            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(leaf))
+            break
+    stride = ranks[1] - ranks[0]
+    assert ranks == list(range(ranks[0], ranks[-1] + 1, stride))
+    return ranks[0], stride, len(ranks)
+
+
+def our_line() -> str:
+    """The nearest line of the package on the stack; autograd's own operations have none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(ROOT):
+            return f"{frame.f_code.co_filename.removeprefix(ROOT)[1:]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "autograd"

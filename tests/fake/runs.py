@@ -1,0 +1,181 @@
+"""Running a case in a process that has loaded the shim: the run's own set-up, and a step as the engine takes
+it, as far as fake tensors go."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.data import Batch
+from megatron.data.batch import collate
+from megatron.model import HiddenStates, Stage
+from megatron.model.init import parameters_with_specs
+from megatron.mpu import DTYPES, ParallelGroups, build_groups
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective
+from megatron.training.engine import PipelineSchedule
+from megatron.training.nonfinite_guard import GradientWatch, most_skips
+from megatron.training.optimizers import clip_gradients, gradient_norm
+from megatron.training.setup import build_engine
+from megatron.training.step_loss import StepLoss
+from tests.fake.layouts import MODEL, Case
+from tests.fake.observer import Observer
+
+DEVICE = torch.device("cuda", 0)
+EOD = 0
+
+
+def run(case: Case) -> dict[str, Any]:
+    """What the observer saw of a case; `error` names what stopped it and our line."""
+    values = {**MODEL, **case.values}
+    args = NeoXArgs.from_dict(values).for_world(case.world)
+    with fake_cuda(), process_group(case):
+        groups = build_groups(pipe=max(args.pp, 1), data=args.data_parallel_size, tensor=args.tp, device=DEVICE)
+        observer = Observer()
+        seen: dict[str, Any] = {"error": None}
+        with FakeTensorMode():
+            try:
+                _run(case, args, groups, observer, seen)
+            except Exception as problem:
+                seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
+    return seen | {
+        "findings": observer.findings,
+        "collectives": observer.collectives,
+        "kernels": observer.kernels,
+        "varlen": observer.varlen,
+        "peak": observer.peak,
+    }
+
+
+def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
+    with observer:
+        engine = build_engine(args, groups, engine=ModelStep)
+        assert isinstance(engine, ModelStep)
+        seen["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
+        seen["construction"] = observer.peak
+        observer.begin_step(args.seq_length)
+    batches = [make_batch(args, case, documents) for documents in case.documents or [None]]
+    with observer:
+        for batch in batches:
+            engine.step(batch)
+        missing = [name for name, p in engine.stage.named_parameters() if p.grad is None]
+        assert not missing, f"no gradients: {missing}"
+
+
+# -- the machine ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[None]:
+    """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
+    values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
+    values |= {"get_device_capability": (9, 0), "is_current_stream_capturing": False, "is_bf16_supported": True}
+    values |= {"_lazy_init": None, "synchronize": None, "set_device": None}
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
+        stack.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
+        stack.enter_context(mock.patch.object(nn.Module, "to", cast))
+        yield
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`Module.to` by new parameters: torch exchanges those of fake tensors only where nothing refers to
+    them."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, param in part.named_parameters(recurse=False):
+            places.setdefault(param, []).append((part, name))
+    while places:  # one at a time, so that of one parameter at most there are both
+        param, shared = places.popitem()
+        made = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+        for part, name in shared:
+            setattr(part, name, made)
+    return module
+
+
+@contextlib.contextmanager
+def process_group(case: Case) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class ModelStep:
+    """What DeepSpeed's engine does in a step of its own accord, without DeepSpeed: the weight of the batch
+    over data ranks, forward, backward, verdict, norm and clipping."""
+
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
+    ) -> None:
+        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
+        self.watch = GradientWatch(named, groups.device, most_skips(args))
+        self.loss = StepLoss(objective, groups, self.watch)
+        stage.train()
+
+    @staticmethod
+    def notes(args: NeoXArgs) -> list[str]:
+        return []
+
+    def step(self, batch: Batch) -> None:
+        weight = self.groups.sum(self.objective.weight(batch), "data")
+        self.watch.begin(weight)
+        self.loss.begin(1 / weight.clamp(min=1.0))
+        self.stage.zero_grad()
+        hidden = None if self.groups.is_first_stage else self.received(batch)
+        out = self.stage(hidden, batch, partial(self.loss.of, batch=batch))
+        if isinstance(out, HiddenStates):
+            out.hidden_states.backward(torch.empty_like(out.hidden_states))
+        else:
+            out.backward()
+        self.watch.judge()
+        cut, whole = [], []
+        for _, _, param, spec in parameters_with_specs(self.stage, self.args):
+            (whole if spec.axis is None or self.groups.size("tensor") == 1 else cut).append(param)
+        norm = gradient_norm(cut, whole, self.groups) + self.watch.verdict
+        clip_gradients([*cut, *whole], norm, 1.0)
+
+    def received(self, batch: Batch) -> HiddenStates:
+        """The hidden states of the stage before."""
+        rows, seq = batch.tokens.shape
+        if self.args.sequence_parallel:
+            seq //= self.groups.size("tensor")
+        shape, dtype = (seq, rows, self.args.hidden_size), DTYPES[self.args.params_dtype]
+        return HiddenStates(torch.empty(shape, dtype=dtype, device=DEVICE, requires_grad=True))
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+
+def make_batch(args: NeoXArgs, case: Case, documents: list[list[int]] | None) -> Batch:
+    """A micro-batch as collation makes it, its tensors then fake ones on the device."""
+    rows, seq = args.train_micro_batch_size_per_gpu, args.seq_length
+    assert rows is not None
+    windows = np.ones((rows, seq + 1), np.int64)
+    for row, starts in enumerate(documents or []):
+        windows[row, [start - 1 for start in starts if start]] = EOD
+    packed = documents is not None
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+        batch = collate(windows, eod=EOD, reset_attention_mask=packed, reset_position_ids=packed)
+    return batch.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
+
+
+def _line_of(problem: BaseException) -> str:
+    trace, line = problem.__traceback__, "?"
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/megatron/" in file:
+            line = f"{file.rsplit('/megatron/')[-1]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line

@@ -1,0 +1,57 @@
+"""The shared library that gives torch a CUDA device for fake tensors: built once, loaded before torch."""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "fake_cuda"
+
+
+def compiler() -> str | None:
+    """The path of a C++ compiler (`CXX`, else g++ or clang++); None where there is none."""
+    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def build(compile_with: str) -> Path:
+    """The library for the installed torch, compiled by the first process that asks. Raises RuntimeError with
+    the compiler's words."""
+    torch = _torch_folder()
+    version = importlib.metadata.version("torch") + sys.implementation.cache_tag
+    key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    CACHE.mkdir(parents=True, exist_ok=True)
+    library = CACHE / f"{key}.so"
+    with (CACHE / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = library.with_suffix(".unfinished")
+            arguments = ["-std=c++20", "-shared", "-fPIC", f"-I{torch}/include", f"-L{torch}/lib"]
+            command = [compile_with, *arguments, str(SOURCE), "-o", str(unfinished), "-lc10", "-ltorch_cpu"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+            unfinished.rename(library)
+    return library
+
+
+def preload(library: Path) -> None:
+    """Load the library into this process. Raises RuntimeError where torch was imported before, which would
+    not see it."""
+    if "torch" in sys.modules:
+        raise RuntimeError(f"{library} must be loaded before torch is imported")
+    for path in (_torch_folder() / "lib" / "libc10.so", _torch_folder() / "lib" / "libtorch_cpu.so", library):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
