@@ -10,14 +10,13 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.data import Batch
 from megatron.data.batch import collate
 from megatron.model import HiddenStates, Stage
-from megatron.model.init import parameters_with_specs
+from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, build_groups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
@@ -83,23 +82,7 @@ def fake_cuda() -> Iterator[None]:
         for name, value in values.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
         stack.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
-        stack.enter_context(mock.patch.object(nn.Module, "to", cast))
         yield
-
-
-def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`Module.to` by new parameters: torch exchanges those of fake tensors only where nothing refers to
-    them."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, param in part.named_parameters(recurse=False):
-            places.setdefault(param, []).append((part, name))
-    while places:  # one at a time, so that of one parameter at most there are both
-        param, shared = places.popitem()
-        made = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
-        for part, name in shared:
-            setattr(part, name, made)
-    return module
 
 
 @contextlib.contextmanager
@@ -119,6 +102,7 @@ class ModelStep:
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        init_stage(stage, args, groups, DTYPES[args.params_dtype])
         named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
         self.watch = GradientWatch(named, groups.device, most_skips(args))
         self.loss = StepLoss(objective, groups, self.watch)

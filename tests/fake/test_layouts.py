@@ -14,12 +14,14 @@ from tests.fake.layouts import (
     HIDDEN,
     LAYERS,
     MICRO_BATCH,
+    MODEL,
     PACKED,
     PP2,
     RECOMPUTE,
     SEQ,
     SP2,
     TP2,
+    VOCAB,
     WINDOW,
     Case,
 )  # fmt: skip
@@ -142,3 +144,13 @@ def test_peak_bytes(fake_cuda: FakeCuda) -> None:
     weights_and_gradients = 2 * plain["parameters"]
     inside = (plain["peak"] - weights_and_gradients) / LAYERS
     assert recomputed["peak"] <= weights_and_gradients + LAYERS * hidden + 2 * inside
+
+
+@pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
+def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
+    """No more is held at any moment than this rank's part, in the dtype it trains in, and of two parameters the
+    values that are being drawn, whole and in fp32."""
+    seen = fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values))
+    assert_clean(seen)
+    largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])
+    assert seen["parameters"] < seen["construction"] <= seen["parameters"] + 2 * largest

@@ -86,7 +86,8 @@ def choose_backends(
     generation and scoring have them). A named one is used for all of training, and
     where it takes no mask, the first that does for packed documents and generation. One that
     `attention_config` names for some layers is used where it can do the run, else `attention_backend`.
-    Documents, and layers with a window, run under a mask where none that is asked for takes them without.
+    Documents, and layers with a window, run under a mask where none takes them without: biases need one, and
+    `math`. On a CPU only one that is asked for takes them.
     Raises ConfigError for a named one that does not work on this device or for this run.
     """
     here = [backend for backend in _backends() if device.type == "cuda" or not backend.needs_gpu]
@@ -106,7 +107,9 @@ def choose_backends(
         other_lengths: dict[str, AttentionBackend] = {}
         calls = _calls(args, device, list(dict.fromkeys(spec for spec in specs if spec.backend == asked)))
         for kind, tries in calls.items():
-            allowed = named if tries[0].documents else [*named, *instead, *here]
+            # On a GPU no mask for documents, but for the plain mathematics, which others are compared with.
+            only_named = tries[0].documents and (device.type == "cpu" or asked == "math")
+            allowed = named if only_named else [*named, *instead, *here]
             fitting = (backend for backend in allowed if _problem(backend, tries) is None)
             backend = next(fitting, None)
             trained = kind in _DENSE.values() and tries[0].masked == (_DENSE[False, False] not in calls)
