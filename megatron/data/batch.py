@@ -29,7 +29,8 @@ class Batch:
     labels: Tensor  # [batch, seq] int64, already shifted; 0 where masked
     loss_weights: Tensor  # [batch, seq] int64, 0 or 1
     positions: Tensor | None = None  # [batch, seq] int64; None: 0..seq-1 in every row
-    cu_seqlens: Tensor | None = None  # [batch, seq + 1] int32, document starts, then seq; None: one document a row
+    cu_seqlens: Tensor | None = None  # int32, see `document_starts`; None: one document a row
+    max_seqlen: int = 0  # with cu_seqlens: number of tokens of the longest document
     rewards: Tensor | None = None  # [batch] float32, of each row's document
     seed: int = 0  # of this micro-batch's dropout
     response_ids: Tensor | None = None  # [batch, seq] int64: response of each place, prompt included; -1: none's
@@ -84,20 +85,20 @@ def collate(
     trained = targets >= 0
     if eod_mask_loss:
         trained &= tokens != eod
-    positions = cu_seqlens = None
+    positions, cu_seqlens, max_seqlen = None, None, 0
     if resets:
         if begins is None:
             begins = np.ones(samples.shape, bool)
             begins[:, 1:] = samples[:, :-1] == eod
-        starts = _document_starts(begins[:, :-1])
         if reset_position_ids:
-            positions = torch.from_numpy(_positions(starts))
+            positions = torch.from_numpy(_positions(begins[:, :-1]))
         if reset_attention_mask:
+            starts, max_seqlen = document_starts(begins[:, :-1])
             cu_seqlens = torch.from_numpy(starts)
             trained &= ~torch.from_numpy(begins)[:, 1:]
     loss_weights = trained.long()
     reward = None if rewards is None else torch.from_numpy(rewards)
-    return Batch(tokens, targets * loss_weights, loss_weights, positions, cu_seqlens, reward, seed)
+    return Batch(tokens, targets * loss_weights, loss_weights, positions, cu_seqlens, max_seqlen, reward, seed)
 
 
 def collate_samples(
@@ -174,30 +175,31 @@ def rechunk(batch: Batch, length: int) -> Batch:
     cuts = torch.arange(length)
     cut = batch.map(lambda tensor: tensor.reshape(-1, length) if tensor.shape == (rows, seq) else tensor)
     positions = None if cut.positions is None else torch.minimum(cut.positions, cuts)
-    cu_seqlens = None
-    if batch.cu_seqlens is not None:
-        begins = torch.zeros(rows, seq + 1, dtype=torch.bool).scatter_(1, batch.cu_seqlens.long(), True)[:, :-1]
-        begins = begins.reshape(-1, length)
-        begins[:, 0] = True
-        # Beginnings first, in their order; `length` fills the rest
-        starts = torch.where(begins, cuts, length).sort(dim=1).values
-        cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=length).int()
-    return replace(cut, positions=positions, cu_seqlens=cu_seqlens)
+    if batch.cu_seqlens is None:
+        return replace(cut, positions=positions)
+    begins = np.zeros(rows * seq + 1, bool)
+    begins[batch.cu_seqlens.numpy()] = True
+    starts, max_seqlen = document_starts(begins[:-1].reshape(-1, length))
+    return replace(cut, positions=positions, cu_seqlens=torch.from_numpy(starts), max_seqlen=max_seqlen)
 
 
-def _document_starts(begins: np.ndarray) -> np.ndarray:
-    """`Batch.cu_seqlens` from where documents begin, boolean [batch, seq]."""
-    rows, seq = begins.shape
-    starts = np.full((rows, seq + 1), seq, dtype=np.int32)
-    for row, first in enumerate(begins):
-        places = np.flatnonzero(first)
-        starts[row, : len(places)] = places
-    return starts
+def document_starts(begins: np.ndarray) -> tuple[np.ndarray, int]:
+    """`Batch.cu_seqlens` and `Batch.max_seqlen` from where documents begin, boolean [batch, seq].
+
+    The starts of all documents of the micro-batch, its rows laid end to end, then batch * seq as often as
+    makes the size n a power of two, at most batch * seq + 1: [n] int32. Kernels for documents reserve memory
+    and start blocks for each of the n - 1; few sizes keep memory in one piece. Every row begins a document.
+    """
+    firsts = begins.copy()
+    firsts[:, 0] = True
+    places = np.flatnonzero(firsts)
+    size = min(1 << len(places).bit_length(), begins.size + 1)
+    starts = np.full(size, begins.size, dtype=np.int32)
+    starts[: len(places)] = places
+    return starts, int(np.diff(starts).max())
 
 
-def _positions(starts: np.ndarray) -> np.ndarray:
-    """Distance of every token from its document's start, [batch, seq] int64."""
-    rows, seq = starts.shape[0], starts.shape[1] - 1
-    begun = np.zeros((rows, seq + 1), dtype=np.int64)
-    np.put_along_axis(begun, starts.astype(np.int64), starts, axis=1)
-    return np.arange(seq) - np.maximum.accumulate(begun[:, :seq], axis=1)
+def _positions(begins: np.ndarray) -> np.ndarray:
+    """Distance of every token from its document's start, [batch, seq] int64, from where documents begin."""
+    places = np.arange(begins.shape[1])
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

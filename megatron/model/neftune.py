@@ -9,14 +9,14 @@ from megatron.mpu import mix_seed, seed_tensor, seeded
 def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The number of tokens of the document that each token belongs to, `[batch, seq]` fp32.
 
-    tokens: `[batch, seq]`. cu_seqlens: `[batch, seq + 1]` as in `Batch`; None: each row is one document.
+    tokens: `[batch, seq]`. cu_seqlens: as of `Batch`; None: each row is one document.
     """
     (rows, seq), device = tokens.shape, tokens.device
     if cu_seqlens is None:
         return torch.full((rows, seq), float(seq), device=device)
-    places = torch.arange(seq, dtype=cu_seqlens.dtype, device=device).expand(rows, -1).contiguous()
+    places = torch.arange(rows * seq, dtype=cu_seqlens.dtype, device=device)
     document = torch.searchsorted(cu_seqlens, places, right=True) - 1
-    return cu_seqlens.diff().gather(1, document).float()
+    return cu_seqlens.diff()[document].float().view(rows, seq)
 
 
 def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:

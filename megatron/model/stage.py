@@ -77,11 +77,13 @@ class Stage(nn.Module):
     Parameters are named `layers.<NeoX index>.<NeoX name>`, and on the meta device until `materialize`.
     recompute: number of blocks whose activations are recomputed together in the backward pass; 0: none are.
     recompute_from_cpu: the inputs of these groups of blocks are kept on the CPU.
+    compiled: blocks are compiled.
     backends: the attention backends by `AttentionSpec.backend`.
     """
 
     recompute = 0
     recompute_from_cpu = False
+    compiled = False
 
     def __init__(
         self,
@@ -174,7 +176,11 @@ class Stage(nn.Module):
             dtype = next(self.parameters()).dtype
             return cached_inputs(mixer, positions, context.last_tokens, cache.length, dtype, bias)
         unmasked = self.backends[mixer.backend].supports_varlen(mixer.window)
-        return text_inputs(mixer, batch, positions, context.last_tokens, unmasked, bias)
+        inputs = text_inputs(mixer, batch, positions, context.last_tokens, unmasked, bias)
+        if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
+            for sized in (inputs.cu_seqlens, inputs.longest):
+                torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
+        return inputs
 
     def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         if spec.mixer.alibi:

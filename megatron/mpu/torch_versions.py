@@ -1,8 +1,32 @@
 """Names that differ between the releases of torch this runs on, 2.11 and 2.13: the one place that knows
 both."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # torch 2.13 renames these and warns of the old names; 2.11 knows only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def varlen_attn(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int], scale: float | None
+) -> Tensor:
+    """Flash attention within documents by torch, `[tokens, heads, head_dim]`; k and v may have fewer heads.
+
+    starts: `[n]` int32, where documents begin, and the number of tokens; longest: of their lengths; window:
+    how many keys before and after itself a query sees, -1: all.
+    """
+    from torch.nn.attention import varlen
+
+    shared = k.shape[1] != q.shape[1]
+    if shared and _RELEASE < (2, 13):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    options: dict[str, Any] = {"enable_gqa": True} if shared and _RELEASE >= (2, 13) else {}
+    out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, scale=scale, **options)
+    assert isinstance(out, Tensor)
+    return out

@@ -44,6 +44,7 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     if not args.compile:
         return
     _check_compiler(args, stage.device_of_groups)
+    stage.compiled = True
     for spec in stage.blocks:
         stage.layers[str(spec.index)].compile()
 

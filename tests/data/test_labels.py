@@ -236,8 +236,8 @@ def test_documents_are_those_of_the_data_and_of_eod_without_labels(tmp_path: Pat
     assert labelled.tokens.tolist() == unlabelled.tokens.tolist() == [[1, 0, 2, 0, 3, 4, 0, 0]]
     assert labelled.cu_seqlens is not None and unlabelled.cu_seqlens is not None
     # The last document is the padding
-    assert labelled.cu_seqlens.tolist() == [[0, 4, 7, 8, 8, 8, 8, 8, 8]]
-    assert unlabelled.cu_seqlens.tolist() == [[0, 2, 4, 7, 8, 8, 8, 8, 8]]
+    assert labelled.cu_seqlens.tolist() == [0, 4, 7, 8]
+    assert unlabelled.cu_seqlens.tolist() == [0, 2, 4, 7, 8, 8, 8, 8]
     assert labelled.loss_weights.tolist() == [[1, 1, 1, 0, 1, 1, 0, 0]]
     assert unlabelled.loss_weights.tolist() == [[1, 0, 1, 0, 1, 1, 0, 0]]
     assert labelled.positions is not None and labelled.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]

@@ -268,7 +268,7 @@ def test_documents_of_a_batch_end_with_their_eod():
     batch = collate(samples, eod=0, reset_attention_mask=True, reset_position_ids=True)
     assert batch.cu_seqlens is not None and batch.positions is not None
     assert batch.cu_seqlens.dtype == torch.int32 and batch.positions.dtype == torch.int64
-    assert batch.cu_seqlens.tolist() == [[0, 2, 5, 5, 5, 5], [0, 1, 2, 5, 5, 5]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 7, 10, 10, 10] and batch.max_seqlen == 3
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
     # What comes first in a document is not predicted from the one before
     assert batch.loss_weights.tolist() == [[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]

@@ -106,7 +106,7 @@ def test_resets_at_documents_are_megatrons(megatron_core: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    shown = document_mask(batch.cu_seqlens, 12)[:, 0]
+    shown = document_mask(batch.cu_seqlens, 5, 12)[:, 0]
     for row, megatron_row in enumerate(json.loads(done.stdout.splitlines()[-1])):
         assert (~shown[row]).tolist() == megatron_row["hidden"]
         assert batch.positions[row].tolist() == megatron_row["positions"]

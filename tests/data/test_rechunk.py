@@ -73,6 +73,9 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     for name in ("tokens", "labels", "loss_weights", "positions", "cu_seqlens"):
         ours, theirs = getattr(rechunked, name), getattr(expected, name)
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    assert rechunked.max_seqlen == expected.max_seqlen
+    documents = int((expected.positions == 0).sum())
+    assert documents < len(rechunked.cu_seqlens) <= min(2 * documents, rows * seq + 1)
     plain = rechunk(collate(samples), length)
     assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)
 

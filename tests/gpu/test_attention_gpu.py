@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, window_mask
-from megatron.mpu import token_logprobs
+from megatron.mpu import DTYPES, token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import GPU, WIDE, stage_on
 from tests.model.stages import chosen, document_batch, inputs_of, random_batch, small
@@ -46,26 +46,28 @@ def test_kernel_equals_math(name: str, kv_heads: int) -> None:
         assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
-def test_documents_through_varlen_equal_their_mask() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])  # flash's kernel and the memory-efficient one
+def test_documents_through_varlen_equal_their_mask(precision: str) -> None:
     leaves, seq = qkv(4, 2), 128
-    starts = torch.full((2, seq + 1), seq, dtype=torch.int32)
-    starts[0, :4], starts[1, :2] = torch.tensor([0, 17, 64, 100]), torch.tensor([0, 1])
-    flat = (starts + seq * torch.arange(2, dtype=torch.int32).unsqueeze(1)).flatten()
+    starts = torch.tensor([0, 17, 64, 100, seq, seq + 1, 2 * seq, 2 * seq], dtype=torch.int32)
     run = {"num_kv_heads": 2}
-    masked = AttentionInputs(mask=document_mask(starts, seq).to(GPU))
+    masked = AttentionInputs(mask=document_mask(starts, 2, seq).to(GPU))
     expected = outcome("math", masked, leaves, torch.float32, **run)
-    actual = outcome("auto", AttentionInputs(cu_seqlens=flat.to(GPU)), leaves, torch.bfloat16, **run)
+    inputs = AttentionInputs(cu_seqlens=starts.to(GPU), longest=torch.empty(127, 0))
+    actual = outcome("auto", inputs, leaves, DTYPES[precision], **run)
     for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
         assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("width", [1, 20])
-def test_windows_through_varlen_equal_their_mask(width: int) -> None:
+def test_windows_through_varlen_equal_their_mask(width: int, precision: str) -> None:
     leaves, seq, run = qkv(4, 2), 128, {"num_kv_heads": 2, "sliding_window_width": width}
     mask = window_mask(seq, width, GPU)
     expected = outcome("math", AttentionInputs(mask=mask), leaves, torch.float32, **run)
     starts = torch.tensor([0, seq, 2 * seq], dtype=torch.int32, device=GPU)
-    actual = outcome("auto", AttentionInputs(cu_seqlens=starts, window=width), leaves, torch.bfloat16, **run)
+    inputs = AttentionInputs(cu_seqlens=starts, longest=torch.empty(seq, 0), window=width)
+    actual = outcome("auto", inputs, leaves, DTYPES[precision], **run)
     for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
         assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 

@@ -1,13 +1,16 @@
 """Small models for tests: a configuration, whole random weights, and stages of any layout that hold their
 part."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.batch import document_starts
 from megatron.model import InferenceContext, Stage, build_stage, layer_params, materialize
 from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends
 from megatron.model.init import stage_parameters
@@ -96,24 +99,23 @@ def document_batch(args: NeoXArgs, rows: int = 2, seed: int = 0) -> Batch:
     """Rows of one to five documents cut anywhere, whose positions start anywhere."""
     batch, generator = random_batch(args, rows, seed), torch.Generator().manual_seed(seed + 1)
     seq = args.seq_length
-    starts = torch.full((rows, seq + 1), seq, dtype=torch.int32)
+    begins = np.zeros((rows, seq), bool)
     positions = torch.empty(rows, seq, dtype=torch.int64)
     for row in range(rows):
         count = int(torch.randint(0, 5, (), generator=generator)) if row else 4
         cuts = sorted((torch.randperm(seq - 1, generator=generator)[:count] + 1).tolist())
-        starts[row, : count + 1] = torch.tensor([0, *cuts])
+        begins[row, [0, *cuts]] = True
         for first, last in zip([0, *cuts], [*cuts, seq], strict=True):
             room = args.max_position_embeddings - (last - first) + 1
             offset = int(torch.randint(0, room, (), generator=generator))
             positions[row, first:last] = torch.arange(offset, offset + last - first)
-    return Batch(batch.tokens, batch.labels, batch.loss_weights, positions, starts, seed=seed)
+    starts, longest = document_starts(begins)
+    return replace(batch, positions=positions, cu_seqlens=torch.from_numpy(starts), max_seqlen=longest)
 
 
 def documents(batch: Batch) -> list[tuple[int, int, int]]:
     """(row, first, last + 1) of every document."""
     assert batch.cu_seqlens is not None
-    spans = []
-    for row, starts in enumerate(batch.cu_seqlens.tolist()):
-        bounds = sorted(set(starts))
-        spans += [(row, first, last) for first, last in pairwise(bounds)]
-    return spans
+    seq, bounds = batch.tokens.shape[1], sorted(set(batch.cu_seqlens.tolist()))
+    spans = [(first // seq, first % seq, last - first) for first, last in pairwise(bounds)]
+    return [(row, first, first + length) for row, first, length in spans]

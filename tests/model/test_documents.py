@@ -71,13 +71,13 @@ def test_positions_are_read(name: str) -> None:
 
 
 def test_document_mask() -> None:
-    starts = torch.tensor([[0, 2, 3, 6, 6, 6, 6], [0, 6, 6, 6, 6, 6, 6]], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 3, 6, 12, 12, 12, 12], dtype=torch.int32)
     expected = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
     for row, bounds in enumerate(([0, 2, 3, 6], [0, 6])):
         for query in range(6):
             first = max(start for start in bounds if start <= query)
             expected[row, 0, query, first : query + 1] = True
-    assert torch.equal(document_mask(starts, 6), expected)
+    assert torch.equal(document_mask(starts, 2, 6), expected)
 
 
 def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:

@@ -58,10 +58,9 @@ def test_depends_on_the_document_not_on_the_row() -> None:
     """The paper's L, the length of a text, in rows of several texts as in rows that are padded."""
     stage = noisy(seq_length=1024, max_position_embeddings=1024)
     documents = (768, 192, 64)
-    packed = torch.full((3, 1025), 1024, dtype=torch.int32)
-    packed[:, :3] = torch.tensor([0, documents[0], documents[0] + documents[1]])
-    padded = torch.full((3, 1025), 1024, dtype=torch.int32)
-    padded[:, 0], padded[:, 1] = 0, torch.tensor(documents)
+    begins = (0, documents[0], documents[0] + documents[1])
+    packed = torch.tensor([row * 1024 + first for row in range(3) for first in begins] + [3 * 1024], dtype=torch.int32)
+    padded = torch.tensor([0, 768, 1024, 1024 + 192, 2048, 2048 + 64, 3072], dtype=torch.int32)
     tokens = torch.zeros(3, 1024, dtype=torch.int64)
     noise = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
     first = 0

@@ -9,12 +9,13 @@ from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
 from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, window_mask
-from megatron.model.attention.backends import Varlen
+from megatron.model.attention.backends import EfficientVarlen, Varlen
 from megatron.model.cache import CacheRows, LayerCache
 from megatron.model.specs import attention_spec
 from tests.model.stages import (
     chosen,
     document_batch,
+    documents,
     inputs_of,
     random_batch,
     random_weights,
@@ -65,7 +66,7 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
     assert inputs.mask is not None and inputs.cu_seqlens is None
     shown = inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask > float("-inf")
     for row in range(2):
-        starts = set(batch.cu_seqlens[row].tolist()) if batch.cu_seqlens is not None else {0}
+        starts = {first for at, first, _ in documents(batch) if at == row} if packed else {0}
         for query in range(16):
             begun = max(start for start in starts if start <= query)
             expected = [max(begun, query - 3) <= key <= query for key in range(16)]
@@ -73,10 +74,11 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
                 assert head.tolist() == expected
 
 
-def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *_: int, **how: Any) -> Tensor:
+def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *longest: int, **how: Any) -> Tensor:
     """What torch documents of `varlen_attn`, sequence after sequence in float64."""
     (left, right), out = how["window_size"], torch.empty_like(q)
-    assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32 and k.shape == q.shape
+    assert right == 0 and torch.equal(starts, starts_k) and starts.dtype == torch.int32
+    assert longest == (int(starts.diff().max()),) * 2 and (how.get("enable_gqa") or k.shape == q.shape)
     for first, last in zip(starts.tolist(), starts.tolist()[1:], strict=False):
         distance = torch.arange(last - first) - torch.arange(last - first).unsqueeze(1)
         hidden = (distance > 0) | ((distance < -left) if left >= 0 else torch.zeros_like(distance, dtype=torch.bool))
@@ -86,19 +88,32 @@ def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tenso
     return out
 
 
+def fake_efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *lengths: Any, **how: Any) -> tuple[Tensor]:
+    """The kernel of torch's memory-efficient attention: a window is a number of keys, the query's own too."""
+    (starts, starts_k, longest, longest_k, p, causal, _), width = lengths, how["window_size"]
+    assert bias is None and p == 0.0 and causal == 1 and q.shape == k.shape
+    window = (-1 if width is None else width - 1, 0)
+    return (fake_varlen(q[0], k[0], v[0], starts, starts_k, longest, longest_k, window_size=window).unsqueeze(0),)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp32"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("width", [None, 1, 5])
 @torch.no_grad()
-def test_varlen_is_given_the_same_windows(width: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = small(precision="bfloat16", sliding_window_width=width)
+def test_varlen_is_given_the_same_windows(
+    width: int | None, packed: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = small(precision=precision, sliding_window_width=width)
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
     positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
     stage.backends = {"auto": AttentionBackends({})}
     masked = inputs_of(stage, batch, positions)
     no_gpu_is_tried(monkeypatch)
-    on_gpu = {kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, Varlen)}
+    kind_of = Varlen if precision == "bfloat16" else EfficientVarlen
+    on_gpu = {kind: backend for kind, backend in chosen(args, "cuda").by_kind.items() if isinstance(backend, kind_of)}
     stage.backends = {"auto": AttentionBackends({**chosen(args).by_kind, **on_gpu})}
     monkeypatch.setattr(varlen, "varlen_attn", fake_varlen)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
     inputs = inputs_of(stage, batch, positions)
     assert (inputs.cu_seqlens is not None) == (packed or width is not None) == (masked.mask is not None)
     generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from megatron.data import Batch
+from megatron.data.batch import document_starts
 
 VOCAB = 48
 
@@ -38,14 +39,13 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
     Places after them are padding, in a document of its own."""
     tokens, labels, weights, positions = (np.zeros((len(rows), length), np.int64) for _ in range(4))
     answers = np.full((len(rows), length), -1)
-    starts = np.full((len(rows), length + 1), length, np.int32)
+    begins = np.zeros((len(rows), length), bool)
     for row, numbers in enumerate(rows):
         at = 0
-        begins = []
         for number in numbers:
             prompt, answer = documents[number]
             ids, end = np.array(prompt + answer), at + len(prompt) + len(answer)
-            begins.append(at)
+            begins[row, at] = True
             tokens[row, at:end], answers[row, at:end] = ids, number
             positions[row, at:end] = np.arange(len(ids))
             first = at + max(len(prompt) - 1, 0)
@@ -53,12 +53,12 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
             weights[row, first : end - 1] = 1
             at = end
         if at < length:
-            begins.append(at)
+            begins[row, at] = True
             positions[row, at:] = np.arange(length - at)
-        starts[row, : len(begins)] = begins
+    starts, longest = document_starts(begins)
     return Batch(
-        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), response_ids=torch.from_numpy(answers),
-        preference_labels=torch.tensor(signs),
+        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
+        response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs),
     )  # fmt: skip
 
 

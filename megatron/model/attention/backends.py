@@ -15,6 +15,7 @@ from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import LayerCache
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import seed_tensor, seeded
+from megatron.mpu.torch_versions import varlen_attn
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,15 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to compute attention; name: the value of `attention_backend` that asks for it.
+    """One way to compute attention; name: the value of `attention_backend` that asks for it. plans_shapes:
+    its first call of every shape takes long.
 
     A new backend is a subclass here and a line in `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
     """
 
     name: str
     needs_gpu: ClassVar[bool] = False
+    plans_shapes: ClassVar[bool] = False
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Causal attention, softmax(q k^T * scale + mask) v. A cache, if any, has k and v already.
@@ -87,11 +90,14 @@ class AttentionBackend:
             if training and spec.relative is None:  # masks over a cache are added, see `cached_inputs`
                 mask = mask.detach() if spec.biased else mask == 0
         q, k, v = (zeros(*shape, spec.head_dim) for shape in shapes)
+        starts = torch.arange(3, device=call.device, dtype=torch.int32) * call.queries
+        longest, window = torch.empty(call.queries, 0), -1 if spec.window is None else spec.window
+        documents = AttentionInputs(cu_seqlens=starts, longest=longest, window=window)
         with warnings.catch_warnings(record=True) as caught_warnings, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
                 options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0, seed=seed_tensor(0))
-                out = self.run(q, k, v, AttentionInputs(mask=mask), options)
+                out = self.run(q, k, v, documents if call.documents else AttentionInputs(mask=mask), options)
                 if training:
                     out.sum().backward()
                     if mask is not None and mask.requires_grad and mask.grad is None:
@@ -117,7 +123,9 @@ class Sdpa(AttentionBackend):
             return "a GPU would wait for the lengths of documents"
         if call.documents and (call.compiled or call.spec.window is not None):
             return "it hides no keys, and code would be compiled anew for each length of documents"
-        return call.documents and _needs_mask(call) or super().supports(call)
+        if call.documents and (call.spec.biased or call.spec.dropout > 0.0):
+            return "biases and dropout need a mask"
+        return super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         sdpa = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
@@ -140,7 +148,7 @@ class Sdpa(AttentionBackend):
 
 
 class Cudnn(Sdpa):
-    needs_gpu, kernel = True, SDPBackend.CUDNN_ATTENTION
+    needs_gpu, plans_shapes, kernel = True, True, SDPBackend.CUDNN_ATTENTION
 
 
 class Flash(Sdpa):
@@ -164,25 +172,44 @@ class Varlen(AttentionBackend):
     def supports(self, call: AttentionCall) -> str | None:
         if not call.documents:
             return "it is for documents and windows"
-        return _needs_mask(call) or ("it has 16 bits" if call.dtype == torch.float32 else None)
+        if call.spec.biased or call.spec.dropout > 0.0:
+            return "it has no biases and no dropout"
+        return "it has 16 bits" if call.dtype == torch.float32 else super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
-        # Padding starts (equal to the row's end) are empty documents to it, so shapes stay fixed without a
-        # sync.
-        from torch.nn.attention.varlen import varlen_attn
-
-        (seq, _, heads, _), shape, starts = q.shape, q.transpose(0, 1).shape, inputs.cu_seqlens
+        shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
+        assert starts is not None and longest is not None
+        window = (inputs.window, 0)
         q, k, v = (_rows(x) for x in (q, k, v))
-        if k.shape[1] != heads:
-            k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        assert starts is not None
-        out = varlen_attn(q, k, v, starts, starts, seq, seq, window_size=(inputs.window, 0), scale=options.scale)
-        assert isinstance(out, Tensor)
+        return varlen_attn(q, k, v, starts, longest.shape[0], window, options.scale).view(shape).transpose(0, 1)
+
+
+class EfficientVarlen(AttentionBackend):
+    """torch's memory-efficient attention over variable-length documents without a mask, with windows, dropout
+    and fp32: the kernel of `scaled_dot_product_attention` for jagged tensors."""
+
+    needs_gpu = True
+
+    def supports(self, call: AttentionCall) -> str | None:
+        if not call.documents:
+            return "it is for documents and windows"
+        return "it has no biases here" if call.spec.biased else super().supports(call)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
+        shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
+        assert starts is not None and longest is not None
+        rows = [_rows(x).unsqueeze(0) for x in (q, k, v)]
+        rows = [x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in rows]
+        causal, window = 1, None if inputs.window < 0 else inputs.window + 1  # the kernel's counts the query itself
+        attend = partial(
+            torch.ops.aten._efficient_attention_forward, *rows, None, starts, starts, longest.shape[0],
+            longest.shape[0], options.dropout_p, causal, True, scale=options.scale, window_size=window,
+        )  # fmt: skip
+        if options.dropout_p == 0.0 or options.seed is None:
+            out: Tensor = attend()[0]
+        else:
+            out = seeded(lambda: attend()[0], options.seed, q.device)
         return out.view(shape).transpose(0, 1)
-
-
-def _needs_mask(call: AttentionCall) -> str | None:
-    return "biases and dropout need a mask" if call.spec.biased or call.spec.dropout > 0.0 else None
 
 
 def _rows(x: Tensor) -> Tensor:

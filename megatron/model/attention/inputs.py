@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
+from megatron.data import Batch, DataError
 from megatron.model.attention.masks import document_mask, tree_attention_mask, window_mask
 from megatron.model.positions import Rope, rope_frequencies, rope_tables
 from megatron.model.specs import AttentionSpec
 
+_MOST_DOCUMENTS = 65_535  # the kernels start blocks for each in the second dimension of their grid
 BiasFunction = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
 """From the length of a sequence, `columns` and `distance` (see `positions.alibi_bias`) to the bias that is
 added to attention logits; None for no bias."""
@@ -27,15 +28,17 @@ class AttentionInputs(NamedTuple):
 
     rope: tables of `positions.rope_tables`, None without rotary positions.
     mask: additive or boolean `[batch or 1, heads or 1, seq, keys]`; None means plainly causal.
-    cu_seqlens: int32 document starts over the flattened batch and its end, where
-    `AttentionBackends.supports_varlen`. window: with cu_seqlens, how many keys before itself a query sees;
-    -1: all.
+    cu_seqlens: `[n]` int32, document starts over the flattened batch and its end, as of `Batch`, where
+    `AttentionBackends.supports_varlen`. longest: with cu_seqlens, `[max_seqlen, 0]`, whose size is the number
+    of tokens of the longest document: compiled code takes a size for any, a number for one. window: with
+    cu_seqlens, how many keys before itself a query sees; -1: all.
     columns: `[batch, seq]`, where in a cache these tokens go; None in training and for a text's beginning.
     """
 
     rope: Rope | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    longest: Tensor | None = None
     window: int = -1
     columns: Tensor | None = None
 
@@ -61,10 +64,17 @@ def text_inputs(
     )
     rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
     if unmasked and (documents is not None or window is not None):
-        offsets = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32)
-        cu_seqlens = offsets if documents is None else (documents + offsets[:-1].unsqueeze(1)).flatten()
-        return AttentionInputs(rope, None, cu_seqlens, -1 if window is None else window)
-    mask = None if documents is None else document_mask(documents, seq)
+        cu_seqlens, max_seqlen = documents, batch.max_seqlen
+        if cu_seqlens is None:
+            cu_seqlens, max_seqlen = torch.arange(0, (rows + 1) * seq, seq, device=device, dtype=torch.int32), seq
+        if device.type == "cuda" and len(cu_seqlens) - 1 > _MOST_DOCUMENTS:
+            raise DataError(
+                f"a micro-batch of {len(cu_seqlens) - 1} documents: attention on a GPU takes {_MOST_DOCUMENTS}; "
+                "lower train_micro_batch_size_per_gpu"
+            )
+        longest = torch.empty(max_seqlen, 0, device=device)
+        return AttentionInputs(rope, None, cu_seqlens, longest, -1 if window is None else window)
+    mask = None if documents is None else document_mask(documents, rows, seq)
     if window is not None:
         near = window_mask(seq, window, device)
         mask = near if mask is None else mask & near

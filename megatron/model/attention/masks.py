@@ -6,14 +6,14 @@ from torch import Tensor
 from megatron.model.positions import distances
 
 
-def document_mask(cu_seqlens: Tensor, seq: int) -> Tensor:
-    """The mask of causal attention within documents: boolean `[batch, 1, seq, seq]`, True where a query sees
-    a key.
+def document_mask(cu_seqlens: Tensor, rows: int, seq: int) -> Tensor:
+    """The mask of causal attention within documents: boolean `[rows, 1, seq, seq]`, True where a query sees a
+    key.
 
-    cu_seqlens: `[batch, seq + 1]` int32, the starts of each row's documents, then seq.
+    cu_seqlens: as of `Batch`, for a micro-batch of `rows` rows.
     """
-    steps = torch.arange(seq, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), -1)
-    return tree_attention_mask(torch.searchsorted(cu_seqlens, steps.contiguous(), right=True))
+    places = torch.arange(rows * seq, dtype=torch.int32, device=cu_seqlens.device)
+    return tree_attention_mask(torch.searchsorted(cu_seqlens, places, right=True).view(rows, seq))
 
 
 def tree_attention_mask(branch_ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 # (name, class: FILE.NAME of megatron/model/attention)
 ATTENTION_BACKENDS = (
     ("flash", "backends.Varlen"),
+    ("efficient", "backends.EfficientVarlen"),
     ("cudnn", "backends.Cudnn"),
     ("flash", "backends.Flash"),
     ("efficient", "backends.Efficient"),

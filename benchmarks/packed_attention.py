@@ -1,0 +1,45 @@
+"""Bytes that torch's attention over documents asks for in its backward pass.
+
+Its kernel (flash attention 2, `dq_accum` and `softmax_d`) reserves fp32 rows for every token and 128 more for
+every document, empty ones included. Counted from shapes: no GPU is needed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from megatron.data.batch import document_starts
+
+
+def scratch_bytes(tokens: int, documents: int, heads: int, head_dim: int) -> int:
+    """fp32 scratch of one backward call, (tokens + 128 x documents) x heads x (head_dim + 1)."""
+    return (tokens + 128 * documents) * heads * (head_dim + 1) * 4
+
+
+def main() -> None:
+    """Print a table, for documents drawn at random: starts padded row by row, and as `Batch` has them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("rows", 8), ("seq", 2048), ("heads", 16), ("head-dim", 128)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    tokens, random = options.rows * options.seq, np.random.default_rng(0)
+    print(
+        f"{options.rows} x {options.seq}, {options.heads} heads of {options.head_dim}: GB asked by one backward call\n"
+    )
+    print("| mean document | documents | starts padded to seq + 1 a row | `Batch.cu_seqlens` |")
+    print("|---:|---:|---:|---:|")
+    for mean in (2048, 512, 128, 32):
+        begins = random.random((options.rows, options.seq)) < 1 / mean
+        starts, _ = document_starts(begins)
+        sizes = options.rows * (options.seq + 1) - 1, len(starts) - 1
+        before, after = (scratch_bytes(tokens, n, options.heads, options.head_dim) / 1e9 for n in sizes)
+        begins[:, 0] = True
+        print(f"| {mean} | {begins.sum()} | {before:.2f} | {after:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
