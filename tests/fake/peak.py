@@ -1,8 +1,8 @@
 """Prints what a rank of a 70B model at tp8 pp4 dp8 holds at most: the model's part, without optimizer.
 
 `python -m tests.fake.peak`: of a rank of each pipeline stage, one micro-batch forwards and backwards with
-sequence parallelism and recomputation, GiB of parameters, of the peak while they are made, and of the step's
-(parameters, gradients and activations), all in bf16.
+sequence parallelism and recomputation, GiB of parameters, of the peak while they are made, and of the peak
+of both passes (parameters, gradients and activations), all in bf16. What kernels reserve within is not seen.
 """
 
 import sys
@@ -32,14 +32,14 @@ def main() -> None:
     if compile_with is None:
         sys.exit("fake CUDA needs a C++ compiler; set CXX")
     process = FakeCuda(build(compile_with))
-    print(f"{'rank of 256':<14}{'blocks':<10}{'parameters':>12}{'construction':>14}{'step':>8}   GiB")
+    print(f"{'rank of 256':<14}{'blocks':<10}{'parameters':>12}{'construction':>14}{'passes':>8}   GiB")
     for stage in range(PIPE):
         rank = stage * TENSOR * DATA
         for blocks in (False, "block"):
             seen = process.run(Case(TENSOR * PIPE * DATA, rank, {**LLAMA_70B, "compile": blocks}))
             if seen["error"]:
                 sys.exit(seen["error"])
-            sizes = [seen[name] / 2**30 for name in ("parameters", "construction", "peak")]
+            sizes = [seen[name] / 2**30 for name in ("parameters", "construction", "passes")]
             kind = "compiled" if blocks else "eager"
             print(f"{rank:<14}{kind:<10}{sizes[0]:>12.2f}{sizes[1]:>14.2f}{sizes[2]:>8.2f}")
     process.close()

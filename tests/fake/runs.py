@@ -55,7 +55,6 @@ def run(case: Case) -> dict[str, Any]:
         "collectives": observer.collectives,
         "kernels": observer.kernels,
         "varlen": observer.varlen,
-        "peak": observer.peak,
     }
 
 
@@ -67,12 +66,14 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         seen["construction"] = observer.peak
     batches = [make_batch(args, case, documents) for documents in case.documents or [None]]
     if args.compile:
-        engine.step(batches[0])
+        engine.forward_and_backward(batches[0])
         seen["compiled"] = compiled()
     observer.begin_step(args.seq_length)
     with observer:
         for batch in batches:
-            engine.step(batch)
+            engine.forward_and_backward(batch)
+            seen["passes"] = observer.peak
+            engine.finish()
         missing = [name for name, p in engine.stage.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradients: {missing}"
         if case.inference:
@@ -138,7 +139,7 @@ class ModelStep:
     def notes(args: NeoXArgs) -> list[str]:
         return []
 
-    def step(self, batch: Batch) -> None:
+    def forward_and_backward(self, batch: Batch) -> None:
         weight = self.groups.sum(self.objective.weight(batch), "data")
         self.watch.begin(weight)
         self.loss.begin(1 / weight.clamp(min=1.0))
@@ -149,6 +150,9 @@ class ModelStep:
             out.hidden_states.backward(torch.empty_like(out.hidden_states))
         else:
             out.backward()
+
+    def finish(self) -> None:
+        """What stands between the last backward and the update."""
         self.watch.judge()
         cut, whole = [], []
         for _, _, param, spec in parameters_with_specs(self.stage, self.args):
