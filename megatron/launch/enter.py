@@ -10,10 +10,12 @@ from megatron.launch.environment import ProcessInfo, process_info
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
+# torch's memory of GPUs: the name since 2.10, and older ones that it still reads.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
 
 def enter(args: "NeoXArgs") -> ProcessInfo:
-    """This process's place, with the variables set that torch.distributed reads. What the user has set of
-    them is kept.
+    """This process's place, with the variables set that torch reads. What the user has set of them is kept.
 
     With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on
     CPUs. Raises LaunchError as `process_info`.
@@ -24,6 +26,9 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
     os.environ.update(info.variables())
     if args.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not any(name in os.environ for name in _ALLOCATOR):
+        # Blocks of any sizes share memory, of which less lies unused between them. Torch reads it once.
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     interface = _gloo_interface(info)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,6 +1,7 @@
 """From a configuration to the process groups of its layout."""
 
 import logging
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,24 @@ from megatron.neox_arguments import NeoXArgs
 def init_model_parallel(
     args: NeoXArgs, process: Process, logger: logging.Logger, store: dist.Store | None = None
 ) -> ParallelGroups:
-    """Initialise torch.distributed (unless it already is), make the groups of `args`, which is for this
-    world, and connect their members.
+    """Set `tf32`, initialise torch.distributed (unless it already is), make the groups of `args`, which is
+    for this world, and connect their members.
 
     store and what is raised: as `distributed.init_process_group`.
     """
+    allow_tf32(args.tf32)
     device = init_process_group(args, process, logger, store)
     groups = build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)
     connect(groups)
     return groups
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Let GPUs multiply fp32 matrices in TF32, or not."""
+    with warnings.catch_warnings():
+        # Releases of torch that call this name old cannot compile after the new one was used.
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def connect(groups: ParallelGroups) -> None:

@@ -11,6 +11,22 @@ from megatron.launch.devices import interface_to
 from tests.model.stages import small
 
 
+@pytest.mark.parametrize(
+    "backend, given, expected",
+    [
+        ("nccl", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ("gloo", {}, {}),
+    ],
+)
+def test_memory_of_gpus_is_in_segments_that_grow(
+    backend: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    enter(small(distributed_backend=backend))
+    assert {name: value for name, value in given.items() if "ALLOC" in name} == expected
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo is left alone")
 def test_gloo_takes_the_interface_that_leads_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On machines with GPUs too, for objects and CPU tensors. What the user has set stays."""
@@ -18,6 +34,7 @@ def test_gloo_takes_the_interface_that_leads_to_the_other_ranks(monkeypatch: pyt
 
     def interface(world_size: int, local_world_size: int, given: str | None = None) -> str | None:
         with monkeypatch.context() as patch:
+            patch.setenv("PYTORCH_ALLOC_CONF", "as it is")
             for name in ("GLOO_SOCKET_IFNAME", "SLURM_STEP_ID"):
                 patch.delenv(name, raising=False)
             values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}

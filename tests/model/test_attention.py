@@ -81,9 +81,10 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
     assert not any(is_causal for _, is_causal in seen)
 
 
-def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """Let backends be chosen for a GPU where there is none: whatever would be tried works."""
     monkeypatch.setattr(AttentionBackend, "supports", lambda self, call: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
 @pytest.mark.parametrize(

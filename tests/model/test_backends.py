@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from megatron.model import build_stage
-from megatron.model.attention import choose_backends
+from megatron.model.attention import AttentionInputs, choose_backends
+from megatron.model.attention.backends import AttentionOptions, Sdpa
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
-from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,29 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
     chosen = choose_backends(args, torch.device("cuda"), specs, log_lines.append)
     assert [chosen[spec.backend].supports_varlen(spec.window) for spec in specs] == [True, False, False, True]
     assert specs[0].inputs == specs[3].inputs != specs[1].inputs == specs[2].inputs
+
+
+@pytest.mark.parametrize(
+    "asked, capability, said, at_length, at_others",
+    [
+        ("auto", (9, 0), "cudnn, at other lengths than 16 flash", "Cudnn", "Flash"),
+        ("auto", (8, 0), "flash", "Flash", "Flash"),
+        ("cudnn", (9, 0), "cudnn", "Cudnn", "Cudnn"),
+        ("cudnn", (8, 0), "cudnn", "Cudnn", "Cudnn"),
+    ],
+)
+def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
+    asked: str, capability: tuple[int, int], said: str, at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu_is_tried(monkeypatch, capability)
+    args, ran = small(attention_backend=asked, precision="bfloat16"), list[str]()
+    monkeypatch.setattr(Sdpa, "run", lambda self, q, *_: ran.append(type(self).__name__) or q)
+    backends = chosen(args, "cuda")
+    assert backends.name == said
+    for length in (args.seq_length, args.seq_length - 1):
+        x = torch.zeros(length, 1, 4, 8)
+        backends.attend(x, x, x, AttentionInputs(), AttentionOptions())
+    assert ran == [at_length, at_others]
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])

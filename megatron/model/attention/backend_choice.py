@@ -1,7 +1,7 @@
 """Choosing, once at start, which attention backend runs which kind of call."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 import torch
@@ -29,16 +29,23 @@ class AttentionBackends:
     """The attention backend that was chosen for each kind of call of some layers.
 
     Calls with a single key, which cuDNN does not take, count as from a cache.
+    seq_length: number of queries of a row in training. other_lengths: for kinds of calls whose backend plans
+    anew for every shape, the one that other numbers of queries run on.
     """
 
     by_kind: Mapping[str, AttentionBackend]
+    seq_length: int = 0
+    other_lengths: Mapping[str, AttentionBackend] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The text that is printed at start: the usual backend, then the kinds of calls that run on
         another."""
         names = [(kind, backend.name) for kind, backend in self.by_kind.items() if kind != _DOCUMENTS]
-        return ", ".join([names[0][1], *(f"{kind} {name}" for kind, name in names if name != names[0][1])])
+        first = names[0][1]
+        others = ", ".join(dict.fromkeys(backend.name for backend in self.other_lengths.values()))
+        at_others = [f"at other lengths than {self.seq_length} {others}"] if others else []
+        return ", ".join([first, *(f"{kind} {name}" for kind, name in names if name != first), *at_others])
 
     def supports_varlen(self, window: int | None) -> bool:
         """Whether layers with this window attend within documents without a mask, from
@@ -59,7 +66,10 @@ class AttentionBackends:
             kind = _CACHED
         else:
             kind = _DENSE[inputs.mask is not None, options.dropout_p > 0.0]
-        return self.by_kind[kind].run(q, k, v, inputs, options)
+        backend = self.by_kind[kind]
+        if q.shape[0] != self.seq_length:
+            backend = self.other_lengths.get(kind, backend)
+        return backend.run(q, k, v, inputs, options)
 
 
 def choose_backends(
@@ -71,7 +81,9 @@ def choose_backends(
     """Choose the backends of all layers, by `AttentionSpec.backend`; each is tried with one tiny call of each
     kind.
 
-    `auto` takes the first of `ATTENTION_BACKENDS` that works. A named one is used for all of training, and
+    `auto` takes the first of `ATTENTION_BACKENDS` that works, but cuDNN only where it is the fastest: on GPUs
+    of compute capability 9.0 and later, for rows of seq_length (it plans anew, for long, for every shape, as
+    generation and scoring have them). A named one is used for all of training, and
     where it takes no mask, the first that does for packed documents and generation. One that
     `attention_config` names for some layers is used where it can do the run, else `attention_backend`.
     Documents, and layers with a window, run under a mask where none takes them without: biases need one, and
@@ -88,20 +100,26 @@ def choose_backends(
             [b for b in here if args.attention_backend in ("auto", b.name)],
         )
         named = [backend for backend in here if asked in ("auto", backend.name)]
+        if asked == "auto" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+            named = [backend for backend in named if not backend.plans_shapes]
         if not named:
             raise ConfigError([f"{place} needs a GPU; {fix}"])
+        other_lengths: dict[str, AttentionBackend] = {}
         calls = _calls(args, device, list(dict.fromkeys(spec for spec in specs if spec.backend == asked)))
         for kind, tries in calls.items():
             # On a GPU no mask for documents, but for the plain mathematics, which others are compared with.
             only_named = tries[0].documents and (device.type == "cpu" or asked == "math")
             allowed = named if only_named else [*named, *instead, *here]
-            backend = next((backend for backend in allowed if _problem(backend, tries) is None), None)
+            fitting = (backend for backend in allowed if _problem(backend, tries) is None)
+            backend = next(fitting, None)
             trained = kind in _DENSE.values() and tries[0].masked == (_DENSE[False, False] not in calls)
             if trained and key == "attention_backend" and backend not in named and _WINDOWED not in chosen:
                 raise ConfigError([f"{place} cannot do this run ({_problem(named[-1], tries)}); {fix}"])
             if backend is not None:
                 chosen[kind] = backend
-        by_name[asked] = AttentionBackends(chosen)
+            if asked == "auto" and backend is not None and backend.plans_shapes:
+                other_lengths[kind] = next((b for b in fitting if not b.plans_shapes), backend)
+        by_name[asked] = AttentionBackends(chosen, args.seq_length, other_lengths)
         if log is not None and by_name[asked].name != asked:
             log(f"{key}: {asked} chose {by_name[asked].name}")
     return by_name

@@ -56,13 +56,15 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to compute attention; name: the value of `attention_backend` that asks for it.
+    """One way to compute attention; name: the value of `attention_backend` that asks for it. plans_shapes:
+    its first call of every shape takes long.
 
     A new backend is a subclass here and a line in `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
     """
 
     name: str
     needs_gpu: ClassVar[bool] = False
+    plans_shapes: ClassVar[bool] = False
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Causal attention, softmax(q k^T * scale + mask) v. A cache, if any, has k and v already.
@@ -146,7 +148,7 @@ class Sdpa(AttentionBackend):
 
 
 class Cudnn(Sdpa):
-    needs_gpu, kernel = True, SDPBackend.CUDNN_ATTENTION
+    needs_gpu, plans_shapes, kernel = True, True, SDPBackend.CUDNN_ATTENTION
 
 
 class Flash(Sdpa):

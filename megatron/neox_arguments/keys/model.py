@@ -136,7 +136,9 @@ class ModelKeys:
         None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"
     )
     attention_backend: AttentionBackend = new_key(
-        "auto", "Kernel of attention; auto takes the first that works here, in the order named"
+        "auto",
+        "Kernel of attention; auto takes the first that works here, in the order named, but cudnn only on GPUs of "
+        "compute capability 9.0 and later, for rows of seq_length",
     )
     make_vocab_size_divisible_by: int = key(
         128,
@@ -174,7 +176,9 @@ class ModelKeys:
         "How the output layer is split",
         refuse_values={"row": "GPT-NeoX broke it (#905) and took it out; write column"},
     )
-    compile: Literal[False, "block"] = new_key(False, "Compile each transformer block with torch.compile")
+    compile: Literal[False, "block"] = new_key(
+        False, "Compile each transformer block with torch.compile; attention_dropout cuts it into several graphs"
+    )
     scaled_upper_triang_masked_softmax_fusion: bool = key(False, "Fused causal softmax", no_effect=_KERNEL)
     scaled_masked_softmax_fusion: bool = key(False, "Fused masked softmax", no_effect=_KERNEL)
     fp16_lm_cross_entropy: bool = key(

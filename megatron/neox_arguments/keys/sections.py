@@ -106,7 +106,7 @@ class ZeroOptimization:
     allgather_bucket_size: int = key(500_000_000, "Elements gathered at once", gt=0)
     reduce_scatter: bool = key(True, "Average gradients with reduce-scatter instead of all-reduce")
     reduce_bucket_size: int = key(500_000_000, "Elements reduced at once", gt=0)
-    overlap_comm: bool = key(False, "Reduce gradients while backward still runs")
+    overlap_comm: bool = key(None, "Reduce gradients while backward still runs; unset: in stage 3, as DeepSpeed")
     contiguous_gradients: bool = key(False, "Copy gradients to one buffer as they are made")
     round_robin_gradients: bool = key(
         False,

@@ -40,6 +40,10 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     stage = zero_stage_used(args)
     zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key and value is not None}
     zero["stage"] = stage
+    # Stage 3 reduces the same buckets either way. With it stages 1 and 2 wait for the device at every bucket
+    # that is not contiguous, and stage 1 fills its buckets in another order: more than two ranks may then sum
+    # to other bits.
+    zero.setdefault("overlap_comm", stage == 3)
     zero |= {what: keys for what in ("offload_optimizer", "offload_param") if (keys := offload(args, what))}
     config: dict[str, Any] = {
         "train_batch_size": args.train_batch_size,

@@ -36,6 +36,17 @@ def test_only_what_is_set_is_passed() -> None:
     assert not [key for key in none["zero_optimization"] if "offload" in key]
 
 
+def test_gradients_are_reduced_during_backward_where_buckets_stay_the_same() -> None:
+    """In stage 3; and there, and in the others on two ranks, the same numbers come out."""
+    overlapped = [told(**zero(stage))["zero_optimization"]["overlap_comm"] for stage in (1, 2, 3)]
+    assert overlapped == [False, False, True]
+    assert told(**zero(3, overlap_comm=False))["zero_optimization"]["overlap_comm"] is False
+    pairs = [[config(**zero(stage, overlap_comm=overlap)) for overlap in (False, True)] for stage in (2, 3)]
+    for parts in run_ranks(curves, 2, [values for pair in pairs for values in pair], 3):
+        for plain, during in zip(parts[::2], parts[1::2], strict=True):
+            assert (plain.losses, plain.norms) == (during.losses, during.norms)
+
+
 def test_what_has_no_effect_is_not_passed() -> None:
     assert "load_from_fp32_weights" not in told(**zero(1, load_from_fp32_weights=False))["zero_optimization"]
 
