@@ -148,8 +148,8 @@ def test_peak_bytes(fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
 def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
-    """No more is held at any moment than this rank's part, in the dtype it trains in, and of two parameters the
-    values that are being drawn, whole and in fp32."""
+    """No more is held at any moment than this rank's part, in the dtype it trains in, and of two parameters
+    the values that are being drawn, whole and in fp32."""
     seen = fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values))
     assert_clean(seen)
     largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])

@@ -128,5 +128,5 @@ def test_a_run_ends_with_them(tmp_path: Path) -> None:
     assert lines[0].startswith("train.py: error: rank 0: out of memory in step 2: 20.0 MiB asked, ")
     assert " holds weights " in lines[1] and "optimizer states" in lines[1]
     assert lines[2].startswith("train.py: error: what helps, in this order: ") and "false -> true (default)" in lines[2]
-    status = json.loads((tmp_path / "run/logs/status.json").read_text())
-    assert status["state"] == "failed" and "out of memory in step 2" in json.dumps(status)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["status"] == "failed" and "out of memory in step 2" in json.dumps(status)
