@@ -33,19 +33,32 @@ class Case:
     """One rank of one layout.
 
     values: configuration keys beside `MODEL`'s. documents: for each step the document starts of its rows;
-    none: one step of whole rows.
+    none: one step of whole rows. pairs: rows are chosen and rejected answers. inference: after the step,
+    texts are scored and generated. mistake: a name of `mistakes.MISTAKES`.
     """
 
     world: int = 1
     rank: int = 0
     values: dict[str, Any] = field(default_factory=dict)
     documents: list[list[list[int]]] = field(default_factory=list)
+    pairs: bool = False
+    inference: bool = False
+    mistake: str = ""
 
 
 TP2: dict[str, Any] = {"model_parallel_size": 2}
 SP2: dict[str, Any] = {**TP2, "sequence_parallel": True}
 PP2: dict[str, Any] = {"pipe_parallel_size": 2}
 RECOMPUTE: dict[str, Any] = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+DPO: dict[str, Any] = {
+    "train_impl": "dpo",
+    "dataset_impl": "pairwise",
+    "pack_impl": "unpacked",
+    "pos_train_data_paths": ["chosen"],
+    "neg_train_data_paths": ["rejected"],
+}
+COMPILE: dict[str, Any] = {"compile": "block"}
 WINDOW: dict[str, Any] = {"sliding_window_width": 32}
 GQA: dict[str, Any] = {"num_kv_heads": 2}
 PACKED: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}

@@ -46,6 +46,11 @@ class Observer(TorchDispatchMode):
         self.live = self.peak = 0
         self._storages = WeakIdKeyDictionary()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs under this mode; torch runs it eagerly under others."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.name().split(".")[0].replace("::", ".")
@@ -77,13 +82,13 @@ class Observer(TorchDispatchMode):
         if name == "aten._local_scalar_dense" and inputs[0].device.type == "cuda":
             self._find("the host waits for a value (.item(), bool() or .tolist())", name)
         for tensor in inputs:
-            if tensor.device.type == "cpu" and tensor.dim() > 0:
+            if tensor.device.type == "cpu" and tensor.dim() > 0 and tensor.numel() > 0:
                 self._find(f"a tensor {list(tensor.shape)} on the CPU", name)
 
     def _check_outputs(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         from_device = any(tensor.device.type == "cuda" for tensor in inputs)
         for tensor in outputs:
-            if tensor.device.type == "cpu" and (from_device or tensor.dim() > 0):
+            if tensor.device.type == "cpu" and (from_device or tensor.dim() > 0 and tensor.numel() > 0):
                 what = "a copy from the device to the host" if from_device else "a result on the CPU"
                 self._find(f"{what}, {list(tensor.shape)}", name)
             elif tensor.device.type == "cuda" and tensor.shape[-2:] == self.square:

@@ -3,29 +3,34 @@ it, as far as fake tensors go."""
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import megatron.mpu
 from megatron.data import Batch
 from megatron.data.batch import collate
-from megatron.model import HiddenStates, Stage
+from megatron.model import HiddenStates, InferenceContext, Stage, forward_only
 from megatron.model.init import init_stage, parameters_with_specs
-from megatron.mpu import DTYPES, ParallelGroups, build_groups
+from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective
+from megatron.objectives import Objective, label_logprobs
 from megatron.training.engine import PipelineSchedule
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm
 from megatron.training.setup import build_engine
 from megatron.training.step_loss import StepLoss
 from tests.fake.layouts import MODEL, Case
+from tests.fake.mistakes import MISTAKES
 from tests.fake.observer import Observer
 
 DEVICE = torch.device("cuda", 0)
@@ -34,17 +39,17 @@ EOD = 0
 
 def run(case: Case) -> dict[str, Any]:
     """What the observer saw of a case; `error` names what stopped it and our line."""
-    values = {**MODEL, **case.values}
-    args = NeoXArgs.from_dict(values).for_world(case.world)
-    with fake_cuda(), process_group(case):
-        groups = build_groups(pipe=max(args.pp, 1), data=args.data_parallel_size, tensor=args.tp, device=DEVICE)
-        observer = Observer()
-        seen: dict[str, Any] = {"error": None}
-        with FakeTensorMode():
-            try:
+    observer, seen = Observer(), dict[str, Any](error=None)
+    mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
+    with fake_cuda(), process_group(case), mistake:
+        try:
+            args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
+            sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
+            groups = megatron.mpu.build_groups(**sizes, device=DEVICE)
+            with FakeTensorMode():
                 _run(case, args, groups, observer, seen)
-            except Exception as problem:
-                seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
+        except Exception as problem:
+            seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
     return seen | {
         "findings": observer.findings,
         "collectives": observer.collectives,
@@ -60,13 +65,26 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         assert isinstance(engine, ModelStep)
         seen["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
         seen["construction"] = observer.peak
-        observer.begin_step(args.seq_length)
     batches = [make_batch(args, case, documents) for documents in case.documents or [None]]
+    if args.compile:
+        engine.step(batches[0])
+        seen["compiled"] = compiled()
+    observer.begin_step(args.seq_length)
     with observer:
         for batch in batches:
             engine.step(batch)
-        missing = [name for name, p in engine.stage.named_parameters() if p.grad is None]
+        missing = [name for name, p in engine.stage.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradients: {missing}"
+        if case.inference:
+            score_and_generate(engine, batches[0])
+    if args.compile:
+        seen["compiled again"] = compiled()
+
+
+def compiled() -> dict[str, int]:
+    """How many graphs dynamo has compiled, and how often it has broken one."""
+    counters = torch._dynamo.utils.counters
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 # -- the machine ---------------------------------------------------------------------------------------------
@@ -77,11 +95,19 @@ def fake_cuda() -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
     values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
     values |= {"get_device_capability": (9, 0), "is_current_stream_capturing": False, "is_bf16_supported": True}
-    values |= {"_lazy_init": None, "synchronize": None, "set_device": None}
+    values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
+    values["get_rng_state"] = torch.get_rng_state()
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
-        stack.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
+        for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
+            stack.enter_context(mock.patch.object(torch._C, name, lambda *given: 0, create=True))
+        # Seeds are numbers, and generators real.
+        stack.enter_context(mock.patch("megatron.mpu.random.fork_seed", lambda seed, device: contextlib.nullcontext()))
+        compiler = partialmethod(nn.Module.compile, backend="aot_eager")
+        stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         yield
 
 
@@ -152,7 +178,28 @@ def make_batch(args: NeoXArgs, case: Case, documents: list[list[int]] | None) ->
     packed = documents is not None
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         batch = collate(windows, eod=EOD, reset_attention_mask=packed, reset_position_ids=packed)
+    if case.pairs:
+        labels, responses = torch.empty(rows), torch.empty(batch.tokens.shape, dtype=torch.int64)
+        batch = replace(batch, response_ids=responses, preference_labels=labels, reference_logprobs=labels)
     return batch.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
+
+
+def score_and_generate(engine: ModelStep, batch: Batch) -> None:
+    """Log-probabilities of the batch, its tokens into a cache, and one more token of each row."""
+    args, groups, stage = engine.args, engine.groups, engine.stage.eval()
+    rows, seq = batch.tokens.shape
+    read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
+    dtype = DTYPES[args.params_dtype]
+    forward_only(stage, [batch], args, groups, read, dtype=dtype, shape=lambda batch: tuple(batch.tokens.shape))
+    cache, blocks = stage.empty_cache(32, 16), 14
+    numbers = partial(torch.zeros, dtype=torch.int64, device=DEVICE)
+    for width, positions in ((seq, None), (1, numbers(rows, 1))):
+        view = cache.of(numbers(rows * width), numbers(rows, blocks))
+        context = InferenceContext(cache=view, last_tokens=numbers(rows), logit_positions=numbers(rows))
+        tokens = numbers(rows, width)
+        with torch.no_grad():
+            out = stage(None, Batch(tokens, tokens, tokens, positions), context=context)
+        gather_from_tensor(out, groups.group("tensor"))
 
 
 def _line_of(problem: BaseException) -> str:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.fake.checks import assert_clean, assert_construction, assert_layout, derived
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import (
     BIG,
+    DPO,
+    DROPOUT,
     GQA,
     HIDDEN,
     LAYERS,
     MICRO_BATCH,
-    MODEL,
     PACKED,
     PP2,
     RECOMPUTE,
@@ -41,69 +43,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 window": (2, {**TP2, **WINDOW}),
 }
 BIG_WORLD = 1024  # tp8 pp4 dp32
-
-
-def derived(case: Case) -> Counter[tuple[Any, ...]]:
-    """Number of collectives of a step by (first rank, stride, ranks, kind, bytes), from the layout alone."""
-    layers = case.values.get("num_layers", LAYERS)
-    tensor, pipe = case.values.get("model_parallel_size", 1), case.values.get("pipe_parallel_size", 1)
-    sequence = case.values.get("sequence_parallel", False)
-    data = case.world // tensor // pipe
-    blocks = layers // pipe
-    stage = case.rank // (tensor * data)
-    first, last = stage == 0, stage == pipe - 1
-    counted: Counter[tuple[Any, ...]] = Counter()
-
-    def add(axis: str, kind: str, number: int, size: int) -> None:
-        # Ranks count up fastest along tensor, then data, then pipe.
-        stride, ranks = {"tensor": (1, tensor), "data": (tensor, data), "world": (1, case.world)}[axis]
-        if ranks > 1 and number:
-            start = 0 if axis == "world" else case.rank - case.rank // stride % ranks * stride
-            counted[start, stride, ranks, kind, size] += number
-
-    hidden = 2 * SEQ * MICRO_BATCH * HIDDEN  # bytes of [seq, batch, hidden] in bf16
-    # Attention and MLP of a block each begin with a column-parallel and end with a row-parallel linear: a sum
-    # forwards after the latter, a sum backwards before the former (arXiv 1909.08053).
-    ends = begins = 2 * blocks
-    # Recomputation runs a block's forward again, as far as its last saved tensor: not its last sum.
-    again = case.values.get("checkpoint_activations", False)
-    ends_again, begins_again = (blocks, 2 * blocks) if again else (0, 0)
-    if sequence:  # arXiv 2205.05198: a sum is a reduce-scatter, whose gradient is an all-gather, and the reverse
-        gathers = begins + begins_again + ends + first + last  # gradient of the embedding's sum; the head's input
-        scatters = ends + ends_again + begins + first + last
-        add("tensor", "all_gather", gathers, hidden)
-        add("tensor", "reduce_scatter", scatters, hidden)
-        add("tensor", "all_reduce", 2 * blocks + last, 2 * HIDDEN)  # gradients of the norms' scales
-    else:
-        # Besides: the embedding's sum forwards, and the gradient of the head's input.
-        add("tensor", "all_reduce", ends + ends_again + begins + first + last, hidden)
-    if last:  # cross-entropy: the largest logit of each token; then its label's logit and its sum, fp32
-        add("tensor", "all_reduce", 1, 4 * SEQ * MICRO_BATCH)
-        add("tensor", "all_reduce", 1, 2 * 4 * SEQ * MICRO_BATCH)
-    # The step: its weight over data ranks, whether all was finite, the norm of what is cut over tensor ranks.
-    add("data", "all_reduce", 1, 4)
-    add("world", "all_reduce", 1, 4)
-    add("tensor", "all_reduce", 1, 4)
-    steps = max(1, len(case.documents))
-    return Counter({key: number * steps for key, number in counted.items()})
-
-
-def assert_clean(seen: dict[str, Any]) -> None:
-    assert seen["error"] is None and seen["findings"] == []
-
-
-def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
-    """The collectives of every rank are the derived ones, and all ranks of a group run its own in the same
-    order."""
-    by_group: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
-    for case in cases:
-        seen = fake_cuda.run(case)
-        assert_clean(seen)
-        collectives = [tuple(one) for one in seen["collectives"]]
-        assert Counter(collectives) == derived(case), f"rank {case.rank}"
-        for group in {one[:3] for one in collectives}:
-            of_group = [one for one in collectives if one[:3] == group]
-            assert by_group.setdefault(group, of_group) == of_group, f"rank {case.rank} in group {group}"
 
 
 @pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 pp2 dp2 sp", "tp2 gqa", "tp2 recompute"))
@@ -148,9 +87,26 @@ def test_peak_bytes(fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
 def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
-    """No more is held at any moment than this rank's part, in the dtype it trains in, and of two parameters
-    the values that are being drawn, whole and in fp32."""
-    seen = fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values))
+    assert_construction(fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values)))
+
+
+def test_dropout(fake_cuda: FakeCuda) -> None:
+    assert_layout(fake_cuda, [Case(2, rank, {**SP2, **DROPOUT}) for rank in range(2)])
+
+
+def test_preferences(fake_cuda: FakeCuda) -> None:
+    assert_layout(fake_cuda, [Case(2, rank, {**TP2, **DPO}, pairs=True) for rank in range(2)])
+
+
+def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
+    """After a step, log-probabilities of its rows, then their tokens into a cache and one token more."""
+    case = Case(2, 1, TP2, inference=True)
+    seen = fake_cuda.run(case)
     assert_clean(seen)
-    largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])
-    assert seen["parameters"] < seen["construction"] <= seen["parameters"] + 2 * largest
+    hidden, forward = 2 * SEQ * MICRO_BATCH * HIDDEN, 2 * LAYERS + 1
+    more = Counter({(0, 1, 2, "all_reduce", hidden): 2 * forward})  # the rows scored, and read into the cache
+    more[0, 1, 2, "all_reduce", 2 * MICRO_BATCH * HIDDEN] = forward  # one token a row
+    more[0, 1, 2, "all_reduce", 4 * SEQ * MICRO_BATCH] = 1  # cross-entropy, as in training
+    more[0, 1, 2, "all_reduce", 2 * 4 * SEQ * MICRO_BATCH] = 1
+    more[0, 1, 2, "all_gather", 2 * MICRO_BATCH * VOCAB] = 2  # the last logits of each row, bf16
+    assert Counter(map(tuple, seen["collectives"])) == derived(case) + more

@@ -1,0 +1,80 @@
+"""What must be true of every case: clean steps, derived collectives, a construction that is no larger than
+its rank's part."""
+
+from collections import Counter
+from typing import Any
+
+from tests.fake.client import FakeCuda
+from tests.fake.layouts import HIDDEN, LAYERS, MICRO_BATCH, MODEL, SEQ, VOCAB, Case
+
+
+def derived(case: Case) -> Counter[tuple[Any, ...]]:
+    """Number of collectives of a step by (first rank, stride, ranks, kind, bytes), from the layout alone."""
+    layers = case.values.get("num_layers", LAYERS)
+    tensor, pipe = case.values.get("model_parallel_size", 1), case.values.get("pipe_parallel_size", 1)
+    sequence = case.values.get("sequence_parallel", False)
+    data = case.world // tensor // pipe
+    blocks = layers // pipe
+    stage = case.rank // (tensor * data)
+    first, last = stage == 0, stage == pipe - 1
+    counted: Counter[tuple[Any, ...]] = Counter()
+
+    def add(axis: str, kind: str, number: int, size: int) -> None:
+        # Ranks count up fastest along tensor, then data, then pipe.
+        stride, ranks = {"tensor": (1, tensor), "data": (tensor, data), "world": (1, case.world)}[axis]
+        if ranks > 1 and number:
+            start = 0 if axis == "world" else case.rank - case.rank // stride % ranks * stride
+            counted[start, stride, ranks, kind, size] += number
+
+    hidden = 2 * SEQ * MICRO_BATCH * HIDDEN  # bytes of [seq, batch, hidden] in bf16
+    # Attention and MLP of a block each begin with a column-parallel and end with a row-parallel linear: a sum
+    # forwards after the latter, a sum backwards before the former (arXiv 1909.08053).
+    ends = begins = 2 * blocks
+    # Recomputation runs a block's forward again, as far as its last saved tensor: not its last sum.
+    again = case.values.get("checkpoint_activations", False)
+    ends_again, begins_again = (blocks, 2 * blocks) if again else (0, 0)
+    if sequence:  # arXiv 2205.05198: a sum is a reduce-scatter, whose gradient is an all-gather, and the reverse
+        gathers = begins + begins_again + ends + first + last  # gradient of the embedding's sum; the head's input
+        scatters = ends + ends_again + begins + first + last
+        add("tensor", "all_gather", gathers, hidden)
+        add("tensor", "reduce_scatter", scatters, hidden)
+        add("tensor", "all_reduce", 2 * blocks + last, 2 * HIDDEN)  # gradients of the norms' scales
+    else:
+        # Besides: the embedding's sum forwards, and the gradient of the head's input.
+        add("tensor", "all_reduce", ends + ends_again + begins + first + last, hidden)
+    if last:  # cross-entropy: the largest logit of each token; then its label's logit and its sum, fp32
+        add("tensor", "all_reduce", 1, 4 * SEQ * MICRO_BATCH)
+        rows = 4 if case.pairs else 2  # with the entropy and the mean logit
+        add("tensor", "all_reduce", 1, rows * 4 * SEQ * MICRO_BATCH)
+    # The step: its weight over data ranks, whether all was finite, the norm of what is cut over tensor ranks.
+    add("data", "all_reduce", 1, 4)
+    add("world", "all_reduce", 1, 4)
+    add("tensor", "all_reduce", 1, 4)
+    steps = max(1, len(case.documents))
+    return Counter({key: number * steps for key, number in counted.items()})
+
+
+def assert_clean(seen: dict[str, Any]) -> None:
+    assert seen["findings"] == [], seen["findings"]
+    assert seen["error"] is None, seen["error"]
+
+
+def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
+    """The collectives of every rank are the derived ones, and all ranks of a group run its own in the same
+    order."""
+    by_group: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
+    for case in cases:
+        seen = fake_cuda.run(case)
+        assert_clean(seen)
+        collectives = [tuple(one) for one in seen["collectives"]]
+        assert Counter(collectives) == derived(case), f"rank {case.rank}"
+        for group in {one[:3] for one in collectives}:
+            of_group = [one for one in collectives if one[:3] == group]
+            assert by_group.setdefault(group, of_group) == of_group, f"rank {case.rank} in group {group}"
+
+
+def assert_construction(seen: dict[str, Any]) -> None:
+    """No more is held at any moment than this rank's part, in the dtype it trains in, and the values of two
+    parameters as they are drawn, whole and in fp32."""
+    largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])
+    assert seen["parameters"] < seen["construction"] <= seen["parameters"] + 2 * largest, "construction"

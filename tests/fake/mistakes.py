@@ -1,0 +1,72 @@
+"""Mistakes that are put in one at a time, each to be seen by a check."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import megatron.model.embedding
+import megatron.model.init
+import megatron.mpu
+from megatron.model import Stage
+from megatron.model.attention import AttentionBackends
+from megatron.mpu import Linear, ParallelGroups
+from megatron.training.step_loss import StepLoss
+
+
+@contextlib.contextmanager
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
+    """`owner.name(..)` becomes `change(original, ..)`."""
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, lambda *args, **kwargs: change(original, *args, **kwargs)):
+        yield
+
+
+def made_on_cpu(original: Any, *args: Any) -> Tensor:
+    x = original(*args)
+    return x + torch.ones(x.shape[-1], dtype=x.dtype).to(x.device)
+
+
+def item_in_loss(original: Any, loss: StepLoss, head: Any, batch: Any) -> Tensor:
+    value = original(loss, head, batch)
+    return value if value.item() < 1e9 else value * 0
+
+
+def swapped(original: Any, **sizes: Any) -> ParallelGroups:
+    groups = original(**sizes)
+    handles = {**groups.handles, "tensor": groups.handles["data"], "data": groups.handles["tensor"]}
+    return replace(groups, handles=MappingProxyType(handles))
+
+
+def skipped_on_odd_ranks(original: Any, linear: Linear, partial: Tensor) -> Tensor:
+    odd = torch.distributed.get_rank() % 2 == 1
+    return partial if odd and linear.weight.shape[1] > linear.weight.shape[0] // 2 else original(linear, partial)
+
+
+def wide_starts(original: Any, *args: Any) -> Any:
+    inputs = original(*args)
+    return inputs._replace(cu_seqlens=inputs.cu_seqlens.long())
+
+
+def cast_later(original: Any, stage: Stage, dtype: torch.dtype, finish: Any) -> Stage:
+    original(stage, torch.float32, finish)
+    for module in stage.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().to(dtype)))
+    return stage
+
+
+MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "tensor on the cpu": lambda: around(megatron.model.embedding.Embedding, "forward", made_on_cpu),
+    "item in the loss": lambda: around(StepLoss, "of", item_in_loss),
+    "swapped groups": lambda: around(megatron.mpu, "build_groups", swapped),
+    "skipped collective": lambda: around(Linear, "sum_over_ranks", skipped_on_odd_ranks),
+    "int64 cu_seqlens": lambda: around(Stage, "attention_inputs", wide_starts),
+    "mask of seq x seq": lambda: around(AttentionBackends, "supports_varlen", lambda original, *args: False),
+    "whole stage at construction": lambda: around(megatron.model.init, "materialize", cast_later),
+}
