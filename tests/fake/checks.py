@@ -78,3 +78,16 @@ def assert_construction(seen: dict[str, Any]) -> None:
     parameters as they are drawn, whole and in fp32."""
     largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])
     assert seen["parameters"] < seen["construction"] <= seen["parameters"] + 2 * largest, "construction"
+
+
+def assert_documents(seen: dict[str, Any], case: Case) -> None:
+    """The kernel for documents is told of less than twice as many as there are, and no longer ones than
+    there are."""
+    calls = len(seen["varlen"]) // len(case.documents)
+    assert calls >= LAYERS
+    for step, rows in enumerate(case.documents):
+        ends = [[*starts[1:], SEQ] for starts in rows]
+        lengths = [b - a for row, last in zip(rows, ends, strict=True) for a, b in zip(row, last, strict=True)]
+        for call in seen["varlen"][step * calls : (step + 1) * calls]:
+            assert call["documents"] < 2 * len(lengths), f"{call['documents']} documents for {len(lengths)}"
+            assert call["longest"] == max(lengths)

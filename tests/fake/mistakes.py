@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+import megatron.data.batch
 import megatron.model.embedding
 import megatron.model.init
 import megatron.mpu
@@ -53,6 +55,11 @@ def wide_starts(original: Any, *args: Any) -> Any:
     return inputs._replace(cu_seqlens=inputs.cu_seqlens.long())
 
 
+def padded_starts(original: Any, begins: np.ndarray) -> tuple[np.ndarray, int]:
+    starts, longest = original(begins)
+    return np.pad(starts, (0, begins.size + 1 - len(starts)), constant_values=begins.size), longest
+
+
 def cast_later(original: Any, stage: Stage, dtype: torch.dtype, finish: Any) -> Stage:
     original(stage, torch.float32, finish)
     for module in stage.modules():
@@ -67,6 +74,7 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "swapped groups": lambda: around(megatron.mpu, "build_groups", swapped),
     "skipped collective": lambda: around(Linear, "sum_over_ranks", skipped_on_odd_ranks),
     "int64 cu_seqlens": lambda: around(Stage, "attention_inputs", wide_starts),
+    "documents by tokens": lambda: around(megatron.data.batch, "document_starts", padded_starts),
     "mask of seq x seq": lambda: around(AttentionBackends, "supports_varlen", lambda original, *args: False),
     "whole stage at construction": lambda: around(megatron.model.init, "materialize", cast_later),
 }

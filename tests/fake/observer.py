@@ -16,6 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 ROOT = str(Path(__file__).parents[2] / "megatron")
 MOST_DOCUMENTS = 65_535  # the kernel's grid has a row for each
+# Kernels for documents, and the place of cu_seqlens of queries among their arguments; those of keys and the
+# longest document of both follow.
+VARLEN = {"torch_attn._varlen_attn": 3, "aten._efficient_attention_forward": 4}
 # Of a collective's name in torch, eager or compiled: the field's name, and which tensor is the larger one.
 COLLECTIVES = {
     "c10d.allreduce_": "all_reduce",
@@ -60,8 +63,8 @@ class Observer(TorchDispatchMode):
         self.kernels[name] += 1
         if name in COLLECTIVES:
             self._note_collective(COLLECTIVES[name], args, inputs, output)
-        if name == "torch_attn._varlen_attn":
-            self._note_varlen(name, args)
+        if name in VARLEN:
+            self._note_varlen(name, args, VARLEN[name])
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._check_outputs(name, inputs, outputs)
         for tensor in outputs:
@@ -99,14 +102,14 @@ class Observer(TorchDispatchMode):
         if finding not in self.findings:
             self.findings.append(finding)
 
-    def _note_varlen(self, name: str, args: Any) -> None:
-        queries, starts, longest = args[0], args[3:5], args[5:7]
+    def _note_varlen(self, name: str, args: Any, place: int) -> None:
+        queries, starts, longest = args[0], args[place : place + 2], args[place + 2 : place + 4]
         documents = len(starts[0]) - 1
         if any(tensor.dtype != torch.int32 for tensor in starts):
             self._find(f"cu_seqlens are {starts[0].dtype}, the kernel reads int32", name)
         if documents > MOST_DOCUMENTS:
             self._find(f"{documents} documents, the kernel's grid has {MOST_DOCUMENTS} rows", name)
-        tokens, heads, width = queries.shape
+        tokens, heads, width = queries.shape[-3:]
         # What its backward asks for besides, which no fake tensor shows: gradients of queries in fp32, every
         # document padded to a block of 128 (mha_varlen_bwd of torch's flash attention).
         workspace = 4 * (tokens + 128 * documents) * heads * width

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_layout
+from tests.fake.checks import assert_clean, assert_documents, assert_layout
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, DROPOUT, PACKED, RECOMPUTE, SP2, TP2, WINDOW, Case
 from tests.marks import with_more
@@ -35,8 +35,10 @@ def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
 
 def test_document_boundaries_may_change(fake_cuda: FakeCuda) -> None:
     values: dict[str, Any] = {**COMPILE, **PACKED}
-    seen = fake_cuda.run(Case(values=values, documents=DOCUMENTS))
+    case = Case(values=values, documents=DOCUMENTS)
+    seen = fake_cuda.run(case)
     assert_clean(seen)
+    assert_documents(seen, case)
     assert seen["compiled"] == seen["compiled again"] == ONE_GRAPH
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_construction, assert_layout, derived
+from tests.fake.checks import assert_clean, assert_construction, assert_documents, assert_layout, derived
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import (
     BIG,
@@ -64,16 +64,30 @@ def test_ranks_of_a_thousand(ranks: list[int], fake_cuda: FakeCuda) -> None:
 
 
 def test_attention_kernels(fake_cuda: FakeCuda) -> None:
-    """Whole rows run on one fused kernel a layer; documents and windows on the varlen one, without masks."""
-    plain, packed = fake_cuda.run(Case()), fake_cuda.run(Case(values=PACKED, documents=TWO_DOCUMENTS))
-    windows = fake_cuda.run(Case(values=WINDOW))
-    for seen in (plain, packed, windows):
+    """Whole rows run on one fused kernel a layer; windows on the varlen one, without masks."""
+    plain, windows = fake_cuda.run(Case()), fake_cuda.run(Case(values=WINDOW))
+    for seen in (plain, windows):
         assert_clean(seen)
     assert plain["kernels"]["aten._scaled_dot_product_cudnn_attention_backward"] == LAYERS
-    assert packed["kernels"]["torch_attn._varlen_attn_backward"] == LAYERS * len(TWO_DOCUMENTS)
     assert windows["kernels"]["torch_attn._varlen_attn_backward"] == LAYERS
-    for call in packed["varlen"] + windows["varlen"]:
-        assert call["longest"] <= SEQ
+    assert {(call["documents"], call["longest"]) for call in windows["varlen"]} == {(MICRO_BATCH, SEQ)}
+
+
+@pytest.mark.parametrize(
+    ("values", "kernel"),
+    [
+        ({}, "torch_attn._varlen_attn"),
+        (GQA, "torch_attn._varlen_attn"),
+        (DROPOUT, "aten._efficient_attention_forward"),
+    ],
+    ids=["plain", "gqa", "dropout"],
+)
+def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
+    case = Case(values={**PACKED, **values}, documents=TWO_DOCUMENTS)
+    seen = fake_cuda.run(case)
+    assert_clean(seen)
+    assert seen["kernels"][kernel] == LAYERS * len(TWO_DOCUMENTS)
+    assert_documents(seen, case)
 
 
 def test_peak_bytes(fake_cuda: FakeCuda) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_construction, assert_layout
+from tests.fake.checks import assert_clean, assert_construction, assert_documents, assert_layout
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import PACKED, TP2, Case
 
@@ -33,3 +33,9 @@ def test_in_collectives(mistake: str, fake_cuda: FakeCuda) -> None:
 def test_at_construction(fake_cuda: FakeCuda) -> None:
     with pytest.raises(AssertionError, match="construction"):
         assert_construction(fake_cuda.run(Case(mistake="whole stage at construction")))
+
+
+def test_in_documents(fake_cuda: FakeCuda) -> None:
+    case = Case(**PACKED_ROWS, mistake="documents by tokens")
+    with pytest.raises(AssertionError, match="384 documents for 3"):
+        assert_documents(fake_cuda.run(case), case)
