@@ -27,7 +27,7 @@ class Watchdog:
     Collectives of all process groups get this time-out. A rank that has not moved for half as long again
     (gloo's send and receive keep the time-out they were made with; a deadlock needs no collective) writes the
     stacks of its threads to stderr and ends with exit code 1: a thread of faulthandler's does it, which needs
-    no interpreter. One rank alone waits for nobody and is not watched.
+    no interpreter. One rank alone waits for nobody and is not watched. doing: what it was last told of.
     """
 
     def __init__(self, args: NeoXArgs, world_size: int, logger: logging.Logger) -> None:
@@ -58,7 +58,7 @@ class Watchdog:
     def phase(self, doing: str) -> Iterator[None]:
         """A block between steps that may take long, as saving or validation; `doing` is what is said of
         it."""
-        before = self._doing
+        before = self.doing
         self.now(doing)
         try:
             yield
@@ -73,7 +73,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _enter(self, doing: str, seconds: float, changed: bool = True) -> None:
-        self._doing, self._since = doing, time.monotonic()
+        self.doing, self._since = doing, time.monotonic()
         if not self._watched:
             return
         faulthandler.dump_traceback_later(1.5 * seconds, exit=True, file=STDERR)
@@ -88,7 +88,7 @@ class Watchdog:
         while not self._closed.wait(max(0.1, self._said + SAY_EVERY_S - time.monotonic())):
             now = time.monotonic()
             if now - self._said >= SAY_EVERY_S:
-                self._logger.info(f"still {self._doing}, for {now - self._since:.0f} s")
+                self._logger.info(f"still {self.doing}, for {now - self._since:.0f} s")
 
 
 def set_timeouts(seconds: float) -> None:

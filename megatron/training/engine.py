@@ -117,6 +117,10 @@ class Engine(Protocol):
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         """Restore the optimizer's state from `model_state`, or from the `file` with `layout_state`."""
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """The tensors that this rank keeps between steps, by part: `weights`, `gradients` (where a step has
+        begun), `optimizer states` with fp32 master weights."""
+
     def sharded_weights(self) -> Parts:
         """fp32 values of trained parameters, such that every element of the model is owned by exactly one
         rank."""

@@ -16,6 +16,7 @@ from megatron.data import (
 from megatron.distributed import run_on_each_rank
 from megatron.training.callbacks.build import build_callbacks
 from megatron.training.callbacks.status import write_ending
+from megatron.training.out_of_memory import explained
 from megatron.training.run import Training
 from megatron.training.step_results import StepResults
 
@@ -79,7 +80,10 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
             training.checkpointer.wait()
         loop.ending = ("finished", None) if progress.iteration >= args.train_iters else ("stopped", loop.stop_reason)
     except Exception as problem:
-        cause = root_cause(problem, args)
+        cause = explained(
+            root_cause(problem, args), args, training.groups.world_rank, training.groups.device,
+            training.watchdog.doing, training.engine.tensors,
+        )  # fmt: skip
         _report_error(training, callbacks, cause)
         if cause is not problem:
             raise cause from problem

@@ -78,6 +78,11 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
 
 
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Moments and whatever else an optimizer keeps of its parameters."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
 def set_learning_rate(optimizer: Any, lr: float) -> None:
     """Set the learning rate of every group."""
     for group in optimizer.param_groups:

@@ -53,6 +53,7 @@ from megatron.training.checkpoint.source import (
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
+from megatron.training.out_of_memory import explained
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import resume_with_reference
 from megatron.training.run import Training
@@ -160,7 +161,10 @@ def start(
         logger.info(line)
     record_memory_history(args, groups)
     watchdog.now("building the model")
-    built = build_engine(args, groups, logger, engine)
+    try:
+        built = build_engine(args, groups, logger, engine)
+    except RuntimeError as problem:
+        raise explained(problem, args, groups.world_rank, groups.device, watchdog.doing) from problem
     check_best(args, built.objective, datasets.valid)
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"

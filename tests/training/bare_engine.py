@@ -24,6 +24,7 @@ from megatron.training.optimizers import (
     leave_out,
     parameter_groups,
     set_learning_rate,
+    state_tensors,
 )
 from megatron.training.step_loss import StepLoss
 
@@ -138,6 +139,15 @@ class BareEngine:
 
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         raise AssertionError("all its state is kept by parameter")
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        params = list(self.stage.parameters())
+        gradients = [param.grad for param in params if param.grad is not None]
+        return {
+            "weights": list[Tensor](params),
+            "gradients": gradients,
+            "optimizer states": state_tensors(self._optimizer),
+        }
 
     def sharded_weights(self) -> Parts:
         return [((layer, name), param.detach()) for layer, name, param in self._params]

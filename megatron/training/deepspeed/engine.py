@@ -41,7 +41,7 @@ from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
-from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate
+from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
 from megatron.training.step_loss import StepLoss
 
 
@@ -313,6 +313,14 @@ class DeepSpeedEngine:
 
     def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
         self._state.load_optimizer_state(state, file)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        params = [getattr(param, "ds_tensor", param) for param in self.stage.parameters()]
+        optimizer = getattr(self._ds.optimizer, "optimizer", self._ds.optimizer)
+        masters = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients = [param.grad for param in (*self.stage.parameters(), *masters) if param.grad is not None]
+        states = [*masters, *state_tensors(optimizer)]
+        return {"weights": params, "gradients": gradients, "optimizer states": states}
 
     def sharded_weights(self) -> Parts:
         return self._owned.weights()

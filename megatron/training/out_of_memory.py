@@ -1,0 +1,152 @@
+"""A step that did not fit: three lines that say what was asked, what this rank holds, and which keys help."""
+
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.mpu.memory import free_host_memory
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.errors import UserError
+
+# torch's words: "Tried to allocate 2.50 GiB.", on a CPU "you tried to allocate 1048576 bytes."
+_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class OutOfMemoryError(UserError, RuntimeError):
+    """The device of a rank has no room for what was asked of it."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of a device as one process sees it.
+
+    allocated: in tensors of this process; reserved: those and what its allocator keeps for later ones.
+    """
+
+    total: int
+    free: int
+    allocated: int = 0
+    reserved: int = 0
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether torch found no memory, on a GPU or on the CPU."""
+    if isinstance(problem, torch.OutOfMemoryError):
+        return True
+    return isinstance(problem, RuntimeError) and _CPU_ALLOCATOR in str(problem)
+
+
+def explained(
+    problem: Exception,
+    args: NeoXArgs,
+    rank: int,
+    device: torch.device,
+    doing: str,
+    parts: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
+) -> Exception:
+    """The problem in three lines where it is one of memory, else itself.
+
+    doing: words for what the rank was about. parts: gives the tensors that it holds, by the name of their
+    part.
+    """
+    if not is_out_of_memory(problem):
+        return problem
+    cpu = device.type == "cpu" or _CPU_ALLOCATOR in str(problem)
+    use = _host_memory() if cpu else _device_memory(device)
+    place = "this process" if cpu else str(device)
+    first = (
+        f"rank {rank}: out of memory {doing}{_pass_of(problem)}: {_asked(problem)}, {_size(use.free)} free of "
+        f"{_size(use.total)}"
+    )
+    held = held_bytes(parts(), torch.device("cpu") if cpu else device)
+    return OutOfMemoryError("\n".join([first, f"{place} holds {holdings(use, held)}", *advice(args)]))
+
+
+def held_bytes(parts: Mapping[str, Iterable[Tensor]], device: torch.device) -> dict[str, int]:
+    """Bytes of the storages on a device by part; one that two parts share is the first's."""
+    counted: set[int] = set()
+    sums = dict.fromkeys(parts, 0)
+    for part, tensors in parts.items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == device.type and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                sums[part] += storage.nbytes()
+    return sums
+
+
+def holdings(use: MemoryUse, held: Mapping[str, int]) -> str:
+    """What takes the memory, in words: parts of the model, the rest of this process's tensors, what its
+    allocator keeps, and other processes."""
+    rest = use.allocated - sum(held.values())
+    shown = {
+        **held,
+        "activations and the rest": rest if use.allocated else 0,
+        "reserved and unused": use.reserved - use.allocated,
+        "other processes and libraries": use.total - use.free - use.reserved if use.reserved else 0,
+    }
+    return ", ".join(f"{name} {_size(size)}" for name, size in shown.items() if size > 0) or "nothing of this run's"
+
+
+def advice(args: NeoXArgs) -> list[str]:
+    """One line with the keys that would still help this run, those that cost least first; none where all are
+    used."""
+    micro, steps = args.train_micro_batch_size_per_gpu or 1, args.gradient_accumulation_steps or 1
+    keys: list[tuple[str, str]] = []
+    if micro > 1:
+        half = -(-micro // 2)
+        keys.append(("train_micro_batch_size_per_gpu", f"{micro} -> {half}"))
+        keys.append(("gradient_accumulation_steps", f"{steps} -> {steps * micro // half}"))
+    if not args.checkpoint_activations:
+        keys.append(("checkpoint_activations", "false -> true"))
+    elif args.checkpoint_num_layers > 1:
+        keys.append(("checkpoint_num_layers", f"{args.checkpoint_num_layers} -> 1"))
+    if args.tp > 1 and not args.sequence_parallel:
+        keys.append(("sequence_parallel", "false -> true"))
+    highest = 1 if args.pp > 1 else 3
+    if args.data_parallel_size > 1 and args.zero_stage < highest:
+        keys.append(("zero_optimization.stage", f"{args.zero_stage} -> {args.zero_stage + 1}"))
+    section = args.zero_optimization["offload_optimizer"]
+    if (section is None or section["device"] == "none") and not args.zero_optimization["cpu_offload"]:
+        keys.append(("zero_optimization.offload_optimizer.device", "none -> cpu"))
+    words = [f"{key}: {change} ({args.origin(key)})" for key, change in keys]
+    return [f"what helps, in this order: {'; '.join(words)}"] if words else []
+
+
+def _pass_of(problem: Exception) -> str:
+    """The part of a step in which it was raised, by the functions that were under way."""
+    names = [frame.name for frame in traceback.extract_tb(problem.__traceback__)]
+    for words, functions in (
+        (", in its backward pass", {"backward", "_engine_run_backward"}),
+        (", in its update", {"_take_model_step", "optimizer_step"}),
+        (", in its forward pass", {"forward"}),
+    ):
+        if functions & set(names):
+            return words
+    return ""
+
+
+def _asked(problem: Exception) -> str:
+    match = _ASKED.search(str(problem))
+    return f"{_size(int(float(match[1]) * _UNITS[match[2]]))} asked" if match else "an allocation failed"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+
+
+def _device_memory(device: torch.device) -> MemoryUse:
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(total, free, torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+
+
+def _host_memory() -> MemoryUse:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MemoryUse(total, free_host_memory(total))
