@@ -39,7 +39,7 @@ _MADE_OF = {
     ),
 }
 
-_LATER = ("config", "optimizer", "validation_loss")  # fields that the first manifests lack
+_LATER = ("config", "optimizer", "validation_loss", "engine")  # fields that the first manifests lack
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Manifest:
     fingerprint of each data set. versions: of the libraries. created: ISO time. config: the keys that the
     user gave. files: a record of each file by name, collected from the ranks and completed by `publish`.
     optimizer: whether optimizer state was saved (`no_save_optim`). validation_loss: None where none was
-    computed at this iteration.
+    computed at this iteration. engine: `native` or `deepspeed`.
     """
 
     run_id: str
@@ -80,6 +80,7 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     optimizer: bool = True
     validation_loss: float | None = None
+    engine: str = "deepspeed"
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

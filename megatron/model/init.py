@@ -29,6 +29,7 @@ def materialize(stage: Stage, dtype: torch.dtype = torch.float32, finish: Finish
     finish: fills, or shards, each layer before the next one is given memory.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
+    stage.dtype = dtype
     for index, layer in stage.layers.items():
         first_seen: list[tuple[str, nn.Parameter]] = []
         for path, module in layer.named_modules():
@@ -106,11 +107,11 @@ def init_stage(
     args: NeoXArgs,
     groups: ParallelGroups,
     dtype: torch.dtype = torch.float32,
-    take_over: Callable[[list[nn.Parameter]], None] | None = None,
+    take_over: Callable[[int, list[nn.Parameter]], None] | None = None,
 ) -> None:
     """`materialize` with this rank's part of the initial values, rounded from fp32.
 
-    take_over: called with the parameters of each layer, before the next one is given memory.
+    take_over: called with each layer's index and parameters, before the next one is given memory.
     """
     specs = named_params(args)
 
@@ -120,7 +121,7 @@ def init_stage(
             for first, rows in initial_part(specs[key], key[0], args, groups):
                 param[first : first + len(rows)].copy_(rows)
         if take_over is not None:
-            take_over([param for _, param in params])
+            take_over(layer, [param for _, param in params])
 
     materialize(stage, dtype, fill)
 

@@ -78,12 +78,14 @@ class Stage(nn.Module):
     recompute: number of blocks whose activations are recomputed together in the backward pass; 0: none are.
     recompute_from_cpu: the inputs of these groups of blocks are kept on the CPU.
     compiled: blocks are compiled.
+    dtype: of weights as blocks compute with them, and of hidden states.
     backends: the attention backends by `AttentionSpec.backend`.
     """
 
     recompute = 0
     recompute_from_cpu = False
     compiled = False
+    dtype = torch.float32
 
     def __init__(
         self,
@@ -146,12 +148,12 @@ class Stage(nn.Module):
     def empty_cache(self, blocks: int, block_size: int) -> KVCache:
         """A cache of `blocks` blocks with `block_size` tokens each, in the dtype of the weights."""
         shapes = {layer: (blocks, block_size, *heads) for layer, heads in self._cached.items()}
-        return KVCache.empty(shapes, next(self.parameters()).dtype, self.device_of_groups)
+        return KVCache.empty(shapes, self.dtype, self.device_of_groups)
 
     @property
     def cache_bytes(self) -> int:
         """Number of bytes that one token takes in the cache of this rank."""
-        return 2 * sum(heads * width for heads, width in self._cached.values()) * next(self.parameters()).dtype.itemsize
+        return 2 * sum(heads * width for heads, width in self._cached.values()) * self.dtype.itemsize
 
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
@@ -173,8 +175,7 @@ class Stage(nn.Module):
         if context.branch_ids is not None:
             return tree_attention_inputs(mixer, positions, context.branch_ids, bias)
         if cache is not None and batch.positions is not None:
-            dtype = next(self.parameters()).dtype
-            return cached_inputs(mixer, positions, context.last_tokens, cache.length, dtype, bias)
+            return cached_inputs(mixer, positions, context.last_tokens, cache.length, self.dtype, bias)
         unmasked = self.backends[mixer.backend].supports_varlen(mixer.window)
         inputs = text_inputs(mixer, batch, positions, context.last_tokens, unmasked, bias)
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:

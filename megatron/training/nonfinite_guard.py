@@ -39,15 +39,23 @@ class GradientWatch:
     updated until the loop ends the run.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, limit: int) -> None:
-        self._names, self._limit = [name for name, _ in named], limit
+    def __init__(self, names: Sequence[str], device: torch.device, limit: int) -> None:
+        self._names, self._limit = names, limit
         self._skips = torch.zeros((), device=device)  # in a row
-        self._marks = torch.zeros(len(named), device=device)  # NaN marks a parameter
+        self._marks = torch.zeros(len(names), device=device)  # NaN marks a parameter
         self.verdict = torch.zeros((), device=device)  # of the step, over all ranks: 0, or NaN
         self._loss = torch.zeros((), device=device)
-        self._rows = list(self._marks.unbind())
-        for row, (_, param) in zip(self._rows, named, strict=True):
+
+    def watch(self, params: Sequence[nn.Parameter]) -> None:
+        """Note each gradient of these parameters, in the order of the names, when backward has made it. An
+        engine that reads all gradients anyway calls `mark` instead."""
+        for row, param in zip(self._marks.unbind(), params, strict=True):
             param.register_post_accumulate_grad_hook(self._hook(row))
+
+    def mark(self, norms: Tensor) -> None:
+        """Note the parameters whose gradient is not finite, from the norms of all, in the order of the
+        names."""
+        torch.mul(norms, 0, out=self._marks)
 
     @staticmethod
     def _hook(row: Tensor) -> Callable[[Tensor], None]:
@@ -75,10 +83,19 @@ class GradientWatch:
         """Make `verdict` from what all ranks saw, before the update; all ranks call it together. Engines add
         it to their gradient norm: a norm alone can miss what one rank has in a parameter that others hold
         copies of."""
-        self.verdict.copy_(self._marks.sum() + self._loss)
+        seen = self.seen
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.verdict)
-        self.verdict += torch.where(self._skips > self._limit, math.nan, 0.0)
+            dist.all_reduce(seen)
+        self.decide(seen)
+
+    @property
+    def seen(self) -> Tensor:
+        """0, or NaN where this rank has seen something in this step."""
+        return self._marks.sum() + self._loss
+
+    def decide(self, seen: Tensor) -> None:
+        """`judge` with the sum of all ranks' `seen`."""
+        self.verdict.copy_(seen + torch.where(self._skips > self._limit, math.nan, 0.0))
 
     def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
         """Count the step as skipped or not. Returns a function that says in words what this rank saw in it;

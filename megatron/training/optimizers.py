@@ -8,20 +8,22 @@ from torch import Tensor, nn
 
 from megatron.model import Stage
 from megatron.model.init import parameters_with_specs
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ParallelGroups, ParamSpec
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
-    """NeoX's two groups: with weight decay, and without it for norms and biases; in registration order.
+    """`weight_decay_groups` of a stage's trained parameters, in registration order."""
+    items = parameters_with_specs(stage, args)
+    return weight_decay_groups([(param, spec) for _, _, param, spec in items if param.requires_grad], args)
 
-    Of trained parameters alone; groups may be empty.
-    """
+
+def weight_decay_groups(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: NeoXArgs) -> list[dict[str, Any]]:
+    """NeoX's two groups: with weight decay, and without it for norms and biases. Groups may be empty."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for _, _, param, spec in parameters_with_specs(stage, args):
-        if param.requires_grad:
-            (decayed if spec.weight_decay else plain).append(param)
+    for param, spec in params:
+        (decayed if spec.weight_decay else plain).append(param)
     return [
         {"name": "weight_decay_params", "params": decayed, "weight_decay": args.weight_decay},
         {"name": "no_weight_decay_params", "params": plain, "weight_decay": 0.0},

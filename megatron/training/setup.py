@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from megatron.checkpointing import seed_generators
 from megatron.data import (
     DataError,
@@ -50,9 +52,9 @@ from megatron.training.checkpoint.source import (
     mask_padding,
     real_rows,
 )
-from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
+from megatron.training.engine_choice import choose_engine
 from megatron.training.out_of_memory import explained
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import resume_with_reference
@@ -73,9 +75,12 @@ def build_engine(
     args: NeoXArgs,
     groups: ParallelGroups,
     logger: logging.Logger | None = None,
-    engine: type[Engine] = DeepSpeedEngine,
+    engine: type[Engine] | None = None,
 ) -> Engine:
-    """A freshly initialised model under its engine; `args` knows its world and vocabulary."""
+    """A freshly initialised model under its engine; `args` knows its world and vocabulary. engine: None: as
+    `choose_engine` says."""
+    if engine is None:
+        engine = choose_engine(args, groups.device.type == "cuda").load()
     say = logger.info if logger is not None else None
     stage: Stage = build_stage(args, groups, log=say)
     notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
@@ -120,13 +125,12 @@ def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Log
         logger.info(note)
 
 
-def start(
-    configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] = DeepSpeedEngine
-) -> Training:
-    """Build a run up to its first step, on every rank."""
+def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] | None = None) -> Training:
+    """Build a run up to its first step, on every rank. engine: None: as `choose_engine` says."""
     logger = configure_logging(process.rank)
     args = configuration.frozen().check_training().for_world(process.world_size)
-    engine.check(args)
+    choice = choose_engine(args, torch.cuda.is_available())
+    (engine or choice.load()).check(args)
     check_curriculum(args)
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
@@ -139,6 +143,13 @@ def start(
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
+    if engine is None:
+        manifest = on_rank_zero(groups, lambda: continued(args, source))
+        recorded = manifest.engine if manifest is not None else None
+        choice = choose_engine(args, groups.device.type == "cuda", recorded)
+        engine = choice.load()
+        engine.check(args)
+        logger.info(f"engine: {choice.name} ({choice.reason})")
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
     args = mask_padding(args, real, tokenizer.vocab_size)

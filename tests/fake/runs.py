@@ -130,8 +130,9 @@ class ModelStep:
     ) -> None:
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
         init_stage(stage, args, groups, DTYPES[args.params_dtype])
-        named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
-        self.watch = GradientWatch(named, groups.device, most_skips(args))
+        named = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        self.watch = GradientWatch(list(named), groups.device, most_skips(args))
+        self.watch.watch(list(named.values()))
         self.loss = StepLoss(objective, groups, self.watch)
         stage.train()
 

@@ -32,6 +32,7 @@ from megatron.training.step_loss import StepLoss
 class BareEngine:
     """`Engine` by autograd and a torch optimizer."""
 
+    name = "bare"
     zero_stage = 0
 
     def __init__(
@@ -44,7 +45,8 @@ class BareEngine:
         self._params = stage_parameters(stage)
         self._trained = [param for _, _, param in self._params if param.requires_grad]
         named = [(f"{layer}.{name}", param) for layer, name, param in self._params if param.requires_grad]
-        self._watch = GradientWatch(named, groups.device, most_skips(args))
+        self._watch = GradientWatch([name for name, _ in named], groups.device, most_skips(args))
+        self._watch.watch([param for _, param in named])
         self._loss = StepLoss(objective, groups, self._watch)
         self._optimizer = build_optimizer(parameter_groups(stage, args), args)
         self._fill: Callable[[list[Batch]], list[Batch]] | None = None

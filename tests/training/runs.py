@@ -16,7 +16,6 @@ from megatron.model import layer_params
 from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, start, train
-from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
 from megatron.training.loop import batches_of
 
@@ -111,7 +110,7 @@ def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return merged
 
 
-def begin(values: Mapping[str, Any], engine: type[Engine] = DeepSpeedEngine) -> Training:
+def begin(values: Mapping[str, Any], engine: type[Engine] | None = None) -> Training:
     """A run up to its first step, on this rank; quiet."""
     with redirect_stdout(io.StringIO()):
         training = start(NeoXArgs.from_dict(values), process_info(), engine)

@@ -16,7 +16,7 @@ class DeepspeedKeys:
     """What is handed on to DeepSpeed."""
 
     deepspeed: Literal[True, False] = key(
-        True, "Train on DeepSpeed", refuse_values={False: "there is no other engine; remove it"}
+        True, "Train on DeepSpeed", refuse_values={False: "write engine: native instead"}
     )
     deepspeed_config_file: str | None = new_key(
         None, "A DeepSpeed configuration (JSON); its keys count as written here, with that file as their place"

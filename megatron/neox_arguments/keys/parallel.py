@@ -61,6 +61,11 @@ class RunnerKeys:
 class ParallelKeys:
     """Over how many ranks the model is split, and how."""
 
+    engine: Literal["auto", "native", "deepspeed"] = new_key(
+        "auto",
+        "What trains: native (torch alone), deepspeed; auto: that of the run it goes on from, else native on CPUs "
+        "where it can, deepspeed on GPUs",
+    )
     pipe_parallel_size: int = key(
         0,
         "Pipeline stages; 0 and 1: no pipeline",

@@ -261,6 +261,7 @@ class CheckpointWriter:
             config=json.loads(self.args.to_json())["given"],
             optimizer=not self.args.no_save_optim,
             validation_loss=progress.validation_loss,
+            engine=self.engine.name,
         )
 
     def _data_record(self, consumed: int) -> dict[str, Any]:

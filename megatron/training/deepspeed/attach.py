@@ -58,11 +58,11 @@ def plain_mpu(groups: ParallelGroups) -> Any:
     )
 
 
-def shard_at_once(config: Mapping[str, Any], mpu: Any) -> Callable[[list[nn.Parameter]], None]:
+def shard_at_once(config: Mapping[str, Any], mpu: Any) -> Callable[[int, list[nn.Parameter]], None]:
     """A function that leaves of parameters, which need not be those of a whole model, this rank's ZeRO 3
     slices alone. `deepspeed.initialize` with the same arguments takes them as they are."""
     with contextlib.redirect_stdout(io.StringIO()):
         group = mpu.get_data_parallel_group()
         # The empty module stands for the model: as in `initialize`, DeepSpeed's linear is put in place.
         zero = deepspeed.zero.Init(nn.Module(), data_parallel_group=group, config_dict_or_path=dict(config), mpu=mpu)
-    return zero._convert_to_zero_parameters
+    return lambda _, params: zero._convert_to_zero_parameters(params)

@@ -48,6 +48,8 @@ from megatron.training.step_loss import StepLoss
 class DeepSpeedEngine:
     """`Engine` in any layout, by DeepSpeed."""
 
+    name = "deepspeed"
+
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
@@ -63,11 +65,9 @@ class DeepSpeedEngine:
             log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
         mpu = plain_mpu(groups) if schedule == "none" else None
         init_stage(stage, args, groups, self.dtype, shard_at_once(config, mpu) if self.zero_stage == 3 else None)
-        self.watch = GradientWatch(
-            [(name.removeprefix("layers."), p) for name, p in stage.named_parameters() if p.requires_grad],
-            groups.device,
-            most_skips(args),
-        )
+        named = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
+        self.watch = GradientWatch(list(named), groups.device, most_skips(args))
+        self.watch.watch(list(named.values()))
         self._loss = StepLoss(objective, groups, self.watch)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
@@ -100,8 +100,8 @@ class DeepSpeedEngine:
         if self._pipe is not None:
             leave_out_timers(self._ds)
             cut_backward(self._ds, stage, ordered)
-        named = {id(item[2]): item for item in self._params}
-        trained = [named[id(p)] for p in ordered if id(p) in named]  # the others are placeholders
+        items = {id(item[2]): item for item in self._params}
+        trained = [items[id(p)] for p in ordered if id(p) in items]  # the others are placeholders
         self._parts = OptimizerParts(trained, self._ds.optimizer, groups, self.dtype, self.zero_stage)
         self._state = EngineState(self._ds, groups, self.dtype, self.zero_stage)
         self._owned = ShardedState(stage, args, self._ds.optimizer, groups, self.zero_stage)

@@ -1,0 +1,39 @@
+"""Which engine trains a run: the `engine` key, the run it goes on from, or what this machine does best."""
+
+from dataclasses import dataclass
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.engine import Engine
+from megatron.training.native.limits import limits
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """name: `native` or `deepspeed`; reason: in words, for the log."""
+
+    name: str
+    reason: str
+
+    def load(self) -> type[Engine]:
+        """The class. DeepSpeed takes seconds to import and is imported for its own runs alone."""
+        if self.name == "native":
+            from megatron.training.native.engine import NativeEngine
+
+            return NativeEngine
+        from megatron.training.deepspeed.engine import DeepSpeedEngine
+
+        return DeepSpeedEngine
+
+
+def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> EngineChoice:
+    """recorded: the engine of the checkpoint that the run goes on from; `auto` keeps it."""
+    if args.engine != "auto":
+        return EngineChoice(args.engine, args.origin("engine"))
+    if recorded is not None:
+        return EngineChoice(recorded, "auto: that of the run it goes on from")
+    limit = next(limits(args), None)
+    if limit is not None:
+        return EngineChoice("deepspeed", f"auto: {limit.key} ({args.origin(limit.key)}) {limit.why}")
+    if on_gpu:
+        return EngineChoice("deepspeed", "auto: on GPUs, until the native engine has been measured there")
+    return EngineChoice("native", "auto: on CPUs")

@@ -1,0 +1,205 @@
+"""The native engine: the model on torch alone, over any number of tensor and data ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.data import Batch
+from megatron.model import Stage, forward_only
+from megatron.model.init import stage_parameters
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import Objective, label_logprobs, response_sums
+from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.native.fully_sharded import CutWeights
+from megatron.training.native.limits import limits
+from megatron.training.native.optimizer_state import OptimizerState
+from megatron.training.native.shards import Weights, WholeWeights
+from megatron.training.native.update import Update
+from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
+from megatron.training.optimizers import state_tensors
+from megatron.training.step_loss import StepLoss
+
+
+class NativeEngine:
+    """`Engine` by autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
+
+    Between two logged steps the host never waits for the device.
+    """
+
+    name = "native"
+
+    def __init__(
+        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
+    ) -> None:
+        assert schedule == "none"
+        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        self.dtype = DTYPES[args.params_dtype]
+        self.zero_stage = args.zero_stage if groups.size("data") > 1 else 0
+        self.shards: Weights
+        if self.zero_stage > 0:
+            self.shards = CutWeights(stage, args, groups, self.dtype, self.zero_stage)
+        else:
+            self.shards = WholeWeights(stage, args, groups, self.dtype)
+        trained = self.shards.trained
+        self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
+        self._loss = StepLoss(objective, groups, self.watch)
+        self._update = Update(self.shards, args, groups, self.watch)
+        self._state = OptimizerState(self.shards, self._update.optimizer, groups, self.dtype)
+        self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
+        self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
+
+    @staticmethod
+    def check(args: NeoXArgs) -> None:
+        fix = "write engine: deepspeed, or remove it"
+        problems = [f"{args.origin(limit.key)}: {limit.key} {limit.why}; {fix}" for limit in limits(args)]
+        if problems:
+            raise ConfigError(problems)
+
+    @staticmethod
+    def notes(args: NeoXArgs) -> list[str]:
+        return []
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
+        batches = self.complete(batches)
+        weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
+        self.watch.begin(weight)
+        self._loss.begin(1.0 / weight.clamp(min=1.0))
+        loss = torch.zeros((), device=self.groups.device)
+        for i, batch in enumerate(batches):
+            self.shards.begin_micro_batch(i == len(batches) - 1)
+            part = self.stage(None, batch, partial(self._loss.of, batch=batch))
+            part.backward()
+            loss += part.detach()
+        gradients = self.shards.gradients()
+        norm = self._update.judge(gradients)
+        if on_gradients is not None:
+            on_gradients(self._parts(gradients))
+        self.groups.sum(loss, "data")
+        if self.spikes is not None:
+            self.spikes.decide(float(loss + self.watch.verdict))
+        spike = self.spikes is not None and self.spikes.skips
+        untrained = ~weight.any()
+        skipped = ~norm.isfinite()
+        if not spike:
+            self._update.step(gradients, norm, skipped, lr)
+        self.shards.clear_gradients()
+        finding = self.watch.end(skipped, untrained)
+        norm = torch.where(untrained, 0.0, norm)
+        return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, None, finding)
+
+    def _mean_metrics(self) -> dict[str, Tensor]:
+        return self.objective.means(self.groups.sum(self._loss.metrics, "data")) if self.objective.metrics else {}
+
+    def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
+        self._fill_reference = fill
+
+    def complete(self, batches: list[Batch]) -> list[Batch]:
+        batches = [batch.to(self.groups.device) for batch in batches]
+        if self._fill_reference is not None:
+            batches = self._fill_reference(batches)
+        if self.objective.step_baselines is not None:
+            batches = self.objective.step_baselines(batches, self.scores, self.groups.group("data"))
+        return batches
+
+    def forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        was_training = self.stage.training
+        self.stage.eval()
+        try:
+            return forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+        finally:
+            self.stage.train(was_training)
+
+    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        read = partial(label_logprobs, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
+        return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
+
+    def scores(self, batches: list[Batch]) -> list[Tensor]:
+        return [response_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for shard in (*self.shards.trained, *self.shards.frozen):
+            if shard.name in weights.get(shard.layer, {}):
+                shard.local.copy_(shard.slice_of(weights[shard.layer][shard.name]))
+        self.shards.publish()
+
+    @torch.no_grad()
+    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+        by_param = {shard.param: shard for shard in (*self.shards.trained, *self.shards.frozen)}
+        by_layer: dict[int, dict[str, Tensor]] = {}
+        for layer, name, param in stage_parameters(self.stage, copies=True):
+            shard = by_param[param]
+            dtype = torch.float32 if master and param.requires_grad else self.dtype
+            whole = self.shards.gather(shard, shard.local.detach().to(dtype))
+            if keep:
+                assert whole is not None
+                by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
+        return by_layer
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+        return self._state.gather(writer_of)
+
+    def restore_state(self, read: Callable[[int, str], State]) -> None:
+        self._state.restore(read)
+
+    def model_state(self) -> dict[str, Any]:
+        return {"loss_scaler": {}, "spike_window": self.spikes.state() if self.spikes is not None else []}
+
+    def load_model_state(self, state: Mapping[str, Any]) -> None:
+        if self.spikes is not None:
+            self.spikes.restore(state.get("spike_window", []))
+
+    def layout_state(self) -> dict[str, Any] | None:
+        return None
+
+    def load_layout_state(self, state: Mapping[str, Any], file: Path) -> None:
+        raise CheckpointError(
+            f"{file}: the optimizer's state is DeepSpeed's, of one layout; go on with engine: deepspeed, or set "
+            "no_load_optim: true to go on with the weights alone"
+        )
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        shards = [*self.shards.trained, *self.shards.frozen]
+        params = [shard.local if self.shards.cut else shard.param for shard in shards]
+        masters = [s.local for s in self.shards.trained if not self.shards.cut and s.local is not s.param]
+        gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
+        return {
+            "weights": list[Tensor](params),
+            "gradients": gradients,
+            "optimizer states": [*masters, *state_tensors(self._update.optimizer)],
+        }
+
+    def _parts(self, tensors: list[Tensor | None]) -> Parts:
+        """Of one tensor for each trained shard those that this rank owns."""
+        cut, groups = self.shards.cut, self.groups
+        pairs = zip(self.shards.trained, tensors, strict=True)
+        return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_owned(groups, cut)]
+
+    def sharded_weights(self) -> Parts:
+        return self._parts([shard.local for shard in self.shards.trained])
+
+    def sharded_states(self) -> dict[str, Parts]:
+        states = [self._update.optimizer.state.get(shard.local, {}) for shard in self.shards.trained]
+        keys = [key for state in states for key, value in state.items() if key != "step"]
+        return {key: self._parts([state.get(key) for state in states]) for key in dict.fromkeys(keys)}
+
+    def close(self) -> None:
+        self._update.optimizer.state.clear()
+        self.shards.clear_gradients()

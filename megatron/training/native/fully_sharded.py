@@ -1,0 +1,133 @@
+"""Weights cut over data ranks by torch's `fully_shard` (FSDP2), as ZeRO's stages 1 to 3."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron.model import Stage, init_stage
+from megatron.model.init import parameters_with_specs
+from megatron.mpu import ParallelGroups, ParamSpec
+from megatron.mpu.torch_versions import all_gather_single
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.native.shards import Shard
+
+
+class CutWeights:
+    """Every data rank holds some rows of each weight in fp32, which are the master weights.
+
+    A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its passes,
+    in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it: in stage 1
+    in the last micro-batch alone, so that until then each rank holds whole fp32 gradients. Embedding, last
+    norm and head, which a tied weight joins, are gathered together.
+    """
+
+    cut = True
+
+    def __init__(
+        self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
+    ) -> None:
+        self._stage, self._zero_stage, self._device = stage, zero_stage, groups.device
+        self._group, self._members = groups.group("data"), groups.members["data"]
+        self._rank, self._size = groups.rank("data"), groups.size("data")
+        assert self._group is not None
+        mesh = DeviceMesh.from_group(self._group, groups.device.type, mesh=list(self._members))
+        # Inputs keep their dtypes: biases of attention may be fp32.
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+
+        def cut(module: nn.Module) -> None:
+            fully_shard(module, mesh=mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy)
+
+        blocks = {spec.index for spec in stage.blocks}
+
+        def cut_layer(layer: int, _: list[nn.Parameter]) -> None:
+            if layer in blocks:
+                block = stage.layers[str(layer)]
+                for module in _shared_modules(stage):  # each by itself, because no block has it alone
+                    if not isinstance(module, FSDPModule):
+                        cut(module)
+                cut(block)
+
+        init_stage(stage, args, groups, torch.float32, cut_layer)
+        cut(stage)
+        stage.dtype = dtype
+        for module in self._modules():
+            # The sum over data ranks: `StepLoss` has divided by the weight of all of them.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        shards = [self._shard(*item) for item in parameters_with_specs(stage, args)]
+        self.trained = [shard for shard in shards if shard.param.requires_grad]
+        self.frozen = [shard for shard in shards if not shard.param.requires_grad]
+
+    def _modules(self) -> Iterator[FSDPModule]:
+        return (module for module in self._stage.modules() if isinstance(module, FSDPModule))
+
+    def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec) -> Shard:
+        local = _local(param)
+        first = min(self._rank * self._rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
+        return Shard(layer, spec, param, nn.Parameter(local, param.requires_grad), first, param.shape)
+
+    def _rows(self, shape: torch.Size) -> int:
+        """Rows of a parameter on every rank but the last ones, which may have fewer."""
+        return -(-shape[0] // self._size)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        root = self._root
+        root.set_requires_gradient_sync(last or self._zero_stage > 1)
+        root.set_reshard_after_backward(last or self._zero_stage == 3)
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self._stage, FSDPModule)
+        return self._stage
+
+    def gradients(self) -> list[Tensor | None]:
+        return [None if s.param.grad is None else _local(s.param.grad) for s in self.trained]
+
+    def clear_gradients(self) -> None:
+        for shard in self.trained:
+            shard.param.grad = None
+
+    def gradient_memory(self) -> list[Tensor | None]:
+        return self.gradients()
+
+    def publish(self) -> None:
+        # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
+        for module in self._modules():
+            module.reshard()
+
+    @torch.no_grad()
+    def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
+        row = shard.shape.numel() // shard.shape[0]
+        sent = torch.zeros(self._rows(shard.shape) * row, dtype=part.dtype, device=self._device)
+        sent[: part.numel()].copy_(part.reshape(-1))
+        if writer is None:
+            got = torch.empty(self._size * sent.numel(), dtype=part.dtype, device=self._device)
+            all_gather_single(got, sent, group=self._group)
+        else:
+            parts = [torch.empty_like(sent) for _ in range(self._size)] if writer == self._rank else None
+            dist.gather(sent, parts, dst=self._members[writer], group=self._group)
+            if parts is None:
+                return None
+            got = torch.cat(parts)
+        return got[: shard.shape.numel()].view(shard.shape)
+
+
+def _local(value: Tensor) -> Tensor:
+    """This rank's rows of a parameter or gradient of `fully_shard`, the same memory."""
+    assert isinstance(value, DTensor)
+    with torch.no_grad():
+        return value.to_local()
+
+
+def _shared_modules(stage: Stage) -> list[nn.Module]:
+    """Modules with parameters that several layers have."""
+    seen: dict[nn.Module, set[str]] = {}
+    for index, layer in stage.layers.items():
+        for module in layer.modules():
+            seen.setdefault(module, set()).add(index)
+    return [m for m, layers in seen.items() if len(layers) > 1 and any(True for _ in m.parameters(recurse=False))]

@@ -1,0 +1,43 @@
+"""What the native engine leaves to DeepSpeed. Pure: imports no torch."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.neox_arguments import NeoXArgs
+
+
+class Limit(NamedTuple):
+    """A setting that only DeepSpeed can do."""
+
+    key: str
+    why: str
+
+
+def limits(args: NeoXArgs) -> Iterator[Limit]:
+    """Each setting that only DeepSpeed can do."""
+    zero = args.zero_optimization
+    if args.pp > 1:
+        yield Limit("pipe_parallel_size", f"{args.pp}: pipelines run on DeepSpeed")
+    if args.params_dtype == "fp16":
+        yield Limit("precision", "fp16: its loss scale is DeepSpeed's")
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero[key]
+        if section is not None and section["device"] != "none":
+            yield Limit(f"zero_optimization.{key}", "keeps state off the device on DeepSpeed alone")
+    if zero["cpu_offload"]:
+        yield Limit("zero_optimization.cpu_offload", "keeps state off the device on DeepSpeed alone")
+    if zero["zero_hpz_partition_size"] != 1:
+        yield Limit("zero_optimization.zero_hpz_partition_size", "is DeepSpeed's second copy of the weights")
+    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion"):
+        yield Limit("optimizer.type", f"{args.optimizer['type']} is DeepSpeed's")
+    if args.use_bnb_optimizer:
+        yield Limit("use_bnb_optimizer", "runs on DeepSpeed")
+    if args.prescale_gradients:
+        yield Limit("prescale_gradients", "divides gradients in DeepSpeed's reductions")
+    if args.gradient_predivide_factor != 1.0:
+        yield Limit("gradient_predivide_factor", "divides gradients in DeepSpeed's reductions")
+    if args.communication_data_type not in (None, "fp32"):
+        yield Limit("communication_data_type", "is of DeepSpeed's reductions; here gradients travel in fp32")
+    for key in ("deepspeed_extra_args", "comms_logger", "dump_state"):
+        if getattr(args, key):
+            yield Limit(key, "is DeepSpeed's")

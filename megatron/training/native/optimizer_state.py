@@ -1,0 +1,62 @@
+"""The optimizer's state by parameter, in the words of a checkpoint: out of what each data rank holds, and in."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import MASTER
+from megatron.mpu import ParallelGroups
+from megatron.training.engine import State
+from megatron.training.native.shards import Shard, Weights
+
+
+class OptimizerState:
+    """Reads and writes the state that `optimizer` keeps of each trained shard."""
+
+    def __init__(
+        self, weights: Weights, optimizer: torch.optim.Optimizer, groups: ParallelGroups, dtype: torch.dtype
+    ) -> None:
+        self._weights, self._optimizer, self._groups = weights, optimizer, groups
+        self._has_master = dtype != torch.float32
+
+    def gather(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+        """(layer, state by name) of the layers that this data rank writes, on the CPU, one after another.
+
+        writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group
+        iterate to the end together. A rank holds no more than one layer that it writes, and one parameter on
+        its device.
+        """
+        for layer, writer in writer_of.items():
+            states = {s.name: self._whole_state(s, writer) for s in self._weights.trained if s.layer == layer}
+            if writer == self._groups.rank("data"):
+                yield layer, states
+
+    def _whole_state(self, shard: Shard, writer: int) -> State:
+        """The whole of this tensor rank's part; {} on other data ranks than the writer."""
+        mine, whole = writer == self._groups.rank("data"), {}
+        state = self._optimizer.state.get(shard.local, {})
+        parts = {MASTER: shard.local.detach()} if self._has_master else {}
+        parts |= {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+        for key, part in parts.items():
+            value = self._weights.gather(shard, part, writer)
+            if mine:
+                assert value is not None
+                whole[key] = value.detach().to("cpu", copy=True)
+        if mine and "step" in state:
+            whole["step"] = torch.tensor(float(state["step"]))
+        return whole
+
+    @torch.no_grad()
+    def restore(self, read: Callable[[int, str], State]) -> None:
+        """Set moments and step counts. read: state of a parameter's tensor-parallel part by layer and name;
+        parameters without state leave a fresh optimizer."""
+        for shard in self._weights.trained:
+            state = read(shard.layer, shard.name)
+            if state:
+                self._optimizer.state[shard.local] = {
+                    key: value.to(shard.local.device, torch.float32, copy=True)
+                    if key == "step"
+                    else shard.slice_of(value).to(shard.local.device, copy=True)
+                    for key, value in state.items()
+                }

@@ -1,0 +1,209 @@
+"""How a stage's weights lie on this data rank, whole or cut, and how gradients are summed over data ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.model import Stage, init_stage
+from megatron.model.init import initial_part, parameters_with_specs
+from megatron.mpu import ParallelGroups, ParamSpec
+from megatron.neox_arguments import NeoXArgs
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What this data rank holds of one parameter.
+
+    layer, spec: its place in the weight map. param: the module's own. local: the elements kept here, fp32
+    where it is trained (the optimizer updates them), else as the module has them. first: of the flattened
+    tensor-parallel part, the first of these elements. shape: of that part.
+    """
+
+    layer: int
+    spec: ParamSpec
+    param: nn.Parameter
+    local: nn.Parameter
+    first: int
+    shape: torch.Size
+
+    @property
+    def name(self) -> str:
+        """Name in the weight map."""
+        return self.spec.name
+
+    def is_owned(self, groups: ParallelGroups, cut: bool) -> bool:
+        """Whether these elements count on this rank, when every element of the model is counted once. cut:
+        data ranks hold different ones."""
+        whole_once = self.spec.axis is not None or groups.rank("tensor") == 0
+        return whole_once and self.spec.is_first_copy(groups) and (cut or groups.rank("data") == 0)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """The elements of this shard in a value of the parameter's tensor-parallel part."""
+        return whole.reshape(-1).narrow(0, self.first, self.local.numel()).view(self.local.shape)
+
+
+class Weights(Protocol):
+    """A stage's weights on this data rank, and its gradients.
+
+    trained, frozen: every parameter once, in the order of the stage. cut: data ranks hold different elements.
+    """
+
+    trained: Sequence[Shard]
+    frozen: Sequence[Shard]
+    cut: bool
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Before each forward of a step."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """After the last backward: the step's fp32 gradient of each of `trained`, summed over data ranks."""
+
+    def clear_gradients(self) -> None:
+        """After the update."""
+
+    def gradient_memory(self) -> list[Tensor | None]:
+        """What this rank keeps of gradients, in any step."""
+
+    def publish(self) -> None:
+        """After `local` of any shard has changed: the next forward sees it."""
+
+    def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
+        """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all data ranks
+        call it together. writer: the data rank that gets it, others get None; None: all get it."""
+
+
+class WholeWeights:
+    """Every data rank holds all weights. 16-bit weights have fp32 masters and fp32 gradients beside them.
+
+    Gradients are added to one flat fp32 buffer a layer as they come; in the last micro-batch each buffer is
+    summed over data ranks while backward goes on with the layers below. One data rank that trains in fp32
+    needs none of this.
+    """
+
+    cut = False
+
+    def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
+        init_stage(stage, args, groups, dtype)
+        self._group = groups.group("data")
+        self._has_masters = dtype != torch.float32
+        shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
+        self.trained = [shard for shard in shards if shard.param.requires_grad]
+        self.frozen = [shard for shard in shards if not shard.param.requires_grad]
+        self._buckets: list[_Bucket] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._works: list[dist.Work] = []
+        self._last, self._launched = False, 0
+        if self._has_masters or self._group is not None:
+            # Backward comes to the last layer first; a tied head counts as layer 0, which it leaves last.
+            for layer in sorted({shard.layer for shard in self.trained}, reverse=True):
+                params = [shard.param for shard in self.trained if shard.layer == layer]
+                bucket = _Bucket(params, groups.device, self._reduce_ready)
+                self._buckets.append(bucket)
+                self._views.update(zip(params, bucket.views, strict=True))
+
+    def _shard(
+        self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, args: NeoXArgs, groups: ParallelGroups
+    ) -> Shard:
+        local = param
+        if self._has_masters and param.requires_grad:
+            local = nn.Parameter(torch.empty_like(param, dtype=torch.float32))
+            for first, rows in initial_part(spec, layer, args, groups):
+                local.data[first : first + len(rows)].copy_(rows)
+        return Shard(layer, spec, param, local, 0, param.shape)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        self._last, self._launched = last, 0
+        for bucket in self._buckets:
+            bucket.begin_micro_batch()
+
+    def _reduce_ready(self) -> None:
+        # In the same order on every rank, whatever order backward takes on one.
+        while self._last and self._launched < len(self._buckets) and self._buckets[self._launched].is_full:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        bucket.zero_empty()
+        if self._group is not None:
+            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            assert work is not None
+            self._works.append(work)
+
+    def gradients(self) -> list[Tensor | None]:
+        if not self._buckets:
+            return [shard.param.grad for shard in self.trained]
+        while self._launched < len(self._buckets):
+            self._reduce_next()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        return [self._views[shard.param] for shard in self.trained]
+
+    def clear_gradients(self) -> None:
+        for shard in self.trained:
+            shard.param.grad = None
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def gradient_memory(self) -> list[Tensor | None]:
+        return [*(shard.param.grad for shard in self.trained), *(bucket.flat for bucket in self._buckets)]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self._has_masters and self.trained:
+            params, masters = zip(*((shard.param, shard.local) for shard in self.trained), strict=True)
+            torch._foreach_copy_(params, masters)
+
+    def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
+        return part
+
+
+class _Bucket:
+    """The fp32 gradients of some parameters in one flat buffer, summed over a step's micro-batches.
+
+    on_arrival: called when a gradient of a backward has been added.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], device: torch.device, on_arrival: Callable[[], None]) -> None:
+        sizes = [param.numel() for param in params]
+        self.flat = torch.zeros(sum(sizes), device=device)
+        parts = self.flat.split(sizes)
+        self.views = [part.view(param.shape) for param, part in zip(params, parts, strict=True)]
+        self._empty = [True] * len(sizes)  # nothing has been added in this step
+        self._missing, self._on_arrival = len(sizes), on_arrival
+        for i, param in enumerate(params):
+            param.register_post_accumulate_grad_hook(partial(self._take, i))
+
+    def begin_micro_batch(self) -> None:
+        self._missing = len(self.views)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter's gradient of this micro-batch has come."""
+        return self._missing == 0
+
+    def _take(self, i: int, param: Tensor) -> None:
+        assert param.grad is not None
+        if self._empty[i]:
+            self.views[i].copy_(param.grad)
+            self._empty[i] = False
+        else:
+            self.views[i].add_(param.grad)
+        param.grad = None
+        self._missing -= 1
+        self._on_arrival()
+
+    def zero_empty(self) -> None:
+        """Parameters that no micro-batch had a gradient for have zeros, as other data ranks may have some."""
+        for i, view in enumerate(self.views):
+            if self._empty[i]:
+                view.zero_()
+
+    def clear(self) -> None:
+        self._empty = [True] * len(self.views)

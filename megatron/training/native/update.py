@@ -1,0 +1,54 @@
+"""From a step's gradients to new weights, without a wait for the device."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.native.optimizers import build_optimizer
+from megatron.training.native.shards import Weights
+from megatron.training.nonfinite_guard import GradientWatch
+from megatron.training.optimizers import set_learning_rate
+
+
+class Update:
+    """Norm, verdict, clipping and the optimizer's step over what this rank holds."""
+
+    def __init__(self, weights: Weights, args: NeoXArgs, groups: ParallelGroups, watch: GradientWatch) -> None:
+        self._weights, self._groups, self._watch = weights, groups, watch
+        self._max_norm = args.gradient_clipping
+        self.optimizer = build_optimizer([(shard.local, shard.spec) for shard in weights.trained], args)
+        owned = [float(shard.is_owned(groups, weights.cut)) for shard in weights.trained]
+        self._owned = torch.tensor(owned, device=groups.device)
+        self._none = torch.zeros((), device=groups.device)
+
+    @torch.no_grad()
+    def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """2-norm of the whole model's gradient, fp32 scalar, the same on every rank; NaN where anything of the
+        step is not finite on any rank. One pass over the gradients, one all-reduce of two numbers."""
+        norms = torch._foreach_norm([self._none if g is None else g for g in gradients])
+        each = torch.stack(norms) if norms else self._owned
+        self._watch.mark(each)
+        # A norm that is not finite but not owned is no number times 0, NaN: the verdict says the same.
+        sums = torch.stack([each.square().dot(self._owned), self._watch.seen])
+        if self._groups.world_size > 1:
+            dist.all_reduce(sums)
+        self._watch.decide(sums[1])
+        return sums[0].sqrt() + self._watch.verdict
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
+        """Clip by dividing inside of the update, and change nothing where `skip` says so."""
+        for shard, gradient in zip(self._weights.trained, gradients, strict=True):
+            shard.local.grad = gradient
+        set_learning_rate(self.optimizer, lr)
+        if self._max_norm > 0.0:
+            self.optimizer.grad_scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        for shard in self._weights.trained:
+            shard.local.grad = None
+        self._weights.publish()
