@@ -27,8 +27,8 @@ class Engine(Protocol):
     """A model under training in one layout. All ranks call every method together; weights go in and out by
     layer and name of the weight map, each rank with its own part.
 
-    name: by which a checkpoint records it; dtype: of weights and hidden states; zero_stage: what is cut over data ranks, as ZeRO counts it (1:
-    optimizer state, 2: gradients too, 3: weights too).
+    name: by which a checkpoint records it; dtype: of weights and hidden states; zero_stage: what is cut over
+    data ranks, as ZeRO counts it (1: optimizer state, 2: gradients too, 3: weights too).
     """
 
     name: str

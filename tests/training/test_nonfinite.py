@@ -209,8 +209,7 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
 
     def poisoned_step(*given: Any) -> Any:
         if training.progress.iteration + 1 == step and rank == world_size - 1:
-            states = training.engine._ds.basic_optimizer.state.values()
-            next(state["exp_avg"] for state in states if "exp_avg" in state).view(-1)[5] = math.nan
+            training.engine.sharded_states()["exp_avg"][0][1].view(-1)[5] = math.nan
         return take_step(*given)
 
     training.engine.train_step = poisoned_step  # type: ignore[method-assign]

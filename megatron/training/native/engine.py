@@ -160,7 +160,9 @@ class NativeEngine:
         self._state.restore(read)
 
     def model_state(self) -> dict[str, Any]:
-        return {"loss_scaler": {}, "spike_window": self.spikes.state() if self.spikes is not None else []}
+        window = self.spikes.state() if self.spikes is not None else []
+        # The first two stand in files of GPT-NeoX, where weights and moments have files of their own as well.
+        return {"module": None, "optimizer": None, "loss_scaler": {}, "spike_window": window}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
         if self.spikes is not None:

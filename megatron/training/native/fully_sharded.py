@@ -20,10 +20,10 @@ from megatron.training.native.shards import Shard
 class CutWeights:
     """Every data rank holds some rows of each weight in fp32, which are the master weights.
 
-    A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its passes,
-    in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it: in stage 1
-    in the last micro-batch alone, so that until then each rank holds whole fp32 gradients. Embedding, last
-    norm and head, which a tied weight joins, are gathered together.
+    A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its
+    passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it:
+    in stage 1 in the last micro-batch alone, so that until then each rank holds whole fp32 gradients.
+    Embedding, last norm and head, which a tied weight joins, are gathered together.
     """
 
     cut = True

@@ -1,4 +1,4 @@
-"""The optimizer's state by parameter, in the words of a checkpoint: out of what each data rank holds, and in."""
+"""The optimizer's state by parameter, as checkpoints have it: out of what each data rank holds, and in."""
 
 from collections.abc import Callable, Iterator, Mapping
 

@@ -19,7 +19,7 @@ def build_optimizer(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: NeoX
         if options["momentum"] != 0.0:
             for group in groups:
                 for param in group["params"]:
-                    # Made by torch in the first step, it would be left without values if that step is skipped.
+                    # torch would make it in the first step, and leave it without values if that is skipped.
                     sgd.state[param]["momentum_buffer"] = torch.zeros_like(param)
         return sgd
     if args.optimizer_name == "lion":

@@ -53,8 +53,8 @@ class Weights(Protocol):
     trained, frozen: every parameter once, in the order of the stage. cut: data ranks hold different elements.
     """
 
-    trained: Sequence[Shard]
-    frozen: Sequence[Shard]
+    trained: list[Shard]
+    frozen: list[Shard]
     cut: bool
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -73,7 +73,7 @@ class Weights(Protocol):
         """After `local` of any shard has changed: the next forward sees it."""
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
-        """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all data ranks
+        """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all of them
         call it together. writer: the data rank that gets it, others get None; None: all get it."""
 
 

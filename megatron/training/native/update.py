@@ -27,8 +27,8 @@ class Update:
 
     @torch.no_grad()
     def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """2-norm of the whole model's gradient, fp32 scalar, the same on every rank; NaN where anything of the
-        step is not finite on any rank. One pass over the gradients, one all-reduce of two numbers."""
+        """2-norm of the whole model's gradient, fp32 scalar, the same on every rank; NaN where anything of
+        the step is not finite on any rank. One pass over the gradients, one all-reduce of two numbers."""
         norms = torch._foreach_norm([self._none if g is None else g for g in gradients])
         each = torch.stack(norms) if norms else self._owned
         self._watch.mark(each)

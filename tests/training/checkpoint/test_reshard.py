@@ -152,14 +152,18 @@ def old_run(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["one process", "dp2 zero2", pytest.param("dp4 zero3", marks=pytest.mark.more)])
-def test_state_as_deepspeed_keeps_it(layout: str, saved: Any, tmp_path: Path) -> None:
+def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     """Earlier checkpoints, and those of 8-bit Adam: the layout that wrote them goes on, another is told why
     not."""
     ranks = LAYOUTS[layout][0]
-    given = values(tmp_path / "run", layout, "neox", "fp32")
+    given = values(tmp_path / "run", layout, "neox", "fp32", engine="deepspeed")
     run_ranks(old_run, ranks, given)
     assert not list((tmp_path / "run" / f"global_step{SAVED}").glob("optim_*"))
     with pytest.raises(AssertionError, match=r"pipe_parallel_size: 2 \(program\), but the run of \S+ had 1"):
         run_ranks(run_to_end, 4, values(tmp_path / "on", "tp2 x pp2", "neox", "fp32", load=str(tmp_path / "run")))
+    with pytest.raises(AssertionError, match="DeepSpeed's, of one layout; go on with engine: deepspeed"):
+        run_ranks(run_to_end, ranks, {**given, "engine": "native"})
     run_ranks(run_to_end, ranks, given)
-    assert losses(tmp_path / "run") == losses(saved(layout, "neox", "fp32"))
+    through = {**given, "save": str(tmp_path / "through")}
+    run_ranks(run_to_end, ranks, through)
+    assert losses(tmp_path / "run") == losses(tmp_path / "through")
