@@ -28,7 +28,7 @@ class LinearSpec:
 
     parallel: "column" splits the output features, "row" the input features, "none" replicates the layer.
     blocks: as of `ParamSpec`, of the output features. bias_sum_over_tensor: on disk each tensor rank holds a
-    part of the bias, and the parts sum to it.
+    part of the bias, and the parts sum to it. projections: as of `ParamSpec`; else `blocks`.
     """
 
     in_features: int
@@ -37,6 +37,7 @@ class LinearSpec:
     bias: bool
     blocks: tuple[int, ...] = ()
     bias_sum_over_tensor: bool = False
+    projections: tuple[int, ...] = ()
 
     def params(self) -> tuple[ParamSpec, ...]:
         shape, column = (self.out_features, self.in_features), self.parallel == "column"
@@ -44,6 +45,7 @@ class LinearSpec:
         axis = {"column": 0, "row": 1, "none": None}[self.parallel]
         cut = parts if column else (self.in_features,) if axis is not None else ()
         weight = ParamSpec("weight", shape, axis, cut, "input" if column else "output", weight_decay=True)
+        weight = replace(weight, projections=self.projections or self.blocks)
         bias = ParamSpec("bias", shape[:1], 0, parts) if column else ParamSpec("bias", shape[:1])
         return (weight, replace(bias, sum_over_tensor=self.bias_sum_over_tensor)) if self.bias else (weight,)
 

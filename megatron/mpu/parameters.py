@@ -25,6 +25,8 @@ class ParamSpec:
     weight_decay: False for norms and biases.
     shared: one parameter of all blocks, of which each block's file holds a copy.
     tied: the head on the last pipeline stage is this parameter too.
+    projections: of a weight that holds several linear layers, how many rows belong to each in turn, again and
+    again down the rows.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ParamSpec:
     weight_decay: bool = False
     shared: bool = False
     tied: bool = False
+    projections: tuple[int, ...] = ()
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Shape of one tensor rank's part."""

@@ -86,9 +86,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group; of one with an `lr_ratio`, so many times it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 @torch.no_grad()

@@ -52,9 +52,10 @@ class SelfAttention(nn.Module):
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per
         # rank.
-        blocks = (3 * query,) if spec.kv_heads == spec.heads else (query, kv, kv)
+        alternating = spec.kv_heads == spec.heads
+        blocks, of_each_head = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
         return (
-            LinearSpec(spec.hidden, query + 2 * kv, "column", spec.bias, blocks),
+            LinearSpec(spec.hidden, query + 2 * kv, "column", spec.bias, blocks, projections=of_each_head),
             LinearSpec(query, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual),
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.keys.declaration import REQUIRED, key
+from megatron.neox_arguments.keys.declaration import REQUIRED, key, new_key
 
 _ALL_USED = "all weights are used"
 _OUR_FILES = "weights are always whole in checkpoints"
@@ -20,7 +20,17 @@ class OptimizerParams:
     lr: float = key(1e-3, "Peak learning rate", ge=0)
     betas: tuple[float, ...] = key(None, "Adam, AdamW, Lion: decay rates; [0.9, 0.999] when unset, Lion [0.9, 0.99]")
     eps: float = key(None, "Adam, AdamW: term added to the denominator; 1e-8 when unset", gt=0)
-    momentum: float = key(None, "SGD: momentum; 0 when unset", ge=0)
+    momentum: float = key(None, "SGD, Muon: momentum; 0 when unset, Muon 0.95", ge=0)
+    nesterov: bool = new_key(None, "Muon: Nesterov's momentum; true when unset")
+    ns_steps: int = new_key(None, "Muon: Newton-Schulz iterations; 5 when unset", ge=1, lt=100)
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = new_key(
+        None,
+        "Muon: factor of a matrix's learning rate, as torch names it; original: sqrt(max(1, rows / columns)); "
+        "match_rms_adamw (when unset): 0.2 sqrt(max(rows, columns)), so that lr and weight_decay may be AdamW's",
+    )
+    adamw_lr: float = new_key(
+        None, "Muon: peak learning rate of what AdamW updates (all but the matrices of blocks); lr when unset", ge=0
+    )
     weight_decay: float = key(None, "DeepSpeed's place for weight_decay", ge=0)
     freeze_step: int = key(400, "OneBitAdam's", no_effect="the other optimizers have no such phase")
     cuda_aware: bool = key(False, "OneBitAdam's", no_effect="the other optimizers send nothing themselves")
@@ -30,17 +40,17 @@ class OptimizerParams:
 class Optimizer:
     """The sub-keys of `optimizer`."""
 
-    type: Literal["Adam", "AdamW", "SGD", "Lion", "CPU_Adam", "CPU_Torch_Adam", "OneBitAdam", "SM3", "madgrad_wd"] = (
-        key(
-            "Adam",
-            "Optimizer. Adam is AdamW: weight decay is decoupled, as in GPT-NeoX",
-            refuse_values={
-                "OneBitAdam": "DeepSpeed 0.19.8 has it for NVIDIA's apex only; use Adam",
-                "SM3": "GPT-NeoX's own copy is not here; use Adam, or Adam with use_bnb_optimizer to save memory",
-                "madgrad_wd": "GPT-NeoX's own copy is not here; use AdamW",
-            },
-        )
-    )
+    type: Literal[
+        "Adam", "AdamW", "SGD", "Lion", "Muon", "CPU_Adam", "CPU_Torch_Adam", "OneBitAdam", "SM3", "madgrad_wd"
+    ] = key(
+        "Adam",
+        "Optimizer. Adam is AdamW: weight decay is decoupled, as in GPT-NeoX",
+        refuse_values={
+            "OneBitAdam": "DeepSpeed 0.19.8 has it for NVIDIA's apex only; use Adam",
+            "SM3": "GPT-NeoX's own copy is not here; use Adam, or Adam with use_bnb_optimizer to save memory",
+            "madgrad_wd": "GPT-NeoX's own copy is not here; use AdamW",
+        },
+    )  # fmt: skip
     params: Mapping[str, Any] = key(REQUIRED, "Parameters of the optimizer", section=OptimizerParams)
 
 

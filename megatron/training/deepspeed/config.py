@@ -36,7 +36,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     Raises ConfigError for what DeepSpeed refuses or does wrongly, and for `deepspeed_extra_args` that
     contradict.
     """
-    problems = list(_offload_problems(args)) + list(_gradient_problems(args))
+    problems = [*_native_only(args), *_offload_problems(args), *_gradient_problems(args)]
     stage = zero_stage_used(args)
     zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key and value is not None}
     zero["stage"] = stage
@@ -82,6 +82,11 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _native_only(args: NeoXArgs) -> Iterator[str]:
+    if args.optimizer_name == "muon":
+        yield f"{args.origin('optimizer.type')}: optimizer.type Muon runs on the native engine alone; use AdamW here"
 
 
 def _offload_problems(args: NeoXArgs) -> Iterator[str]:

@@ -116,6 +116,17 @@ class CutWeights:
             got = torch.cat(parts)
         return got[: shard.shape.numel()].view(shard.shape)
 
+    def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+        row = shard.shape.numel() // shard.shape[0]
+        part = torch.empty(self._rows(shard.shape) * row, device=self._device)
+        parts = None
+        if whole is not None:
+            padded = torch.zeros(self._size * part.numel(), device=self._device)
+            padded[: whole.numel()].copy_(whole.reshape(-1))
+            parts = list(padded.chunk(self._size))
+        dist.scatter(part, parts, src=self._members[source], group=self._group)
+        return part[: shard.local.numel()].view(shard.local.shape)
+
 
 def _local(value: Tensor) -> Tensor:
     """This rank's rows of a parameter or gradient of `fully_shard`, the same memory."""

@@ -28,7 +28,7 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
         yield Limit("zero_optimization.cpu_offload", "keeps state off the device on DeepSpeed alone")
     if zero["zero_hpz_partition_size"] != 1:
         yield Limit("zero_optimization.zero_hpz_partition_size", "is DeepSpeed's second copy of the weights")
-    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion"):
+    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion", "muon"):
         yield Limit("optimizer.type", f"{args.optimizer['type']} is DeepSpeed's")
     if args.use_bnb_optimizer:
         yield Limit("use_bnb_optimizer", "runs on DeepSpeed")

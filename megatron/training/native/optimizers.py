@@ -1,19 +1,28 @@
 """Optimizers that clip and skip inside of their update, by the tensors `grad_scale` and `found_inf`."""
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
 
-from megatron.mpu import ParamSpec
+from megatron.model.weight_map import block_specs
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.native.muon import Muon, is_block_matrix
+from megatron.training.native.shards import Weights
 from megatron.training.optimizers import Lion, weight_decay_groups
 
 
-def build_optimizer(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: NeoXArgs) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion over `weight_decay_groups`."""
-    groups = [group for group in weight_decay_groups(params, args) if group["params"]]
-    options = args.optimizer["params"]
+def build_optimizer(weights: Weights, args: NeoXArgs, parallel: ParallelGroups) -> torch.optim.Optimizer:
+    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion over `weight_decay_groups` of the
+    trained weights, or Muon."""
+    options, shards = args.optimizer["params"], list(weights.trained)
+    matrices = []
+    if args.optimizer_name == "muon":
+        blocks = frozenset(spec.index for spec in block_specs(args))
+        matrices = [shard for shard in shards if is_block_matrix(shard, blocks)]
+        shards = [shard for shard in shards if not is_block_matrix(shard, blocks)]
+    groups = weight_decay_groups([(shard.local, shard.spec) for shard in shards], args)
+    groups = [group for group in groups if group["params"]]
+    if args.optimizer_name == "muon":
+        return Muon(weights, matrices, groups, parallel, options, args.weight_decay)
     if args.optimizer_name == "sgd":
         sgd = torch.optim.SGD(groups, lr=args.lr, momentum=options["momentum"], fused=True)
         if options["momentum"] != 0.0:

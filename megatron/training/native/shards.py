@@ -76,6 +76,9 @@ class Weights(Protocol):
         """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all of them
         call it together. writer: the data rank that gets it, others get None; None: all get it."""
 
+    def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+        """What `shard.local` has of a value that the data rank `source` has `whole`; all call it together."""
+
 
 class WholeWeights:
     """Every data rank holds all weights. 16-bit weights have fp32 masters and fp32 gradients beside them.
@@ -89,7 +92,7 @@ class WholeWeights:
 
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
-        self._group = groups.group("data")
+        self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
         self._has_masters = dtype != torch.float32
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
@@ -161,6 +164,12 @@ class WholeWeights:
             torch._foreach_copy_(params, masters)
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
+        return part if writer in (None, self._rank) else None
+
+    def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+        part = torch.empty_like(shard.local) if whole is None else whole.contiguous()
+        if self._group is not None:
+            dist.broadcast(part, self._members[source], group=self._group)
         return part
 
 

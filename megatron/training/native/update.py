@@ -20,7 +20,7 @@ class Update:
     def __init__(self, weights: Weights, args: NeoXArgs, groups: ParallelGroups, watch: GradientWatch) -> None:
         self._weights, self._groups, self._watch = weights, groups, watch
         self._max_norm = args.gradient_clipping
-        self.optimizer = build_optimizer([(shard.local, shard.spec) for shard in weights.trained], args)
+        self.optimizer = build_optimizer(weights, args, groups)
         owned = [float(shard.is_owned(groups, weights.cut)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
         self._none = torch.zeros((), device=groups.device)

@@ -1,0 +1,133 @@
+"""Muon: momentum made orthogonal, for the matrices of blocks."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu import ParallelGroups, ParamSpec, shard, unshard
+from megatron.training.native.shards import Shard, Weights
+
+_COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """About U V^T of the matrix U S V^T, bf16, by Newton-Schulz iterations in bf16 (Keller Jordan's Muon,
+    https://kellerjordan.github.io/posts/muon; the operations and so the bits of torch.optim.Muon)."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16().T if tall else matrix.bfloat16()
+    x = x / x.norm().clamp(min=_EPSILON)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
+    """By what the learning rate of a matrix is multiplied: "original", sqrt(max(1, rows / columns)), or
+    "match_rms_adamw", 0.2 sqrt(max(rows, columns)), which gives updates the size of AdamW's (arXiv
+    2502.16982)."""
+    rows, columns = shape
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_fn: str) -> Tensor:
+    """The update of a whole weight `[rows, columns]`, fp32, times its learning rate's factor: each projection
+    that the weight holds by itself."""
+    columns = momentum.shape[1]
+    pattern = spec.projections or (momentum.shape[0],)
+    update = torch.empty_like(momentum)
+    grouped = momentum.view(-1, sum(pattern), columns).split(pattern, 1)
+    for source, target in zip(grouped, update.view(-1, sum(pattern), columns).split(pattern, 1), strict=True):
+        matrix = source.reshape(-1, columns)
+        factor = rate_factor(matrix.shape, adjust_lr_fn)
+        target.copy_((orthogonalize(matrix, steps).float() * factor).view(target.shape))
+    return update
+
+
+def is_block_matrix(piece: Shard, blocks: frozenset[int]) -> bool:
+    """Whether Muon updates it: a matrix of one block. Embeddings, heads, norms, biases and tables that blocks
+    share are AdamW's."""
+    return piece.layer in blocks and len(piece.spec.shape) == 2 and not piece.spec.shared
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for `matrices`, fused AdamW for the parameter groups `others`, in one optimizer.
+
+    params: `optimizer.params`. Each matrix is gathered whole once a step by one of the data ranks, in turn,
+    which makes it orthogonal; all of its tensor ranks do so. `grad_scale` divides gradients and `found_inf`
+    leaves everything as it is, as in torch's fused optimizers.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        matrices: Sequence[Shard],
+        others: list[dict[str, Any]],
+        groups: ParallelGroups,
+        params: dict[str, Any],
+        weight_decay: float,
+    ) -> None:
+        self._weights, self._matrices, self._groups, self._params = weights, matrices, groups, params
+        own = {"name": "muon", "params": [m.local for m in matrices], "weight_decay": weight_decay}
+        super().__init__([own, *others], {"lr": params["lr"]})
+        self._adamw: torch.optim.Optimizer | None = None
+        if others:
+            self._adamw = torch.optim.AdamW(
+                self.param_groups[1:], lr=params["lr"], betas=params["betas"], eps=params["eps"], fused=True
+            )
+            self._adamw.state = self.state
+        if params["adamw_lr"] is not None:
+            for group in self.param_groups[1:]:
+                group["lr_ratio"] = params["adamw_lr"] / params["lr"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        if self._adamw is not None:
+            for name in ("grad_scale", "found_inf"):
+                setattr(self._adamw, name, getattr(self, name, None))
+            self._adamw.step()
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        keep = 1.0 if skip is None else 1.0 - skip
+        rank, size = self._groups.rank("data"), self._groups.size("data")
+        moved = [
+            (i % size, m, self._momentum(m, skip)) for i, m in enumerate(self._matrices) if m.local.grad is not None
+        ]
+        gathered = [(owner, m, self._weights.gather(m, update, owner)) for owner, m, update in moved]
+        made = [(owner, m, self._update(m, whole) if owner == rank else None) for owner, m, whole in gathered]
+        group = self.param_groups[0]
+        for owner, matrix, update in made:
+            part = self._weights.scatter(matrix, update, owner)
+            matrix.local.mul_(1.0 - keep * (group["lr"] * group["weight_decay"]))
+            matrix.local.sub_(part * (keep * group["lr"]))
+
+    def _momentum(self, matrix: Shard, skip: Tensor | None) -> Tensor:
+        """The elements kept here of what is to be made orthogonal."""
+        grad, scale, decay = matrix.local.grad, getattr(self, "grad_scale", None), self._params["momentum"]
+        assert grad is not None
+        buffer = self.state[matrix.local].setdefault("momentum_buffer", torch.zeros_like(matrix.local))
+        if scale is not None:
+            grad = grad / scale
+        if skip is not None:
+            grad = torch.where(skip > 0, buffer, grad)
+        buffer.lerp_(grad, 1.0 - decay)
+        return grad.lerp(buffer, decay) if self._params["nesterov"] else buffer
+
+    def _update(self, matrix: Shard, part: Tensor | None) -> Tensor:
+        """This tensor rank's part of the update, from its part of the momentum."""
+        assert part is not None
+        group, size = self._groups.group("tensor"), self._groups.size("tensor")
+        parts = [part.contiguous()]
+        if group is not None and matrix.spec.axis is not None:
+            parts = [torch.empty_like(parts[0]) for _ in range(size)]
+            dist.all_gather(parts, part.contiguous(), group=group)
+        whole = unshard(parts, matrix.spec)
+        update = orthogonal_update(whole, matrix.spec, self._params["ns_steps"], self._params["adjust_lr_fn"])
+        return shard(update, matrix.spec, self._groups.rank("tensor"), size)

@@ -1,0 +1,179 @@
+"""Muon against torch.optim.Muon, in one process and in layouts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.model import build_stage
+from megatron.mpu import ParallelGroups, mix_seed, shard
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.native.engine import NativeEngine
+from megatron.training.native.muon import orthogonalize
+from megatron.training.native.optimizers import build_optimizer
+from megatron.training.native.shards import WholeWeights
+from tests.marks import with_more
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, NEOX, Part, begin, bit_equal, config, curves, furthest, run_to_end, whole
+
+LR, ADAMW_LR, DECAY, STEPS = 0.02, 3e-3, 0.1, 4
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": LR}}, "gradient_clipping": 0.5}
+
+
+def args_of(*parts: dict[str, Any], **params: Any) -> NeoXArgs:
+    optimizer = {"optimizer": {"type": "Muon", "params": {"lr": LR, **params}}}
+    return NeoXArgs.from_dict(config(*parts, optimizer, padded_vocab_size=384)).for_world(1)
+
+
+def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
+    """The linear layers of one of GPT-NeoX's fused weights, as HuggingFace has them: [q, k, v] of each head
+    in turn (transformers' GPTNeoXAttention), [Q | K | V] of GQA, [up | gate]; views."""
+    heads, head_dim = args.num_attention_heads, args.head_dim
+    if name.endswith("query_key_value.weight"):
+        if args.num_kv_heads in (None, heads):
+            return [weight.view(heads, 3, head_dim, -1)[:, i] for i in range(3)]
+        return list(weight.split([heads * head_dim, 2 * head_dim, 2 * head_dim]))
+    if name.endswith("linear1.weight") and args.activation == "swiglu":
+        return list(weight.chunk(2))
+    return [weight]
+
+
+@pytest.mark.parametrize("model", [NEOX, LLAMA], ids=["neox", "llama"])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
+    args = args_of(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95])
+    groups = ParallelGroups.single()
+    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
+    ours = build_optimizer(weights, args, groups)
+    for group in ours.param_groups[1:]:
+        group["lr"] = ADAMW_LR
+    matrices: list[tuple[Any, list[nn.Parameter]]] = []
+    rest: list[tuple[Any, nn.Parameter]] = []
+    for held in weights.trained:
+        value = held.local.detach().clone()
+        if 2 <= held.layer < 2 + args.num_layers and value.dim() == 2:
+            parts = projections(held.name, value, args)
+            matrices.append((held, [nn.Parameter(p.reshape(-1, p.shape[-1]).clone()) for p in parts]))
+        else:
+            rest.append((held, nn.Parameter(value)))
+    muon = torch.optim.Muon([p for _, ps in matrices for p in ps], LR, DECAY, adjust_lr_fn=adjust)
+    decays = [{"params": [p], "weight_decay": DECAY if p.dim() == 2 else 0.0} for _, p in rest]
+    adamw = torch.optim.AdamW(decays, ADAMW_LR, (0.9, 0.95), 1e-8)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for held in weights.trained:
+            held.local.grad = torch.randn(held.local.shape, generator=generator)
+        for held, params in matrices:
+            for param, grad in zip(params, projections(held.name, held.local.grad, args), strict=True):
+                param.grad = grad.reshape(param.shape).clone()
+        for held, param in rest:
+            param.grad = held.local.grad.clone()
+        for optimizer in (ours, muon, adamw):
+            optimizer.step()
+    for held, params in matrices:
+        for param, part in zip(params, projections(held.name, held.local.detach(), args), strict=True):
+            torch.testing.assert_close(part.reshape(param.shape), param.detach(), rtol=1e-6, atol=1e-7)
+    for held, param in rest:
+        torch.testing.assert_close(held.local.detach(), param.detach(), rtol=1e-6, atol=1e-7)
+    assert len(matrices) == 4 * args.num_layers
+
+
+def test_singular_values_are_near_one() -> None:
+    matrix = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalize(matrix, 5).float())
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    args, groups = args_of(NEOX), ParallelGroups.single()
+    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
+    optimizer: Any = build_optimizer(weights, args, groups)
+    optimizer.grad_scale = torch.tensor(2.0)
+    for skip, value in ((0.0, 1.0), (1.0, float("nan"))):
+        for held in weights.trained:
+            held.local.grad = torch.full_like(held.local, value)
+        before = [held.local.detach().clone() for held in weights.trained]
+        moments = [{k: v.clone() for k, v in optimizer.state[s.local].items()} for s in weights.trained]
+        optimizer.found_inf = torch.tensor(skip)
+        optimizer.step()
+        changed = [not torch.equal(s.local, b) for s, b in zip(weights.trained, before, strict=True)]
+        assert all(changed) if skip == 0.0 else not any(changed)
+    for held, state in zip(weights.trained, moments, strict=True):
+        assert all(torch.equal(optimizer.state[held.local][key], value) for key, value in state.items())
+
+
+SLOW: dict[str, Any] = {  # eps: the bias of keys has no gradient but rounding
+    "optimizer": {"type": "Muon", "params": {"lr": LR / 10, "eps": 1e-6}},
+    "gradient_clipping": 0.5,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
+    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "dp2 x tp2 zero2": (4, {"model_parallel_size": 2, "zero_optimization": {"stage": 2}}),
+}
+
+
+def given_gradients(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Part]:
+    """For the pool: weights of this rank's part after steps with the same gradients of the whole model in any
+    layout."""
+    results = []
+    for layout in layouts:
+        training = begin(config(LLAMA, MUON, layout, train_micro_batch_size_per_gpu=8 // world_size or 1))
+        engine, groups = training.engine, training.groups
+        assert isinstance(engine, NativeEngine)
+        for step in range(STEPS):
+            for held in engine.shards.trained:
+                generator = torch.Generator().manual_seed(mix_seed(step, held.layer, held.name))
+                full = torch.randn(held.spec.shape, generator=generator)
+                held.local.grad = held.slice_of(shard(full, held.spec, groups.rank("tensor"), groups.size("tensor")))
+            engine._update.optimizer.step()
+            engine.shards.publish()
+        results.append(Part([], [], groups.rank("tensor"), engine.weights(master=True)))
+        engine.close()
+    return results
+
+
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "tp2 sp"))
+def test_the_same_gradients_give_the_same_bits(name: str) -> None:
+    """Gathered whole, a matrix is what one process has."""
+    ranks, layout = LAYOUTS[name]
+    values = config(LLAMA, MUON, layout)
+    one = whole(run_ranks(given_gradients, 1, [{}])[0], values)
+    many = whole([parts[0] for parts in run_ranks(given_gradients, ranks, [layout])], values)
+    assert bit_equal(one.weights, many.weights)
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Any]:
+    configs = [config(model, SLOW, train_micro_batch_size_per_gpu=8) for model in (NEOX, LLAMA)]
+    parts = run_ranks(curves, 1, configs, STEPS)[0]
+    return [whole([part], values) for part, values in zip(parts, configs, strict=True)]
+
+
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "dp2 zero1", "tp2 sp"))
+def test_layouts(name: str, references: list[Any]) -> None:
+    """Gradients that differ in their last bits are rounded to other bf16 numbers: weights are as near as lr
+    times 2^-9."""
+    ranks, layout = LAYOUTS[name]
+    configs = [config(model, SLOW, layout, train_micro_batch_size_per_gpu=2) for model in (NEOX, LLAMA)]
+    everyone = run_ranks(curves, ranks, configs, STEPS, timeout=120)
+    for i, values in enumerate(configs):
+        loss, norm, weights = furthest(whole([parts[i] for parts in everyone], values), references[i])
+        assert loss < 1e-5 and norm < 1e-4 and weights < 1e-3, (loss, norm, weights)
+
+
+def test_resumes_bit_equal(tmp_path: Any) -> None:
+    values = config(LLAMA, MUON, LAYOUTS["dp2 zero3"][1], train_micro_batch_size_per_gpu=2, train_iters=4)
+    through = run_ranks(run_to_end, 2, values)[0][1]
+    saved = {**values, "save": str(tmp_path), "load": str(tmp_path), "checkpoint_factor": 2}
+    run_ranks(run_to_end, 2, {**saved, "exit_interval": 2})
+    assert bit_equal(run_ranks(run_to_end, 2, saved)[0][1], through)
+
+
+def test_deepspeed_refuses_it() -> None:
+    values = config(NEOX, MUON, engine="deepspeed", train_micro_batch_size_per_gpu=8)
+    with pytest.raises(AssertionError, match="optimizer.type Muon runs on the native engine alone"):
+        run_ranks(run_to_end, 1, values)
