@@ -166,8 +166,7 @@ def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
 
     A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the
     middle of whatever is under way, advises more memory then; a process that takes over a batch at that
-    moment finds its end of
-    a connection gone.
+    moment finds its end of a connection gone.
     """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         for _ in range(_TRIES):

@@ -2,8 +2,7 @@
 
 Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in
 every step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more
-before the run
-goes on from a checkpoint of its own.
+before the run goes on from a checkpoint of its own.
 """
 
 import json
