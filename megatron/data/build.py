@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron.data.datasets import Datasets
 from megatron.data.errors import DataError
 from megatron.data.index_maps import DataState
 from megatron.data.preferences.preference_sets import build_preference_sets, preference_samples_per_epoch
+from megatron.data.run_datasets import Datasets
 from megatron.data.set_config import trains_preferences
 from megatron.data.text_sets import build_text_sets, text_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs

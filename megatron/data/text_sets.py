@@ -27,7 +27,6 @@ from megatron.data.blending import (
     samples_per_member,
     weight_phases,
 )
-from megatron.data.datasets import Datasets, SampleSet
 from megatron.data.errors import DataError
 from megatron.data.files import cached_sha256
 from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_cached, load_cached
@@ -37,6 +36,7 @@ from megatron.data.labels import open_labels, open_rewards
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
 from megatron.data.packing_efficiency import packing_efficiency_line
+from megatron.data.run_datasets import Datasets, SampleSet
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,

@@ -23,7 +23,6 @@ from megatron.data.blending import (
     OnePassKey,
     samples_per_member,
 )
-from megatron.data.datasets import Datasets, SetContents
 from megatron.data.errors import DataError
 from megatron.data.files import cached_sha256
 from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_cached, load_cached
@@ -35,6 +34,7 @@ from megatron.data.preferences.kto import mismatched_maps
 from megatron.data.preferences.pairwise import check_pairs, check_reference, check_sums, implicit_prompt_lengths
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, PreferenceMaps, build_preference_maps
+from megatron.data.run_datasets import Datasets, SetContents
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
