@@ -14,7 +14,7 @@ from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
 from megatron.data.packed_dataset import PackedDataset, TokenSample
-from megatron.data.slices import DocumentSlices, PromptMaskedLabels, SlicedDocuments
+from megatron.data.sliced_documents import DocumentSlices, PromptMaskedLabels, SlicedDocuments
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,7 @@ from megatron.data.set_config import (
     index_cache_dir,
     requested_samples,
 )
-from megatron.data.slices import DocumentSlices
+from megatron.data.sliced_documents import DocumentSlices
 from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import needs_step_baselines, sample_kind
