@@ -29,6 +29,7 @@ from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_
 from megatron.data.index_maps import DataState, Packing, segment_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled_token, open_labels, open_rewards
+from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
 from megatron.data.preferences.kto import mismatched_maps
 from megatron.data.preferences.pairwise import check_pairs, check_reference, check_sums, implicit_prompt_lengths
@@ -45,7 +46,6 @@ from megatron.data.set_config import (
     requested_samples,
 )
 from megatron.data.sliced_documents import DocumentSlices
-from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import needs_step_baselines, sample_kind
 
