@@ -1,9 +1,13 @@
-"""Every parallel layout trains like one process: losses, gradient norms and final weights."""
+"""Every parallel layout trains like one process: losses, gradient norms and final weights.
+
+Pipelines run on DeepSpeed, the other layouts on the native engine and on DeepSpeed.
+"""
 
 from typing import Any
 
 import pytest
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, SGD, Curve, config, curves, furthest, whole
 
@@ -21,7 +25,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
     "dp2 zero2": (2, {"zero_optimization": {"stage": 2}}),
     "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
+    "dp4": (4, {}),
+    "dp4 zero1": (4, {"zero_optimization": {"stage": 1}}),
+    "dp4 zero2": (4, {"zero_optimization": {"stage": 2}}),
+    "dp4 zero3": (4, {"zero_optimization": {"stage": 3}}),
+    "dp2 x tp2 zero1": (4, TP2 | {"zero_optimization": {"stage": 1}}),
+    "dp2 x tp2 zero2": (4, TP2 | {"zero_optimization": {"stage": 2}}),
+    "dp2 x tp2 +sp zero3": (4, TP2 | SP | {"zero_optimization": {"stage": 3}}),
 }
+ENGINES = {name: ("deepspeed",) if "pp" in name else ("native", "deepspeed") for name in LAYOUTS}
+ROWS = [f"{name}, {engine}" for name in LAYOUTS for engine in ENGINES[name]]
+MORE_ROWS = [
+    *(f"{name}, deepspeed" for name in ("dp2", "tp2", "dp2 x tp2", "dp4", "dp4 zero1", "dp4 zero2", "dp4 zero3")),
+    *(f"dp2 x tp2 {name}, deepspeed" for name in ("zero1", "zero2", "+sp zero3")),
+    *("dp4 zero1, native", "dp4 zero2, native", "dp2 x tp2 zero1, native"),
+]
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
 STEPS = 6
 # Micro-batch size, model, optimizer, tied. Every layout meets every size and model, both optimizers, tied and
@@ -56,37 +74,38 @@ def references() -> dict[tuple[str, str, bool], Curve]:
     return curves_by_cell
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("row", with_more(ROWS, *MORE_ROWS))
 def test_layout_equals_one_process(
-    name: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
+    row: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_cells(name, CELLS, references, capsys)
+    check_cells(row, CELLS, references, capsys)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("row", ROWS)
 def test_layout_equals_one_process_in_other_cells(
-    name: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
+    row: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_cells(name, MORE_CELLS, references, capsys)
+    check_cells(row, MORE_CELLS, references, capsys)
 
 
 def check_cells(
-    name: str,
+    row: str,
     cells: list[tuple[int, str, str, bool]],
     references: dict[tuple[str, str, bool], Curve],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Losses, norms and weights of a layout's cells are those of one process."""
+    name, engine = row.rsplit(", ", 1)
     ranks, layout = LAYOUTS[name]
-    configs = [cell_config(model, opt, tied, micro, layout) for micro, model, opt, tied in cells]
+    configs = [cell_config(model, opt, tied, micro, {**layout, "engine": engine}) for micro, model, opt, tied in cells]
     everyone = run_ranks(curves, ranks, configs, STEPS, timeout=240)
     worst = (0.0, 0.0, 0.0)
     for i, (_, *key) in enumerate(cells):
         differences = furthest(whole([parts[i] for parts in everyone], configs[i]), references[tuple(key)])
         worst = tuple(map(max, worst, differences))  # type: ignore[assignment]
     with capsys.disabled():
-        print(f"\n  {name:14s} loss {worst[0]:.1e}  gradient norm {worst[1]:.1e}  weights {worst[2]:.1e}", end=" ")
+        print(f"\n  {row:32s} loss {worst[0]:.1e}  gradient norm {worst[1]:.1e}  weights {worst[2]:.1e}", end=" ")
     assert worst[0] <= 1e-5, "losses"
     assert worst[1] <= 1e-5, "gradient norms"
     assert worst[2] <= 1e-4, "final weights"

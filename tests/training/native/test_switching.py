@@ -1,0 +1,72 @@
+"""A run goes on under the other engine, and stays with its own unless told otherwise."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpointing import read_manifest
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.engine_choice import choose_engine
+from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
+from tests.training.runs import ADAMW, LLAMA, NEOX, config, run_to_end
+
+STEPS = 9
+PARTS = [("deepspeed", 1), ("native", 3), ("deepspeed", 3), ("native", 0)]
+
+
+def values(save: Path, **more: Any) -> dict[str, Any]:
+    common: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "train_iters": STEPS, "checkpoint_factor": 100}
+    common |= {"hidden_dropout": 0.1, "lr_decay_style": "cosine"}
+    return config(ADAMW, LLAMA, common, {"save": str(save), "load": str(save)}, more)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
+    """Whatever wrote the moments and master weights, the next losses are those of a run without a change."""
+    through = values(tmp_path / "through", precision=precision, engine="deepspeed")
+    run_ranks(run_to_end, 2, {**through, "zero_optimization": {"stage": 1}}, timeout=120)
+    expected, save = losses(tmp_path / "through"), tmp_path / "turns"
+    for i, (engine, stage) in enumerate(PARTS[: 4 if precision == "fp32" else 3]):
+        given = values(save, precision=precision, engine=engine, zero_optimization={"stage": stage})
+        run_ranks(run_to_end, 2, {**given, "exit_interval": min(STEPS, 2 * i + 2)}, timeout=120)
+        manifest = read_manifest(save / (save / "latest").read_text())
+        assert manifest is not None and manifest.engine == engine
+    now = losses(save)
+    worst = max(abs(now[step] - expected[step]) / expected[step] for step in now)
+    # bf16 gradients are summed in another order, and its losses have 8 bits.
+    assert worst < (1e-5 if precision == "fp32" else 1e-3), worst
+
+
+def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
+    given = values(tmp_path, exit_interval=2)
+    for name, more in (("deepspeed", {"engine": "deepspeed"}), ("deepspeed", {"exit_interval": 4})):
+        run_ranks(run_to_end, 2, {**given, **more})
+        manifest = read_manifest(tmp_path / (tmp_path / "latest").read_text())
+        assert manifest is not None and manifest.engine == name
+
+
+@pytest.mark.parametrize(
+    ("more", "on_gpu", "recorded", "name", "reason"),
+    [
+        ({}, False, None, "native", "auto: on CPUs"),
+        ({}, True, None, "deepspeed", "auto: on GPUs, until"),
+        ({}, True, "native", "native", "auto: that of the run it goes on from"),
+        ({"engine": "native"}, True, "deepspeed", "native", "program"),
+        ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
+        ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
+    ],
+    ids=str,
+)
+def test_choice(more: dict[str, Any], on_gpu: bool, recorded: str | None, name: str, reason: str) -> None:
+    choice = choose_engine(NeoXArgs.from_dict(config(NEOX, more)), on_gpu, recorded)
+    assert choice.name == name and re.search(reason, choice.reason), choice
+
+
+def test_native_says_what_it_leaves_to_deepspeed() -> None:
+    given = config(NEOX, engine="native", pipe_parallel_size=2, comms_logger={"enabled": True})
+    with pytest.raises(AssertionError, match=r"pipe_parallel_size 2: pipelines run on DeepSpeed; write engine: deeps"):
+        run_ranks(run_to_end, 2, given)
