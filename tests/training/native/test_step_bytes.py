@@ -62,7 +62,7 @@ def test_one_operation(operation: Callable[[], Any], each: int) -> None:
 
 
 def moved_by_one_rank(rank: int, world_size: int) -> dict[str, float]:
-    """For the pool: bytes per parameter of the bare loop and the native engine, beside forward and backward."""
+    """For the pool: bytes per parameter of the bare loop and the native engine, beside both passes."""
     from megatron.training.native.engine import NativeEngine
 
     options = parse(["--layers", "2", "--hidden", "128"])
