@@ -1,0 +1,35 @@
+"""Blocks compiled within `fully_shard` train as plain ones do, from one graph for all blocks and steps."""
+
+from functools import partialmethod
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.pool import run_ranks
+from tests.training.runs import LLAMA, bit_equal, config, curves
+
+STEPS = 3
+
+
+def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, Any, dict[str, int]]:
+    """For the pool: a run with plain blocks and one with compiled ones, and what was compiled. Graphs run
+    eagerly, so the same bits are to be expected."""
+    from torch._dynamo.utils import counters
+
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[assignment]
+    plain = curves(rank, world_size, [values], STEPS)[0]
+    assert not counters["stats"]["unique_graphs"]
+    ours = curves(rank, world_size, [{**values, "compile": "block"}], STEPS)[0]
+    breaks = sum(counters["graph_break"].values())
+    return plain, ours, {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more), 3])
+def test_compiled_blocks(stage: int) -> None:
+    layout = {"zero_optimization": {"stage": stage}, "precision": "bfloat16", "engine": "native"}
+    values = config(LLAMA, layout, train_micro_batch_size_per_gpu=2)
+    for plain, ours, made in run_ranks(compiled, 2, values, timeout=120):
+        assert made == {"graphs": 1, "breaks": 0}
+        assert ours.losses == plain.losses and ours.norms == plain.norms
+        assert bit_equal(ours.weights, plain.weights)
