@@ -17,7 +17,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import CutWeights
-from megatron.training.native.limits import limits
+from megatron.training.native.limits import hybrid_problems, limits
 from megatron.training.native.optimizer_state import OptimizerState
 from megatron.training.native.shards import Weights, WholeWeights
 from megatron.training.native.update import Update
@@ -50,7 +50,7 @@ class NativeEngine:
         self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
         self._loss = StepLoss(objective, groups, self.watch)
         self._update = Update(self.shards, args, groups, self.watch)
-        self._state = OptimizerState(self.shards, self._update.optimizer, groups, self.dtype)
+        self._state = OptimizerState(self.shards, self._update.optimizer, self.dtype)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
 
@@ -58,6 +58,7 @@ class NativeEngine:
     def check(args: NeoXArgs) -> None:
         fix = "write engine: deepspeed, or remove it"
         problems = [f"{args.origin(limit.key)}: {limit.key} {limit.why}; {fix}" for limit in limits(args)]
+        problems += hybrid_problems(args)
         if problems:
             raise ConfigError(problems)
 
@@ -179,8 +180,9 @@ class NativeEngine:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         shards = [*self.shards.trained, *self.shards.frozen]
-        params = [shard.local if self.shards.cut else shard.param for shard in shards]
-        masters = [s.local for s in self.shards.trained if not self.shards.cut and s.local is not s.param]
+        is_cut = self.zero_stage > 0
+        params = [shard.local if is_cut else shard.param for shard in shards]
+        masters = [s.local for s in self.shards.trained if not is_cut and s.local is not s.param]
         gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
         return {
             "weights": list[Tensor](params),
@@ -190,9 +192,8 @@ class NativeEngine:
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
         """Of one tensor for each trained shard those that this rank owns."""
-        cut, groups = self.shards.cut, self.groups
-        pairs = zip(self.shards.trained, tensors, strict=True)
-        return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_owned(groups, cut)]
+        pairs = zip(self.shards.trained, tensors, strict=True) if self.shards.is_first_copy else ()
+        return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]
 
     def sharded_weights(self) -> Parts:
         return self._parts([shard.local for shard in self.shards.trained])

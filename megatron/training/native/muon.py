@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             self._adamw.step()
         skip: Tensor | None = getattr(self, "found_inf", None)
         keep = 1.0 if skip is None else 1.0 - skip
-        rank, size = self._groups.rank("data"), self._groups.size("data")
+        rank, size = self._weights.workers
         moved = [
             (i % size, m, self._momentum(m, skip)) for i, m in enumerate(self._matrices) if m.local.grad is not None
         ]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import MASTER
-from megatron.mpu import ParallelGroups
 from megatron.training.engine import State
 from megatron.training.native.shards import Shard, Weights
 
@@ -14,10 +13,8 @@ from megatron.training.native.shards import Shard, Weights
 class OptimizerState:
     """Reads and writes the state that `optimizer` keeps of each trained shard."""
 
-    def __init__(
-        self, weights: Weights, optimizer: torch.optim.Optimizer, groups: ParallelGroups, dtype: torch.dtype
-    ) -> None:
-        self._weights, self._optimizer, self._groups = weights, optimizer, groups
+    def __init__(self, weights: Weights, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        self._weights, self._optimizer = weights, optimizer
         self._has_master = dtype != torch.float32
 
     def gather(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
@@ -28,18 +25,21 @@ class OptimizerState:
         its device.
         """
         for layer, writer in writer_of.items():
-            states = {s.name: self._whole_state(s, writer) for s in self._weights.trained if s.layer == layer}
-            if writer == self._groups.rank("data"):
+            worker = self._weights.worker_of(writer)
+            if worker is None:
+                continue
+            states = {s.name: self._whole_state(s, worker) for s in self._weights.trained if s.layer == layer}
+            if worker == self._weights.workers[0]:
                 yield layer, states
 
-    def _whole_state(self, shard: Shard, writer: int) -> State:
-        """The whole of this tensor rank's part; {} on other data ranks than the writer."""
-        mine, whole = writer == self._groups.rank("data"), {}
+    def _whole_state(self, shard: Shard, worker: int) -> State:
+        """The whole of this tensor rank's part; {} on other data ranks than the worker."""
+        mine, whole = worker == self._weights.workers[0], {}
         state = self._optimizer.state.get(shard.local, {})
         parts = {MASTER: shard.local.detach()} if self._has_master else {}
         parts |= {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
         for key, part in parts.items():
-            value = self._weights.gather(shard, part, writer)
+            value = self._weights.gather(shard, part, worker)
             if mine:
                 assert value is not None
                 whole[key] = value.detach().to("cpu", copy=True)

@@ -21,7 +21,7 @@ class Update:
         self._weights, self._groups, self._watch = weights, groups, watch
         self._max_norm = args.gradient_clipping
         self.optimizer = build_optimizer(weights, args, groups)
-        owned = [float(shard.is_owned(groups, weights.cut)) for shard in weights.trained]
+        owned = [float(weights.is_first_copy and shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
         self._none = torch.zeros((), device=groups.device)
 
