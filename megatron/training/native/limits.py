@@ -26,7 +26,7 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
             yield Limit(f"zero_optimization.{key}", "keeps state off the device on DeepSpeed alone")
     if zero["cpu_offload"]:
         yield Limit("zero_optimization.cpu_offload", "keeps state off the device on DeepSpeed alone")
-    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion", "muon"):
+    if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
         yield Limit("optimizer.type", f"{args.optimizer['type']} is DeepSpeed's")
     if args.use_bnb_optimizer:
         yield Limit("use_bnb_optimizer", "runs on DeepSpeed")
