@@ -8,6 +8,7 @@ import mmap
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
 from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, Room, host_copies, lacks_memory
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
@@ -213,9 +215,8 @@ def test_room_for_a_copy() -> None:
 def test_no_value_is_read_on_the_way() -> None:
     """Tensors without values: steps that a fused optimizer counts on the device are copied like the rest."""
     param = nn.Parameter(torch.empty(4, 3, device="meta"))
-    optimizer = torch.optim.AdamW([param])
-    optimizer.state[param] = {key: torch.empty_like(param) for key in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[param]["step"] = torch.empty((), device="meta")
+    state = {key: torch.empty_like(param) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer = SimpleNamespace(state={param: {**state, "step": torch.empty((), device="meta")}})
     parts = OptimizerParts([(2, "w", param)], optimizer, ParallelGroups.single(), torch.float32, 0)
     [(layer, states)] = parts.gather({2: 0}, lambda tensor: tensor)
     assert layer == 2 and {key: tuple(value.shape) for key, value in states["w"].items()} == {
@@ -279,6 +280,20 @@ def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tu
     return seen
 
 
+def warnings_of_limited_run(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
+    """For the pool: what a run warns of whose ranks may lock few pages, rank 0 as many as it likes."""
+    import logging
+
+    from megatron.training import train
+    from tests.training.runs import begin
+
+    training, warned = begin(given), list[str]()
+    training.checkpointer._copies = Locks(limit=(1 << 40) if rank == 0 and world_size > 1 else 8 * PAGE).copies()
+    logging.Logger.warning = lambda self, text, *a: warned.append(text)  # type: ignore[method-assign, assignment]
+    train(training)
+    return warned
+
+
 def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
     small = {"num_layers": 3, "train_iters": 4, "train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 1}
     return config(NEOX, ADAMW, *parts, small, {"save": str(save), **more})
@@ -311,6 +326,15 @@ def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     whole = sum(file.stat().st_size for file in (tmp_path / "late/global_step4").glob("*_*.pt"))
     held = sum(rank[0][0] for rank in seen["late"])
     assert 0 < held < whole + PAGE * sum(rank[0][1] for rank in seen["late"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_limit_is_said_once(ranks: int, tmp_path: Path) -> None:
+    """Rank 0's at once, those of other ranks, whose logs are not shown, with the next save."""
+    warned = run_ranks(warnings_of_limited_run, ranks, values(tmp_path, LAYOUTS["zero1"][1]))[0]
+    [line] = [text for text in warned if "page-locked" in text]
+    assert "of memory could be page-locked for checkpoints (out of memory (2))" in line
+    assert verify(tmp_path / "global_step4") is not None
 
 
 def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:
