@@ -1,12 +1,10 @@
 """The training engine: DeepSpeed behind one small class.
 
 Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. What
-DeepSpeed
-does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the stage-1
-optimizer
-(the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between stages are never
-cut over tensor ranks (silently wrong under sequence parallelism), and every value that matters is passed
-explicitly.
+DeepSpeed does wrong or refuses is kept away from it: ZeRO 0 with pipelines or 16-bit weights runs on the
+stage-1 optimizer (the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between
+stages are never cut over tensor ranks (silently wrong under sequence parallelism), and every value that
+matters is passed explicitly.
 """
 
 import contextlib
