@@ -15,7 +15,7 @@ from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import CutWeights
 from megatron.training.native.limits import hybrid_problems, limits
 from megatron.training.native.optimizer_state import OptimizerState
@@ -47,6 +47,9 @@ class NativeEngine:
         else:
             self.shards = WholeWeights(stage, args, groups, self.dtype)
         trained = self.shards.trained
+        # While its weights are gathered a stage has other parameters than these.
+        shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
+        self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
         self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
         self._loss = StepLoss(objective, groups, self.watch)
         self._update = Update(self.shards, args, groups, self.watch)
@@ -140,22 +143,22 @@ class NativeEngine:
         self.shards.publish()
 
     @torch.no_grad()
-    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        by_param = {shard.param: shard for shard in (*self.shards.trained, *self.shards.frozen)}
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         by_layer: dict[int, dict[str, Tensor]] = {}
-        for layer, name, param in stage_parameters(self.stage, copies=True):
-            shard = by_param[param]
-            dtype = torch.float32 if master and param.requires_grad else self.dtype
+        for layer, name, shard in self._shard_of:
+            dtype = torch.float32 if master and shard.local.requires_grad else self.dtype
             whole = self.shards.gather(shard, shard.local.detach().to(dtype))
-            if keep:
-                assert whole is not None
-                by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
+            assert whole is not None
+            by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
         return by_layer
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
-        return self._state.gather(writer_of)
+    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        return self._state.gather_weights(self._shard_of, writer_of, copy)
+
+    def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
+        return self._state.gather(writer_of, copy)
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         self._state.restore(read)
