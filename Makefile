@@ -80,6 +80,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 	$(RUN) -m mypy
 	$(RUN) tools/docs/config_reference.py --check
 	$(RUN) tools/docs/package_map.py --check
+	$(RUN) tools/docs/gpu_results.py --check
 
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
 	$(RUN) benchmarks/train_throughput.py
@@ -89,6 +90,7 @@ bench: $(ENV)  ## speed of a training step beside bare torch and transformers, a
 docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py
 	$(RUN) tools/docs/package_map.py
+	$(RUN) tools/docs/gpu_results.py
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay
 	rm -rf .venv .venv-torch* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage

@@ -77,6 +77,7 @@ class Run:
             return Outcome(part.name, "left out", reason=f"no time: it takes about {part.typical_s:.0f} s")
         if part.name != FACTS:
             print(f"{part.name:<24} begins: {part.about}", flush=True)
+            self._write({part.name: Outcome(part.name, "running")})
         folder = WORK / re.sub(r"[^a-z0-9]+", "-", part.name.lower()).strip("-")
 
         def progress(outcome: Outcome) -> None:

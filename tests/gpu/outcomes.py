@@ -7,6 +7,7 @@ a CPU.
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,8 @@ def _reason(report: pytest.TestReport) -> str:
 
 def _broken_gpu() -> bool:
     """Whether the GPU of this process answers nothing any more, as after an access out of bounds."""
-    import torch
-
-    if not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return False
     try:
         torch.cuda.synchronize()
