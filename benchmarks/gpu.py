@@ -21,6 +21,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,8 +110,11 @@ class Run:
         words = "; ".join(filter(None, (found, outcome.reason)))
         print(f"{part.name:<24} {outcome.state}, {outcome.seconds:.0f} s: {words}", flush=True)
         for row in outcome.tests:
-            if row["outcome"] == "failed" or (self.rehearse and row["outcome"] == "skipped"):
-                print(f"    {row['outcome']} {row['name']}: {row['reason'].splitlines()[0] if row['reason'] else ''}")
+            if row["outcome"] == "failed":
+                print(f"    failed {row['name']}: {row['reason'].splitlines()[0] if row['reason'] else ''}")
+        skipped = Counter(row["reason"] for row in outcome.tests if row["outcome"] == "skipped")
+        for reason, count in skipped.items():
+            print(f"    skipped {count}: {reason}")
         if outcome.log and not outcome.tests:
             print("    " + "\n    ".join(outcome.log.splitlines()[-12:]))
 

@@ -90,8 +90,8 @@ class ThroughputRow(NamedTuple):
     peak_bytes: int | None
 
 
-def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
-    """The run that the command line describes; raises ConfigError."""
+def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
+    """The configuration keys that the command line stands for."""
     values: dict[str, Any] = {
         **STYLES[options.style],
         "pos_emb": "rotary",
@@ -120,7 +120,12 @@ def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
     for key, value, _ in parse_overrides(options.set, "--set"):
         section, _, name = key.rpartition(".")
         (values[section] if section else values)[name] = value
-    return NeoXArgs.from_dict(values).for_world(1)
+    return values
+
+
+def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
+    """The run that the command line describes; raises ConfigError."""
+    return NeoXArgs.from_dict(keys_of(options, zero)).for_world(1)
 
 
 def random_batch(args: NeoXArgs, device: torch.device, documents: int | None) -> Batch:
@@ -391,13 +396,13 @@ def main(argv: list[str] | None = None) -> int:
     shape = {key: getattr(options, key) for key in SHAPES["tiny"]}
     print(
         f"{machine}, torch {torch.__version__}, {options.precision}, {options.style}, attention {attention}, "
-        f"{'compiled blocks' if options.compile else 'eager'}\n" + ", ".join(f"{k} {v}" for k, v in shape.items()),
+        f"{'compiled blocks' if args.compile else 'eager'}\n" + ", ".join(f"{k} {v}" for k, v in shape.items()),
         flush=True,
     )
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__, "shape": shape,
         "style": options.style, "precision": options.precision, "attention": attention,
-        "compile": options.compile, "documents": options.documents, "set": options.set,
+        "compile": bool(args.compile), "documents": options.documents, "set": options.set,
     }  # fmt: skip
     rows: list[ThroughputRow] = []
     for found in measure(steps, device, dtype, options.rounds, options.steps):
