@@ -130,7 +130,10 @@ def _verdict(part: Part, found: Outcome, folder: Path, status: int, limit_s: flo
     """State and reason of a part that has ended."""
     failed = [row for row in found.tests if row["outcome"] == "failed"]
     if status == -signal.SIGALRM:
-        return "cut", f"its {limit_s:.0f} s were up"
+        rows = _rows(folder / OUTCOMES)
+        ended = {row["name"] for row in found.tests}
+        within = [row["name"] for row in rows if "begun" in row and row["name"] not in ended]
+        return "cut", f"its {limit_s:.0f} s were up" + (f" in {within[0]}" if within else "")
     if failed:
         return "failed", f"{len(failed)} of {len(found.tests)} tests failed"
     if part.tests and not any("finished" in row for row in _rows(folder / OUTCOMES)):

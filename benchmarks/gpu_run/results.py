@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -19,6 +20,8 @@ FORMAT = 1  # of the file, for who reads it later
 
 def commit() -> str:
     """The commit of this tree, with + where files differ from it; "" where git does not say."""
+    if shutil.which("git") is None:
+        return ""
     asked = [
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
