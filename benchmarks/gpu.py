@@ -66,7 +66,8 @@ class Run:
                     return 1
                 self._begin(self.outcomes[FACTS].result or {})
             self._write()
-            self._show(part)
+            if not missing_packages(part):  # which was said at first
+                self._show(part)
         return self._last_lines()
 
     def _one(self, part: Part) -> Outcome:
@@ -95,9 +96,12 @@ class Run:
         if self.path.exists() and len(self.chosen) < len(self.known):
             self.outcomes = {**results.earlier(self.path), **self.outcomes}
         print(f"{facts['device']}, torch {facts['torch']}, Python {facts['python']}; to {_short(self.path)}")
+        lacking: dict[str, list[str]] = {}
         for part in self.chosen:
-            if missing := missing_packages(part):
-                print(f"{part.name} will be left out for want of {', '.join(missing)}")
+            for name in missing_packages(part):
+                lacking.setdefault(name, []).append(part.name)
+        for name, without in lacking.items():
+            print(f"for want of {name} will be left out: {'; '.join(without)}")
         sys.stdout.flush()
 
     def _write(self, running: Mapping[str, Outcome] | None = None) -> None:
@@ -133,8 +137,8 @@ class Run:
         ]
         passed = sum(one.state == "passed" for one in mine)
         print(f"{passed} of {len(self.chosen)} parts passed" + (f"; not: {', '.join(bad)}" if bad else ""))
-        if out:
-            print("left out: " + ", ".join(f"{one.name} ({one.reason})" for one in out))
+        for reason, count in Counter(one.reason for one in out).items():
+            print(f"left out {count}, {reason}")
         if late:
             names = " ".join(f'"{name}"' if " " in name else name for name in late)
             print(f"the rest: make gpu ARGS='--only {names}'")
