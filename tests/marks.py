@@ -8,8 +8,7 @@ import pytest
 
 def with_more(names: Iterable[str], *more: str) -> list[Any]:
     """For `parametrize`: all names in their order; those of `more` have the mark. Raises ValueError for
-    another name
-    in `more`, so that none is left there when a layout is renamed."""
+    another name in `more`, so that none is left there when a layout is renamed."""
     names = list(names)
     if unknown := set(more) - set(names):
         raise ValueError(f"not among {names}: {sorted(unknown)}")

@@ -28,8 +28,8 @@ def average(
     """Write the mean of `sources` to `<save>/global_stepN` and let `latest` name it; returns that directory.
 
     Sums are in fp32. The result has the dtype, the layout, the counters, the tokenizer and the step N of the
-    last source, and no optimizer state; it appears whole or not at all. each: wraps the layers, for a
-    progress bar.
+    last source, and no optimizer state; it appears whole or not at all.
+    each: wraps the layers, for a progress bar.
     Raises CheckpointError for sources that are damaged or of different models.
     """
     paths, save = [Path(source) for source in sources], Path(save)

@@ -32,8 +32,8 @@ def describe_changes(changes: Sequence[ConfigChange], args: NeoXArgs, whose: str
 def responsible_key(keys: Sequence[str], args: NeoXArgs, given: Mapping[str, Any]) -> str:
     """The key that an error about a derived value should name.
 
-    keys: those that the value is derived from. given: the configuration that the user gave for the
-    checkpoint.
+    keys: those that the value is derived from.
+    given: the configuration that the user gave for the checkpoint.
     Returns the first key that has changed since; if there is none, the first that is set, else the last.
     """
     if given:

@@ -1,9 +1,8 @@
 """Parameter names of other writers, in one table, and the few tensors whose rows they order differently.
 
 Our names are GPT-NeoX's current names, to which the geodesic fork's OLMo adds norms. Read besides, and
-written on request:
-NeoX before mid-2024 (Pythia, 20B), its llama conversions (w1, w2, w3), and Transformer-Engine naming (te_mha,
-te_layernorm_mlp; the geodesic fork). Wrapped norms (apex) are read.
+written on request: NeoX before mid-2024 (Pythia, 20B), its llama conversions (w1, w2, w3), and
+Transformer-Engine naming (te_mha, te_layernorm_mlp; the geodesic fork). Wrapped norms (apex) are read.
 """
 
 import re
@@ -149,8 +148,7 @@ def to_file_names(
     layer: int, tensors: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
 ) -> dict[str, Tensor]:
     """The tensors of one layer (by its NeoX index) of one tensor rank as GPT-NeoX writes them, with its
-    unused
-    norms and buffers.
+    unused norms and buffers.
 
     naming: a key of `WEIGHT_NAMINGS`; None: the naming that this configuration has in GPT-NeoX. Raises
     CheckpointError where the model has no names in it.

@@ -103,8 +103,8 @@ def publish(
     """Turn the directory that `begin_checkpoint` made and the ranks filled into `<save>/global_stepN`, and
     let `latest` name it.
 
-    manifest.files: records of all files that the ranks wrote. configs: the text of each configuration file by
-    its name.
+    manifest.files: records of all files that the ranks wrote.
+    configs: the text of each configuration file by its name.
     keep: which older checkpoints are deleted, never the new one. store: the object store that the ranks have
     sent their files to; `save` then holds a copy of its manifests alone. say: receives a line for each older
     checkpoint that could not be deleted, which does not affect the new one.

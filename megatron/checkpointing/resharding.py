@@ -46,11 +46,11 @@ def reshard(
     """Write checkpoint `source` (of `args`) into `<save>/global_stepN` for layout `to` (its precision is the
     source's); returns that directory.
 
-    optimizer: false leaves its state out. sequential: GPT-NeoX's files without a pipeline, weights in
-    mp_rank.
+    optimizer: false leaves its state out.
+    sequential: GPT-NeoX's files without a pipeline, weights in mp_rank.
     naming: of WEIGHT_NAMINGS; None: as `args` has them. each: goes through the layers, for a progress bar.
-    One layer at a time is in memory. Nothing is visible until it is whole: an interrupted call is simply made
-    again.
+    One layer at a time is in memory.
+    Nothing is visible until it is whole: an interrupted call is simply made again.
     Raises CheckpointError when the source is damaged, has no state to cut, or the sizes do not divide the
     model.
     """

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from megatron.data.blending import build_blend
 from megatron.data.build import build_datasets, epoch_iterations
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
-from megatron.data.datasets import Datasets, SampleSet
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
 from megatron.data.index_maps import DataState, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.log_lines import data_log_lines
 from megatron.data.npy_dataset import write_npy
+from megatron.data.open_dataset import open_dataset
+from megatron.data.run_datasets import Datasets, SampleSet
 from megatron.data.set_config import rows_per_sample, split_boundaries, trains_preferences
-from megatron.data.storage import open_dataset
 from megatron.data.text_sets import unigram_entropy
 
 if TYPE_CHECKING:

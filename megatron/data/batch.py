@@ -18,9 +18,8 @@ class Batch:
     """One micro-batch: integer tensors of fixed sizes.
 
     Preference training adds responses, numbered from 0 over the micro-batch. A pair is responses 2p (chosen)
-    and
-    2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score of a
-    response is the sum of log-probabilities over its places whose loss weight is 1.
+    and 2p + 1 (rejected) and is never split over micro-batches; an example of KTO is one response. The score
+    of a response is the sum of log-probabilities over its places whose loss weight is 1.
     preference_labels: of pairs 1, and 0 for padding; of KTO's examples their weight, negative for undesirable
     ones.
     """

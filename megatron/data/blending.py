@@ -26,8 +26,8 @@ UINT32_MAX = np.iinfo(np.uint32).max
 
 @dataclass(frozen=True)
 class BlendMaps:
-    """dataset_index [samples]: the set of every sample; dataset_sample_index [samples]: its number in that
-    set;
+    """dataset_index [samples]: the set of every sample;
+    dataset_sample_index [samples]: its number in that set;
     drawn [sets] int64: how many samples are taken of each set."""
 
     dataset_index: np.ndarray
@@ -118,8 +118,7 @@ def weight_phases(until: Sequence[int], weights: Sequence[tuple[float, ...]], ba
 
 def build_phases(phases: Phases) -> BlendMaps:
     """Blends one after another: in each phase a set goes on where it stopped in the one before. A weight of 0
-    leaves
-    a set out of a phase."""
+    leaves a set out of a phase."""
     drawn = np.zeros(len(phases[0][1]), np.int64)
     which, number = [], []
     for samples, weights in phases:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron.data.datasets import Datasets
 from megatron.data.errors import DataError
 from megatron.data.index_maps import DataState
 from megatron.data.preferences.preference_sets import build_preference_sets, preference_samples_per_epoch
+from megatron.data.run_datasets import Datasets
 from megatron.data.set_config import trains_preferences
 from megatron.data.text_sets import build_text_sets, text_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
@@ -25,8 +25,7 @@ def build_datasets(
 
     once: called on every rank with a function that does all work on whole files: checks, hashes, and writing
     the index maps that the cache does not hold. It must call that function on one rank, return its result on
-    all ranks, and
-    raise on all ranks what it raised there.
+    all ranks, and raise on all ranks what it raised there.
     epochs: passes over the training set (see `epoch_iterations`); None: as many samples as `train_iters`
     steps take. data_state: of the run that is resumed, whose samples keep their order; None: a new run.
     Raises DataError for data that cannot be used.

@@ -5,12 +5,12 @@ import hashlib
 from typing import Any
 
 from megatron.data.blending import normalized
-from megatron.data.datasets import SampleSet
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.preference_sets import preference_files
+from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import blend_weights, companion_paths, data_prefixes
-from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
 FINGERPRINT_BLOCKS = 64

@@ -72,8 +72,7 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
     """Make sure that one file of cache_dir holds the arrays of all keys, undamaged.
 
     The arrays of a key are the fields of what its builder returns. A missing file is written under a
-    temporary
-    name, then renamed; what other processes have mapped stays what it was.
+    temporary name, then renamed; what other processes have mapped stays what it was.
     Raises DataError where it cannot be written.
     """
     path = _path(cache_dir, builders)

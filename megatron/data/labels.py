@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path
-from megatron.data.storage import open_dataset
+from megatron.data.open_dataset import open_dataset
 
 MASKED = -100
 CHUNK = 1 << 24  # labels looked at in one go

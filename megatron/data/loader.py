@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.batch import Batch, collate_preferences, collate_samples, rechunk
-from megatron.data.datasets import SampleSet
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint
 from megatron.data.preferences.preference_dataset import PreferenceSample
+from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import eval_slices, train_slices
 from megatron.data.set_config import trains_preferences
 from megatron.neox_arguments import NeoXArgs
@@ -166,8 +166,7 @@ def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
 
     A file that is cut off while it is mapped ends the process that reads it. Torch, which raises in the
     middle of whatever is under way, advises more memory then; a process that takes over a batch at that
-    moment finds its end of
-    a connection gone.
+    moment finds its end of a connection gone.
     """
     if isinstance(problem, (OSError, EOFError)) or "DataLoader worker" in str(problem):
         for _ in range(_TRIES):

@@ -3,9 +3,9 @@
 import numpy as np
 
 from megatron.data.labels import unlisted_labels
+from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
 from megatron.data.set_config import companion_paths, data_prefixes, trains_preferences
-from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
 

@@ -9,7 +9,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
-from megatron.data.slices import PromptMaskedLabels, SlicedDocuments
+from megatron.data.sliced_documents import PromptMaskedLabels, SlicedDocuments
 
 
 @dataclass(frozen=True, eq=False)

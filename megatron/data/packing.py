@@ -71,8 +71,7 @@ def build_maps(
 
 def until_overflow(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Where rows begin [rows + 1] in documents laid out in order: a row ends before the document that does
-    not fit.
-    A document longer than `capacity` is cut to it."""
+    not fit. A document longer than `capacity` is cut to it."""
     ends = np.cumsum(np.minimum(lengths, capacity), dtype=np.int64)
     begins = ends - np.minimum(lengths, capacity)
     following = memoryview(np.searchsorted(ends, begins + capacity, side="right"))

@@ -27,16 +27,17 @@ from megatron.data.blending import (
     samples_per_member,
     weight_phases,
 )
-from megatron.data.datasets import Datasets, SampleSet
 from megatron.data.errors import DataError
 from megatron.data.files import cached_sha256
 from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_cached, load_cached
 from megatron.data.index_maps import DataState, IndexKey, IndexMaps, segment_ends, whole_windows
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
 from megatron.data.packing_efficiency import packing_efficiency_line
+from megatron.data.run_datasets import Datasets, SampleSet
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
@@ -48,7 +49,6 @@ from megatron.data.set_config import (
     requested_samples,
     split_boundaries,
 )
-from megatron.data.storage import open_dataset
 from megatron.neox_arguments import NeoXArgs
 
 THREADS = 8  # pairs hashed at once: of blends of thousands, much of the time is waiting for the disk

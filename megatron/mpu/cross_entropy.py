@@ -114,8 +114,7 @@ def token_logprobs(
     """log p(label) for every token, in fp32.
 
     logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary;
-    columns:
-    of the whole vocabulary, the first that take part in the softmax (None: all), the others pad it.
+    columns: of the whole vocabulary, the first that take part in the softmax (None: all), the others pad it.
     Returns `[seq, batch]` fp32, the same on every tensor rank.
     """
     return _apply(logits, labels, group, columns, False)[0]

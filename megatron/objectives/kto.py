@@ -28,8 +28,8 @@ DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 class KtoSettings:
     """The parameters of KTO.
 
-    beta: strength of the reference model. desirable, undesirable: weights of the losses of either kind of
-    example.
+    beta: strength of the reference model.
+    desirable, undesirable: weights of the losses of either kind of example.
     loss_type: a name in the table of losses. neox: average as GPT-NeoX does (`compat_kto`).
     """
 

@@ -45,8 +45,8 @@ def language_modelling(
     """The objective of next-token prediction: `loss`, summed in fp32 over the tokens whose loss weight is 1.
 
     z_loss: coefficient of logsumexp^2 of the same tokens (PaLM, arXiv 2204.02311, section 5). It enters the
-    gradient alone: the value stays that of `loss`, by which runs are compared. statistics: compute `METRICS`
-    too.
+    gradient alone: the value stays that of `loss`, by which runs are compared.
+    statistics: compute `METRICS` too.
     columns: as of `token_logprobs`.
     """
 

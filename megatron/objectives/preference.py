@@ -38,8 +38,8 @@ def response_lengths(batch: Batch) -> Tensor:
 class ResponseScores:
     """The responses of a batch under the policy, fp32 `[n]` each.
 
-    logprobs: log p(label) of all tokens, `[batch, seq]`. score: their sum over the weighted tokens of a
-    response.
+    logprobs: log p(label) of all tokens, `[batch, seq]`.
+    score: their sum over the weighted tokens of a response.
     count: number of these tokens. entropy, logits, top: sums over the same tokens of the entropy, of the mean
     logit and of whether the label is the likeliest token. Only logprobs and score have gradients.
     """

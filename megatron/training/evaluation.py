@@ -76,8 +76,7 @@ def evaluate(
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
     """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's
-    metrics
-    are the means of."""
+    metrics are the means of."""
     if not engine.objective.metrics:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
 

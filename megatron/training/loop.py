@@ -1,4 +1,5 @@
-"""The training loop: steps, and the callbacks around them (`callbacks/build.py` has their list)."""
+"""The training loop takes steps up to `train_iters`; the callbacks around them, listed in
+`callbacks/build.py`, decide when to save, to evaluate and to stop."""
 
 from collections.abc import Iterator, Sequence
 

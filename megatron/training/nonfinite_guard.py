@@ -1,6 +1,5 @@
 """Steps that must not change weights: NaN and Inf, found on the rank and in the parameter where they arise at
-the
-price of two small kernels a gradient, and losses far above the recent ones."""
+the price of two small kernels a gradient, and losses far above the recent ones."""
 
 import math
 import statistics

@@ -14,8 +14,7 @@ class Schedule:
     """Warm-up, then a decay that ends at `end` and stays there.
 
     Steps count from 0: `lr(k)` is used by update k + 1. The first update uses `lr(1)`, as upstream (a
-    learning rate
-    of 0 would waste it). Past `end` the value is clamped (upstream's cosine rises again there).
+    learning rate of 0 would waste it). Past `end` the value is clamped (upstream's cosine rises again there).
     warmup: steps, may be fractional. decay, decay_style: steps and shape of the final decay of `wsd`
     (Megatron-LM's).
     """

@@ -144,19 +144,21 @@ def start(
     args = mask_padding(args, real, tokenizer.vocab_size)
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")
-    once = _on_writers(args, groups, process)
-    begun = on_rank_zero(groups, lambda: begun_of(continued(args, source)))
+    on_one_rank = _on_writers(args, groups, process)
+    resumed_data_state = on_rank_zero(groups, lambda: begun_of(continued(args, source)))
     epochs = args.train_epochs
     if epochs is not None:
         # From here on a run of so many iterations: the schedule and its checks follow.
-        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, begun))
+        steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, resumed_data_state))
         args, place = args.replace(train_epochs=None, train_iters=steps), args.origin("train_epochs")
         args = replace(args, origins=FrozenDict({**args.origins, "train_epochs": place, "train_iters": place}))
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
     _log_configuration(args, tokenizer, logger)
     for line in on_rank_zero(groups, lambda: data_log_lines(args)):
         logger.info(line)
-    datasets = build_datasets(args, train_batch_size=args.train_batch_size, once=once, epochs=epochs, data_state=begun)
+    datasets = build_datasets(
+        args, train_batch_size=args.train_batch_size, once=on_one_rank, epochs=epochs, data_state=resumed_data_state
+    )
     for line in datasets.log_lines:
         logger.info(line)
     record_memory_history(args, groups)

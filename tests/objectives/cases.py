@@ -35,8 +35,7 @@ Document = tuple[list[int], list[int]]  # prompt, answer
 
 def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int, signs: Sequence[float]) -> Batch:
     """A batch whose row r holds the documents numbered `rows[r]`, one after the other, each attending to
-    itself.
-    Places after them are padding, in a document of its own."""
+    itself. Places after them are padding, in a document of its own."""
     tokens, labels, weights, positions = (np.zeros((len(rows), length), np.int64) for _ in range(4))
     answers = np.full((len(rows), length), -1)
     begins = np.zeros((len(rows), length), bool)

@@ -30,8 +30,7 @@ def run_ranks(
     fn: a function of a module's top level; it, its arguments and its result are pickled. Each rank is a fresh
     process on the CPU with one thread, RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* set (and `env` on top) and,
     unless `init` is false, a gloo process group. timeout: seconds for the job. Raises AssertionError with the
-    traceback of the rank
-    that failed first, or with every rank's stack when the time is up.
+    traceback of the rank that failed first, or with every rank's stack when the time is up.
     """
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be sent to other processes; move it to its module's top level")

@@ -85,6 +85,9 @@ class FakeEngine:
         skipped = self.steps in self.overflow
         return StepResult(torch.tensor(float("nan") if skipped else 1.0), torch.tensor(1.0), skipped)
 
+    def tensors(self) -> dict[str, Any]:
+        return {}
+
 
 def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:
     """For the pool: the loop over such an engine; what it raised, steps taken and steps left out."""

@@ -188,8 +188,8 @@ def check_hf_tensors(
 ) -> None:
     """Compare a folder's tensors with what `from_hf` will ask for, from their names and shapes alone.
 
-    keys: `from_hf`'s. shapes: of all tensors of all files. Buffers are skipped, and a head beside tied
-    embeddings.
+    keys: `from_hf`'s. shapes: of all tensors of all files.
+    Buffers are skipped, and a head beside tied embeddings.
     Raises CheckpointError with every missing or extra tensor and wrong shape, grouped over layers, and a
     likely cause.
     """

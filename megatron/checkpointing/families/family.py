@@ -23,8 +23,8 @@ Config = Mapping[str, Any]
 class Transform:
     """How foreign tensors become one of ours.
 
-    join: from whole foreign tensors, in the order of `TensorMapping.theirs`, to our tensor. split: its
-    inverse.
+    join: from whole foreign tensors, in the order of `TensorMapping.theirs`, to our tensor.
+    split: its inverse.
     Both are given the attention spec of the layer, if it has one.
     """
 

@@ -57,8 +57,8 @@ def import_hf(
 ) -> tuple[Path, LogitComparison]:
     """Write `<save>/global_stepN` and let `latest` name it; returns it, and the check against transformers.
 
-    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone. naming: of WEIGHT_NAMINGS; None:
-    today's.
+    pipe: stages; 0: GPT-NeoX's files without a pipeline, mp_rank alone.
+    naming: of WEIGHT_NAMINGS; None: today's.
     save_tokenizer: its files also in `<save>/tokenizer`. chat_template: a file that takes the place of the
     folder's, or gives a base model one. The vocabulary is padded to a multiple of 128 that the ranks divide,
     `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go

@@ -1,8 +1,7 @@
 """The check that a HuggingFace folder and a model of ours compute the same logits of a fixed batch.
 
 Both models are built without weights, and each of their modules gets its weights in fp32 just for its forward
-pass:
-the memory needed is that of the largest layer, not of the model.
+pass: the memory needed is that of the largest layer, not of the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -28,8 +28,8 @@ def model_card(
 ) -> bytes:
     """The content of README.md: what the model is and how it was trained.
 
-    source: the checkpoint. config: the exported config.json. parameters: their number. dtype: of the exported
-    weights.
+    source: the checkpoint. config: the exported config.json. parameters: their number.
+    dtype: of the exported weights.
     before: the card of the model that was imported, whose front matter (license, languages, terms) stays, but
     for its scores (`model-index`) once the model has been trained on.
     """

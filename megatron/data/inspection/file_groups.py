@@ -53,8 +53,7 @@ def find_file_groups(prefix: str | Path) -> list[FileGroup]:
 
 def companion_prefix(text: str, kind: str) -> str | None:
     """The prefix of a text's labels or rewards: `X_label_document` beside `X_document`, or beside
-    `X_text_document`
-    as preprocess_data_with_mask.py names it."""
+    `X_text_document` as preprocess_data_with_mask.py names it."""
     base = text.removesuffix(DOCUMENT)
     for stem in (base, base.removesuffix("_text")):
         if not text.endswith(COMPANIONS) and index_path(stem + kind).is_file():

@@ -11,9 +11,9 @@ from megatron.data.index_maps import Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspection.file_groups import DOCUMENT, PAIR, FileGroup
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
-from megatron.data.storage import open_dataset
 
 KINDS = ("masked", "trained", "padding")  # of a place in a sample; indices of DisplayedPart.kinds
 MASKED, TRAINED, PADDING = range(3)

@@ -12,8 +12,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.inspection.verify import blocks
 from megatron.data.labels import MASKED
+from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import best_fit, until_overflow
-from megatron.data.storage import open_dataset
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 100)
 FITS = (1024, 2048, 4096, 8192, 16384, 32768)

@@ -9,7 +9,7 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import CHUNK, OLD_MAGIC, IndexedDataset, check_boundaries, data_path, index_path
 from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.labels import MASKED
-from megatron.data.storage import open_dataset
+from megatron.data.open_dataset import open_dataset
 
 TOKENS = 1 << 22  # read in one go
 

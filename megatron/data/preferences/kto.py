@@ -16,7 +16,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.data.packing import build_maps
 from megatron.data.preferences.preference_dataset import PreferenceSample
 from megatron.data.preferences.preference_maps import PreferenceMaps
-from megatron.data.slices import DocumentSlices
+from megatron.data.sliced_documents import DocumentSlices
 
 
 def mismatched_documents(documents: np.ndarray, responses_per_prompt: int, seed: int) -> np.ndarray:

@@ -1,9 +1,8 @@
 """Samples of preference training: rows of whole responses, each a prompt and what a model wrote to it.
 
 The chosen and the rejected response of pair p are documents 2p and 2p + 1; an example of KTO is one document.
-A unit,
-a pair or an example, is whole in one sample: packed `best_fit` its responses stand in one row; otherwise the
-chosen and the rejected response of a pair stand in the same places of two rows.
+A unit, a pair or an example, is whole in one sample: packed `best_fit` its responses stand in one row;
+otherwise the chosen and the rejected response of a pair stand in the same places of two rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
 from megatron.data.packed_dataset import PackedDataset, TokenSample
-from megatron.data.slices import DocumentSlices, PromptMaskedLabels, SlicedDocuments
+from megatron.data.sliced_documents import DocumentSlices, PromptMaskedLabels, SlicedDocuments
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +99,7 @@ class PreferenceDataset:
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
         """(row, document of that row, its token to begin at, how many tokens) of each document in a sample;
-        tokens
-        are counted in what is used of a document."""
+        tokens are counted in what is used of a document."""
         for number, row in enumerate(self.rows):
             for piece in row.pieces(index):
                 yield number, *piece

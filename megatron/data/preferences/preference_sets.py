@@ -23,18 +23,19 @@ from megatron.data.blending import (
     OnePassKey,
     samples_per_member,
 )
-from megatron.data.datasets import Datasets, SetContents
 from megatron.data.errors import DataError
 from megatron.data.files import cached_sha256
 from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_cached, load_cached
 from megatron.data.index_maps import DataState, Packing, segment_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled_token, open_labels, open_rewards
+from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
 from megatron.data.preferences.kto import mismatched_maps
 from megatron.data.preferences.pairwise import check_pairs, check_reference, check_sums, implicit_prompt_lengths
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, PreferenceMaps, build_preference_maps
+from megatron.data.run_datasets import Datasets, SetContents
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
@@ -44,8 +45,7 @@ from megatron.data.set_config import (
     index_cache_dir,
     requested_samples,
 )
-from megatron.data.slices import DocumentSlices
-from megatron.data.storage import open_dataset
+from megatron.data.sliced_documents import DocumentSlices
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import needs_step_baselines, sample_kind
 

@@ -21,8 +21,7 @@ SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
 @dataclass(frozen=True, eq=False)
 class Response:
     """One response with its prompt, [tokens] int64. labels: of the tokens in the same places, negative where
-    one is
-    not trained."""
+    one is not trained."""
 
     tokens: np.ndarray
     labels: np.ndarray

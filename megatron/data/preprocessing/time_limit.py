@@ -27,8 +27,7 @@ def render_limit(seconds: float | None = None) -> Iterator[None]:
 
     The main thread is stopped by a timer's signal, which costs nothing; any other, as those of the server, by
     a trace function, which makes rendering some five times slower. Neither ends a single operation of
-    Python's own, such as
-    9 ** 9 ** 9: only between operations is there a place to stop.
+    Python's own, such as 9 ** 9 ** 9: only between operations is there a place to stop.
     """
     limit = RENDER_SECONDS if seconds is None else seconds
     stop = _by_signal if threading.current_thread() is threading.main_thread() else _by_trace

@@ -14,7 +14,7 @@ from megatron.checkpointing import replace_file
 from megatron.data import DataError, IndexedDataset
 from megatron.data.files import sync
 from megatron.data.indexed_dataset import DocumentBlock, index_path, publish, write_index
-from megatron.data.storage import open_dataset
+from megatron.data.open_dataset import open_dataset
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import Model

@@ -83,11 +83,11 @@ def choose_backends(
 
     `auto` takes the first of `ATTENTION_BACKENDS` that works, but cuDNN only where it is the fastest: on GPUs
     of compute capability 9.0 and later, for rows of seq_length (it plans anew, for long, for every shape, as
-    generation and scoring have them). A named one is used for all of training, and
-    where it takes no mask, the first that does for packed documents and generation. One that
-    `attention_config` names for some layers is used where it can do the run, else `attention_backend`.
-    Documents, and layers with a window, run under a mask where none takes them without: biases need one, and
-    `math`. On a CPU only one that is asked for takes them.
+    generation and scoring have them). A named one is used for all of training, and where it takes no mask,
+    the first that does for packed documents and generation. One that `attention_config` names for some layers
+    is used where it can do the run, else `attention_backend`. Documents, and layers with a window, run under
+    a mask where none takes them without: biases need one, and `math`. On a CPU only one that is asked for
+    takes them.
     Raises ConfigError for a named one that does not work on this device or for this run.
     """
     here = [backend for backend in _backends() if device.type == "cuda" or not backend.needs_gpu]

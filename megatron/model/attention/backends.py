@@ -43,8 +43,8 @@ class AttentionOptions(NamedTuple):
     """The options of one call of attention.
 
     cache: takes the new keys and values in; with `AttentionInputs.columns` queries attend to all of the cache
-    that the mask shows. dropout_p: dropout of attention probabilities, whose mask is a function of `seed`
-    alone.
+    that the mask shows.
+    dropout_p: dropout of attention probabilities, whose mask is a function of `seed` alone.
     scale: factor of the logits; None: 1 / sqrt(head_dim).
     """
 

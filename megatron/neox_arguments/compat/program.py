@@ -112,8 +112,7 @@ class MutableNeoXArgs:
     def configure_distributed_args(self) -> None:
         """Set rank, local_rank, world_size and the batch sizes from RANK, LOCAL_RANK and WORLD_SIZE, as
         deepy.py and torchrun set them; a process without them is alone. Raises ConfigError for values that
-        are no
-        numbers or cannot be divided among the ranks."""
+        are no numbers or cannot be divided among the ranks."""
         env = os.environ
         variable = next((name for name in _OTHER_LAUNCHERS_WORLD_SIZES if env.get(name, "1") != "1"), None)
         if variable is not None and "RANK" not in env:

@@ -16,4 +16,4 @@ ATTENTION_BACKENDS = (
     ("efficient", "backends.Efficient"),
     ("math", "backends.Math"),
 )
-AttentionBackend: TypeAlias = Literal["auto", *dict(ATTENTION_BACKENDS)]  # type: ignore[valid-type]
+AttentionBackendName: TypeAlias = Literal["auto", *dict(ATTENTION_BACKENDS)]  # type: ignore[valid-type]

@@ -1,8 +1,7 @@
 """How a configuration key is declared: one typed line with its default and its meaning.
 
 `num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration;
-everything
-else (type checks, documentation, dumps) is made from it.
+everything else (type checks, documentation, dumps) is made from it.
 """
 
 import functools

@@ -17,10 +17,9 @@ from typing import Literal
 @dataclass(frozen=True)
 class Loss:
     """function: where it is, FILE.NAME of megatron/objectives. options: keys that are refused unless a loss
-    of the
-    run reads them. needs_reference: whether answers are compared with a reference model's log-probabilities
-    of them. needs_step_baselines: whether examples are compared with values of all examples of the optimizer
-    step."""
+    of the run reads them. needs_reference: whether answers are compared with a reference model's
+    log-probabilities of them. needs_step_baselines: whether examples are compared with values of all examples
+    of the optimizer step."""
 
     function: str
     options: tuple[str, ...] = ()

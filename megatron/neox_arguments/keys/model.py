@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.neox_arguments.keys.attention import AttentionBackend
+from megatron.neox_arguments.keys.attention import AttentionBackendName
 from megatron.neox_arguments.keys.declaration import REQUIRED, key, new_key
 from megatron.neox_arguments.keys.sections import Bf16, DataTypes, Fp16, RopeScaling
 
@@ -135,7 +135,7 @@ class ModelKeys:
     sparsity_config: Mapping[str, Any] | None = key(
         None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"
     )
-    attention_backend: AttentionBackend = new_key(
+    attention_backend: AttentionBackendName = new_key(
         "auto",
         "Kernel of attention; auto takes the first that works here, in the order named, but cudnn only on GPUs of "
         "compute capability 9.0 and later, for rows of seq_length",

@@ -152,8 +152,7 @@ def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFMod
     """Command line of a script such as train.py (without its name). Raises ConfigError.
 
     Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config
-    prints
-    and exits.
+    prints and exits.
     """
     description = "Run on this rank; usually started by deepy.py or torchrun."
     parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=read_hf_model is not None)

@@ -26,8 +26,8 @@ def record_memory_history(args: NeoXArgs, groups: ParallelGroups) -> None:
 class StepProfiler(Callback):
     """`profile`: the steps after iteration `profile_step_start`, up to and with `profile_step_stop`, as
     traces that TensorBoard and chrome://tracing read, and as a range for `nsys
-    --capture-range=cudaProfilerApi`. With Python
-    stacks and module names where collectives are NCCL's (`_can_trace_python`).
+    --capture-range=cudaProfilerApi`. With Python stacks and module names where collectives are NCCL's
+    (`_can_trace_python`).
 
     `memory_profiling`: torch.cuda's snapshot at the end of the window (pytorch.org/memory_viz), or when the
     run ends before it, also by running out of memory. On CPU there is no such snapshot: a trace with the

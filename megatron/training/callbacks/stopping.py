@@ -59,8 +59,7 @@ class Agreement:
 
     def exchange(self, values: list[int]) -> list[int] | None:
         """Hand in this step's values; returns what all ranks handed in after the step before, None the first
-        time.
-        A single process gets its own values back at once."""
+        time. A single process gets its own values back at once."""
         if self._group is None:
             return values
         agreed = None

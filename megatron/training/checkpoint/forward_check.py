@@ -22,8 +22,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 
 def fixed_logits(engine: Engine) -> Tensor | None:
     """Logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on CPU; None but on the last
-    stage.
-    All ranks call it together."""
+    stage. All ranks call it together."""
     tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
     logits: list[Tensor] = []
 

@@ -43,8 +43,7 @@ def neox_flops(args: NeoXArgs, factor: int, seq_length: float | None = None, row
     recomputation.
 
     It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the
-    head
-    is right for factor 4 alone.
+    head is right for factor 4 alone.
     """
     layers, hidden, seq = args.num_layers, args.hidden_size, seq_length or args.seq_length
     brackets = 1.0 + (row_length or seq) / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)

@@ -157,8 +157,7 @@ class WandbLogger:
 
 class CometLogger:
     """One Comet experiment, the same one after a restart. Offline, every start writes an archive of it into
-    log_dir
-    for `comet upload`."""
+    log_dir for `comet upload`."""
 
     def __init__(self, args: NeoXArgs, run_id: str, config: Mapping[str, Any]) -> None:
         place, directory = args.origin("use_comet"), log_directory(args)

@@ -2,8 +2,7 @@
 
 Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in
 every step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more
-before the run
-goes on from a checkpoint of its own.
+before the run goes on from a checkpoint of its own.
 """
 
 import json
@@ -20,7 +19,6 @@ import torch
 from megatron.checkpointing import CheckpointError, describe_changes, replace_file
 from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
 from megatron.data.blending import BlendedDataset
-from megatron.data.datasets import SetContents
 from megatron.data.preferences.preference_dataset import PreferenceDataset, PreferenceSample
 from megatron.data.preferences.reference_scores import (
     SCORES,
@@ -31,6 +29,7 @@ from megatron.data.preferences.reference_scores import (
     pack_responses,
     responses_to_sample,
 )
+from megatron.data.run_datasets import SetContents
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.model import build_stage, forward_only, materialize
 from megatron.model.init import stage_parameters

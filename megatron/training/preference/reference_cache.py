@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron.checkpointing import ConfigChange, config_key, model_keys, read_manifest, replace_file
 from megatron.data import DataError
-from megatron.data.datasets import SetContents
 from megatron.data.files import cached_sha256, sha256
 from megatron.data.preferences.reference_scores import SCORES
+from megatron.data.run_datasets import SetContents
 from megatron.data.set_config import index_cache_dir
 from megatron.distributed import run_on_all_ranks
 from megatron.model.positions import dynamic_ntk_limit

@@ -20,9 +20,9 @@ from megatron.data import (
 from megatron.data import train_loader as loader
 from megatron.data.index_maps import Packing
 from megatron.data.labels import first_labelled_token
+from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.kto import mismatched_documents
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
-from megatron.data.storage import open_dataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 SEQ, PAIRS = 48, 60

@@ -46,8 +46,7 @@ def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
 
 def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any]) -> list[bool]:
     """For the pool: whether each collective begun in the background was done when the trace ended; rank 1
-    comes late
-    to them."""
+    comes late to them."""
     import time
 
     import torch
